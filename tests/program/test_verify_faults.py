@@ -188,6 +188,22 @@ FAULTS = {
         None,
         ("what the attention gives differs, though all before it agrees",),
     ),
+    "a capped logit without the slope of its cap": Fault(
+        (("part.copy_(wide.mul_(slope))", "part.copy_(wide)"),),
+        "--tensor-model-parallel-size 2 --final-logit-softcapping 0.3 --loss-chunk-tokens 4",
+        "gradient",
+        "final_norm.bias",
+        None,
+        ("differs by no constant factor", "so are the gradients of all parameters"),
+    ),
+    "a norm behind a layer whose gradient is of a part of the sequence": Fault(
+        (("(sequence_parallel or self.on_own_heads)", '(sequence_parallel and "_post_" not in self.name or self.on_own_heads)'),),
+        "--tensor-model-parallel-size 2 --sequence-parallel --norm-placement sandwich",
+        "gradient",
+        "layers.1.mlp_post_norm.bias",
+        "tensor",
+        ("the sum over the tensor group is missing",),
+    ),
     "a sink that the softmax forgets": Fault(
         (("total += (sink - highest).exp_()", "total += 0 * (sink - highest)"),),
         "--tensor-model-parallel-size 2 --softmax-type learnable",
