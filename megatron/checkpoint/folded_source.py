@@ -12,7 +12,7 @@ from megatron.checkpoint.source import TensorInfo, WeightSource
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
-from megatron.spec.layers import norm_of
+from megatron.spec.layers import norm_of, scores_of
 
 
 def folded(source: WeightSource) -> WeightSource:
@@ -35,7 +35,13 @@ class _Folded:
 
     def __init__(self, source: WeightSource) -> None:
         self._source, self._width = source, source.model.mup_width
-        self.model: ModelConfig = dataclasses.replace(source.model, mup_base_width=None)
+        scale = scores_of(source.model, window=False).scale
+        self.model: ModelConfig = dataclasses.replace(
+            source.model,
+            mup_base_width=None,
+            mup_base_kv_channels=None,
+            softmax_scale=source.model.softmax_scale if source.model.mup_base_kv_channels is None else scale,
+        )
         self.notes = [
             *source.notes,
             f"the logits of this model are divided by {self._width:g} (--mup-base-width); here its final norm is, which gives the "

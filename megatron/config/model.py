@@ -235,6 +235,9 @@ class ModelConfig:
     mup_base_width: int | None = setting(None, at_least=1, unit="channels")
     """Scale initial values, learning rates and logits with the width as muP does (Yang et al. 2022, table 8), so that rates found
     at this --hidden-size hold here too."""
+    mup_base_kv_channels: int | None = setting(None, at_least=1, unit="channels", acts=acts_with(mup_base_width=GIVEN))
+    """Head size of the base of muP, where heads grow with the width: scores are then multiplied by sqrt(this) / size of a head, and
+    not by 1 / sqrt(size of a head)."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, unit="rows of a table")
     """Rows of the word embedding are padded to a multiple of this x TP, for speed; padding never reaches the loss."""
     fp32_residual_connection: bool = setting(

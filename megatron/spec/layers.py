@@ -201,6 +201,8 @@ def _attention(model: ModelConfig, window: bool, rotated: bool) -> AttentionSpec
 def scores_of(model: ModelConfig, *, window: bool) -> ScoreSpec:
     """How a layer with or without the window makes probabilities."""
     scale = model.softmax_scale
+    if model.mup_base_kv_channels is not None:
+        scale = model.mup_base_kv_channels**0.5 / model.head_size  # Yang et al. 2022, definition 4.1
     if scale is None and model.multi_latent_attention and (factor := score_factor(model)) != 1.0:
         scale = factor * model.head_size**-0.5
     return ScoreSpec(

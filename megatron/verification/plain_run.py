@@ -224,6 +224,8 @@ def latent_shape(model: ModelConfig) -> LatentShape:
 
 def score_scale(model: ModelConfig) -> float | None:
     """Factor of the scores; None for 1 / sqrt(channels of a head). In latent attention YaRN enlarges it."""
+    if model.mup_base_kv_channels is not None:
+        return math.sqrt(model.mup_base_kv_channels) / model.head_size
     if model.softmax_scale is not None or not model.multi_latent_attention:
         return model.softmax_scale
     growth = math.log(max(model.rotary_scaling_factor, 1.0)) if model.rope_type == "yarn" else 0.0

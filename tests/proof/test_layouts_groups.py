@@ -31,7 +31,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "decay_embeddings": False,
         "param_groups": ("*norm.* adam-eps=0.1",),
     },
-    "mup": {"mup_base_width": 12, "param_groups": ("layers.1.* lr-mult=0.5",)},
+    "mup": {"mup_base_width": 12, "mup_base_kv_channels": 9, "param_groups": ("layers.1.* lr-mult=0.5",)},
 }
 SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (2, {}),

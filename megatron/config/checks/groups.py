@@ -8,7 +8,18 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 
-from megatron.config.checks.finding import Finding, at_most, change, flag_for, in_range, rule, shown, try_values, value_of
+from megatron.config.checks.finding import (
+    Finding,
+    at_most,
+    change,
+    exclude_each_other,
+    flag_for,
+    in_range,
+    rule,
+    shown,
+    try_values,
+    value_of,
+)
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.param_groups import GroupEntry, entry_of
@@ -26,6 +37,11 @@ def decoupled_rate_ends_lower(config: Config, world_size: int) -> Iterator[Findi
     if optimizer.decoupled_lr is not None and optimizer.decoupled_min_lr is None and optimizer.min_lr > optimizer.decoupled_lr:
         message = f"{shown(config, 'decoupled_lr')} is below {shown(config, 'min_lr')}, at which its course ends."
         yield Finding(message, [change(decoupled_min_lr=optimizer.decoupled_lr)])
+
+
+_SCALE = "Each sets the factor of attention's scores."
+mup_scale_or_given = exclude_each_other("mup_base_kv_channels", "softmax_scale", why=_SCALE)
+mup_scale_or_latent = exclude_each_other("mup_base_kv_channels", "multi_latent_attention", why=_SCALE)
 
 
 @rule()

@@ -79,7 +79,15 @@ def _refused(config: Config, *, on_cuda: bool) -> str | None:
     reads=(
         *("device", "fp16", "bf16", "fp64", "deterministic_mode", "reset_attention_mask", "attention_dropout"),
         *("hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "num_query_groups"),
-        *("seq_length", "window_size", "softmax_type", "softmax_scale", "attn_logit_softcapping", "multi_latent_attention"),
+        *(
+            "seq_length",
+            "window_size",
+            "softmax_type",
+            "softmax_scale",
+            "mup_base_kv_channels",
+            "attn_logit_softcapping",
+            "multi_latent_attention",
+        ),
         *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     ),
 )

@@ -379,6 +379,21 @@ CASES: list[Case] = [
         ["exclude each other"],
         ["--lr-rewarm-start-samples None"],
     ),
+    ("--mup-base-kv-channels 4", 1, {"--mup-base-kv-channels"}, ["acts only with --mup-base-width"], []),
+    (
+        "--mup-base-width 48 --mup-base-kv-channels 4 --softmax-scale 0.5",
+        1,
+        {"--mup-base-kv-channels", "--softmax-scale"},
+        ["exclude each other"],
+        ["--softmax-scale None"],
+    ),
+    (
+        "--mup-base-width 48 --mup-base-kv-channels 4 --multi-latent-attention",
+        1,
+        {"--mup-base-kv-channels", "--multi-latent-attention"},
+        ["exclude each other"],
+        ["--no-multi-latent-attention"],
+    ),
     (
         "--log-gradient-noise",
         1,
