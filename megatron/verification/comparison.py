@@ -188,7 +188,7 @@ class Comparison:
         optimizer, found = self.config.optimizer, []
         slack = dict.fromkeys(self.observation.start, 0.0)
         for step in self.plain.steps[: self.num_steps]:
-            if optimizer.optimizer == "adam":
+            if optimizer.optimizer in ("adam", "muon"):
                 update = step.learning_rate * ROUNDING * step.grad_norm / optimizer.adam_eps
                 for name, gradient in step.gradients.items():
                     noise = (gradient != 0) & (gradient.abs() <= NEGLIGIBLE * step.grad_norm)

@@ -100,7 +100,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         replaced.append("--tp-comm-overlap: pieces go round a ring. Not run: symmetric memory")
     if optimizer.use_apex:
         replaced.append("--use-apex: torch's optimizer, which does the same on a CPU")
-    if optimizer.optimizer == "adam" and optimizer.adam_eps < LEAST_EPS:
+    if optimizer.optimizer in ("adam", "muon") and optimizer.adam_eps < LEAST_EPS:
         replaced.append(f"--adam-eps: {LEAST_EPS:g}, so that rounding of gradients that are truly zero makes no update")
     if config.debug.check_replicas_every is not None:
         replaced.append("--check-replicas-every: not set, as everything is compared here, and to the end")

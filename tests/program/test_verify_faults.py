@@ -129,6 +129,27 @@ FAULTS = {
         None,
         ("the gradient is right, the update is not",),
     ),
+    "a matrix orthogonalised without the rows of another rank": Fault(
+        (
+            (
+                "arrived.append((box_of(self.whole, move, number), part))",
+                "arrived.append((box_of(self.whole, move, number), part if move.sender == place else torch.zeros_like(part)))",
+            ),
+        ),
+        "--tensor-model-parallel-size 2 --optimizer muon --muon-momentum 0.5",
+        "update",
+        "layers.0.attention.qkv.weight (layer 0)",
+        None,
+        ("the gradient is right, the update is not",),
+    ),
+    "momentum of another slice": Fault(
+        (("given[inside.start : inside.stop]", "given[: inside.stop - inside.start]"),),
+        "--world-size 2 --use-distributed-optimizer --optimizer muon --swiglu",
+        "update",
+        "layers.0.mlp.up.weight (layer 0)",
+        None,
+        ("the gradient is right, the update is not",),
+    ),
     "blocks of 8 bits that begin where a slice does": Fault(
         (("head = min(length, -placed.box.offsets[-1] % self.blocks.size)", "head = 0"),),
         "--world-size 3 --use-distributed-optimizer --optimizer adam8bit",

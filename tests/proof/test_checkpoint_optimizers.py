@@ -28,6 +28,7 @@ from tests.support.warm import run_warm_ranks
 RULES: dict[str, dict[str, Any]] = {
     "adafactor": {"adafactor_beta1": 0.9, "adafactor_relative_step": True},
     "adam8bit": {"adam_8bit_block_size": 2},
+    "muon": {"muon_use_nesterov": True, "muon_split_heads": True},
 }
 SHAPES = {
     "adafactor": {"exp_avg_sq_row": [2, 24], "exp_avg_sq_col": [2, 16], "exp_avg": [2, 24, 16]},
@@ -37,6 +38,7 @@ SHAPES = {
         "exp_avg_sq_code": [2, 24, 16],
         "exp_avg_sq_scale": [2, 24, 8],
     },
+    "muon": {"momentum_buffer": [2, 24, 16]},
 }
 """The states of the gated MLP's first weight, [2, 24, 16]."""
 STEPS = 2
@@ -58,7 +60,7 @@ def recipe(rule: str) -> Recipe:
 
 @functools.cache
 def reference(rule: str) -> ReferenceRun:
-    r, numbers = recipe(rule), rule_numbers(OptimizerConfig(**RULES[rule]))
+    r, numbers = recipe(rule), rule_numbers(OptimizerConfig(**RULES[rule]), (1, 4))
     return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, optimizer=rule, numbers=numbers)
 
 

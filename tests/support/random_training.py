@@ -38,16 +38,23 @@ def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
     """Another update rule than Adam and SGD, one time in three."""
     if not chance(draw, 3):
         return
-    rule = one_of(draw, "lion", "ademamix", "adafactor", "lamb", "adam8bit")
+    rule = one_of(draw, "lion", "ademamix", "adafactor", "lamb", "adam8bit", "muon", "muon")
     for field in ("sgd_momentum", *(("adam_beta1", "adam_beta2", "adam_eps") if rule in ("lion", "adafactor") else ())):
         settings.pop(field, None)
     settings |= {"optimizer": rule, "lr": 0.01}
-    if rule in ("adafactor", "lamb"):
+    if rule in ("adafactor", "lamb", "muon"):
         settings.pop("mup_base_width", None)
     if rule in ("lion", "adafactor"):  # they make noise of gradients whose true value is zero, such as that of a key's bias
         settings |= {"disable_bias_linear": True, "add_qkv_bias": None, "normalization": "RMSNorm"}
     if rule == "lion":
         settings |= {"lion_beta1": one_of(draw, None, 0.5), "lion_beta2": one_of(draw, None, 0.9)}
+    elif rule == "muon":
+        settings |= {"muon_momentum": one_of(draw, None, 0.5), "muon_num_ns_steps": one_of(draw, None, 2)}
+        settings |= {"muon_scale_mode": one_of(draw, None, "unit_rms_norm", "shape_scaling")}
+        settings["muon_extra_scale_factor"] = one_of(draw, None, 0.2)
+        settings |= switches(draw, "muon_use_nesterov", one_in=2) | switches(
+            draw, "muon_no_split_qkv", "muon_split_heads", one_in=3
+        )
     elif rule == "adam8bit":
         settings["adam_8bit_block_size"] = one_of(draw, 1, 2, 3) if settings.get("tensor_model_parallel_size", 1) > 1 else None
     elif rule == "ademamix":
