@@ -17,13 +17,14 @@ from megatron.spec.counts import kept_per_token
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
-from tests.support.reference_runs import gpt2_like, llama_like, random_batches
+from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like, random_batches
 from tests.support.warm import run_forked_ranks
 
 SIZES = dict(num_layers=5, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=29, seq=8)
 SHAPES = {
     "gpt2": gpt2_like(**{**SIZES, "kv_heads": 4}),
     "llama": llama_like(**SIZES),
+    "deepseek": deepseek_like(**{**SIZES, "kv_heads": 4}),
 }
 
 REMADE = MemoryConfig("selective", recompute_modules=("layernorm", "mlp_act"))
@@ -52,6 +53,8 @@ def counted(shape: ReferenceShape, layout: Layout) -> list[int]:
         ("gpt2", "zb-v", 2, False, REMADE),
         ("llama", "zb-h1", 1, False, REMADE),
         ("llama", "zb-v", 2, True, REMADE),
+        ("deepseek", "zb-h1", 2, True, MemoryConfig()),
+        ("deepseek", "zb-v", 2, False, REMADE),
     ],
 )
 def test_the_formula_is_what_a_run_counts(name: str, schedule: str, tp: int, sequence_parallel: bool, memory: MemoryConfig) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
-from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
+from megatron.spec.counts import attention_flops, count_parameters, flops_per_step, flops_per_token, layer_flops
 
 GPT2_SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)
 LLAMA = ModelConfig(
@@ -169,3 +169,15 @@ def test_flops_are_near_six_per_parameter_and_token() -> None:
     embedding_and_norms = 32000 * 4096 + (2 * 32 + 1) * 4096
     products = count_parameters(LLAMA, 32000) - embedding_and_norms
     assert flops_per_token(LLAMA, 32000) == 6 * products + 6 * 32 * 4096 * 4096
+
+
+@pytest.mark.parametrize("query_rank", [None, 6])
+def test_latent_attention_by_hand(query_rank: int | None) -> None:
+    """Each product of a layer, of two FLOPs a multiply-add; queries have 5 + 4 channels, values 3."""
+    sizes = {"q_lora_rank": query_rank, "kv_lora_rank": 7, "qk_head_dim": 5, "qk_pos_emb_head_dim": 4, "v_head_dim": 3}
+    config = dataclasses.replace(TINY, multi_latent_attention=True, position_embedding_type="rope", **sizes)  # type: ignore[arg-type]
+    h, n, s = config.hidden_size, config.num_attention_heads, config.seq_length
+    queries = h * n * 9 if query_rank is None else h * query_rank + query_rank * n * 9
+    products = queries + h * (7 + 4) + 7 * n * (5 + 3) + n * 3 * h + 2 * h * config.ffn_size
+    assert attention_flops(config) == (n * (9 + 3) * s,) * config.num_layers  # causal: half of the square
+    assert layer_flops(config) == (2 * products + n * (9 + 3) * s,) * config.num_layers

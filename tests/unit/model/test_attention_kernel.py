@@ -35,6 +35,16 @@ def test_what_the_cpu_keeps_is_known() -> None:
         assert words == ("plain products, which keep the probabilities" if expected else "flash attention")
 
 
+@pytest.mark.parametrize("value_size", [8, 4])
+def test_values_of_another_size_are_multiplied_on_a_cpu(value_size: int) -> None:
+    q, v = torch.zeros(S, B, 4, 8), torch.zeros(S, B, 4, value_size)
+    fused = value_size == 8
+    assert keeps_probabilities(q, v, grouped=False, dropout=0.0) is not fused
+    words = chosen_kernel(torch.Size((B, 4, S, 8)), 4, q.dtype, q.device, 0.0, value_size)
+    assert words == ("flash attention" if fused else "plain products, which keep the probabilities")
+    assert core_attention(q, q, v).shape == (S, B, 4 * value_size)
+
+
 def test_an_older_gpu_has_no_flash_attention() -> None:
     kinds = [attention_kernel(AttentionCall(16, 64, grouped, on_cuda=True), flash=False) for grouped in (False, True)]
     assert kinds == ["efficient", "math"]
@@ -65,6 +75,10 @@ def test_what_each_kernel_takes() -> None:
         ({"window": True, "dropout": 0.125}, {"flash": "dropout with a window", "cudnn": "window", "efficient": "window"}),
         ({"window": True, "head_size": 68}, {"flash": "multiple of 8", "cudnn": "window", "efficient": "window"}),
         ({"window": True, "on_cuda": False}, {"flash": "on a CPU", "cudnn": "GPUs only", "efficient": "GPUs only"}),
+        ({"value_size": 64}, {}),
+        ({"value_size": 32}, {"flash": "not 32 beside 64"}),
+        ({"value_size": 36}, {"flash": "not 36 beside 64", "cudnn": "multiple of 8", "efficient": "not 36"}),
+        ({"value_size": 32, "on_cuda": False}, {"flash": "not 32 beside 64", "cudnn": "GPUs only", "efficient": "GPUs only"}),
         ({"shaped": True}, {"flash": "nor sinks", "cudnn": "nor sinks", "efficient": "nor sinks"}),
         ({"on_cuda": False}, {"cudnn": "GPUs only", "efficient": "GPUs only"}),
         (

@@ -19,11 +19,32 @@ from tests.support.lone_rank import lone_rank
 META = torch.device("meta")
 
 
+def _with_latents(draw: st.DrawFn, heads: int, flag: str | None) -> ModelConfig:
+    return ModelConfig(
+        num_layers=draw(st.integers(2, 4)),
+        hidden_size=2 * draw(st.integers(1, 20)),
+        ffn_hidden_size=2 * draw(st.integers(1, 20)),
+        num_attention_heads=heads,
+        seq_length=8,
+        position_embedding_type="rope",
+        multi_latent_attention=True,
+        q_lora_rank=draw(st.sampled_from([None, 5])),
+        kv_lora_rank=draw(st.integers(1, 9)),
+        qk_head_dim=draw(st.integers(1, 6)),
+        qk_pos_emb_head_dim=2 * draw(st.integers(1, 3)),
+        v_head_dim=draw(st.integers(1, 7)),
+        qk_layernorm=draw(st.booleans()),
+        **({flag: True} if flag else {}),  # type: ignore[arg-type]
+    )
+
+
 @st.composite
 def models(draw: st.DrawFn) -> ModelConfig:
     """Any shape whose heads and widths two tensor ranks can share."""
     groups, queries, size = 2 * draw(st.integers(1, 2)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 4))
     flag = draw(st.sampled_from(ACTIVATIONS)).flag
+    if draw(st.integers(0, 3)) == 0:
+        return _with_latents(draw, 2 * groups, flag)
     switches = ("untie_embeddings_and_output_weights", "disable_bias_linear", "add_qkv_bias", "qk_layernorm")
     return ModelConfig(
         num_layers=draw(st.integers(2, 4)),
