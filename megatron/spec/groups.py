@@ -111,7 +111,8 @@ def _group(config: OptimizerConfig, facts: ParamFacts) -> ParamGroup:
     optimizer = own.get("optimizer", config.optimizer)
     if optimizer == "muon" and not is_hidden_matrix(facts):
         optimizer = "adam"
-    mup = 1.0 if facts.width == 1.0 else mup_factor(MUP_RULES[optimizer], facts.role, facts.width)
+    scaled = facts.width != 1.0 and optimizer in MUP_RULES  # others are refused beside muP, by a rule that looks at groups
+    mup = mup_factor(MUP_RULES[optimizer], facts.role, facts.width) if scaled else 1.0
     return ParamGroup(
         optimizer,
         own.get("lr_mult", 1.0) * mup,

@@ -149,7 +149,16 @@ def _draw_groups(draw: Draw) -> tuple[str, ...]:
     found = []
     for _ in range(number(draw, 1, 3)):
         pattern = one_of(draw, "*", "embedding.*", "layers.*.mlp.*", "*.weight", "layers.0.attention.*", "final_norm.weight")
-        said = one_of(draw, "lr-mult=0.5", "lr=0.02 min-lr=1e-3", "wd-mult=2", "wd-mult=0", "optimizer=sgd", "optimizer=adam")
+        said = one_of(
+            draw,
+            "lr-mult=0.5",
+            "lr=0.02 min-lr=1e-3",
+            "wd-mult=2",
+            "wd-mult=0",
+            "optimizer=sgd",
+            "optimizer=adam",
+            "optimizer=lamb",
+        )
         found.append(f"{pattern} {said}")
     return tuple(found)
 
