@@ -62,6 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "moments in 8 bits": {"bf16": True, "use_distributed_optimizer": True, "optimizer": "adam8bit", "adam_8bit_block_size": 24},
     "lamb": {"bf16": True, "optimizer": "lamb"},
+    "muon": {
+        "bf16": True,
+        "tensor_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        "optimizer": "muon",
+        "muon_use_nesterov": True,
+    },
     "lion, ademamix": {
         "bf16": True,
         "optimizer": "lion",

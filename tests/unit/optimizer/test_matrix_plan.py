@@ -1,0 +1,63 @@
+"""Who makes which matrix whole: each element comes once, each holder gets its own back, and ranks have about equal work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.optimizer import matrix_plan
+from megatron.optimizer.matrix_plan import Matrix, plan_matrices
+from megatron.parallel.params import ParamRecord, Split
+from megatron.parallel.shards import DividedParam
+from megatron.parallel.topology import GRADIENT_AXES, Topology
+from tests.support.lone_rank import lone_rank
+
+
+def params(topology: Topology, layers: int = 3) -> list[DividedParam]:
+    """Of each layer a gated weight, one split by columns that data ranks cut within rows, and one that every rank holds."""
+    found = []
+    for layer in range(layers):
+        gated = ParamRecord(f"{layer}.gated", (2, 8 * topology.tp, 12), (Split(1, "tp"),))
+        wide = ParamRecord(f"{layer}.wide", (10, 6 * topology.tp), (Split(1, "tp"),))
+        cuts = tuple(60 * place // topology.dp for place in range(1, topology.dp))
+        found.append(DividedParam(gated, torch.float32))
+        found.append(DividedParam(wide, torch.float32, cuts, GRADIENT_AXES, topology.dp))
+        found.append(DividedParam(ParamRecord(f"{layer}.replicated", (7, 9)), torch.float32))
+    return found
+
+
+def work(matrix: Matrix) -> float:
+    return float(matrix.numel)
+
+
+@pytest.mark.parametrize("most", [1, 300, 2**24])
+@pytest.mark.parametrize("topology", [Topology(), Topology(dp=3), Topology(tp=2, dp=2), Topology(tp=4, pp=2, dp=3)])
+def test_each_element_comes_once_and_goes_back_to_all(monkeypatch: pytest.MonkeyPatch, topology: Topology, most: int) -> None:
+    monkeypatch.setattr(matrix_plan, "MOST_ELEMENTS", most)
+    plan = plan_matrices(params(topology), lone_rank(topology), work)
+    assert plan.num_ranks == topology.tp * topology.dp
+    owned = [matrix for one in plan.rounds for matrices in one.owned for matrix in matrices]
+    assert len(owned) == len({(matrix.record.name, matrix.index) for matrix in owned}) == 3 * (2 + 1 + 1)
+    for matrix in owned:
+        times = torch.zeros(matrix.shape)
+        for holding in matrix.holdings:
+            for placed in holding.boxes:
+                times[placed.box.index] += 1
+            assert sum(placed.box.numel for placed in holding.boxes) == holding.numel
+            expected = {"gated": topology.dp, "wide": 1, "replicated": plan.num_ranks}[matrix.record.name.split(".")[1]]
+            assert len(holding.places) == expected
+        assert torch.equal(times, torch.ones(matrix.shape))
+    for one in plan.rounds:
+        assert all(move.sender in move.holding.places for move in one.moves)
+        assert all(move.sender == move.owner for move in one.moves if move.owner in move.holding.places), "not sent for nothing"
+    assert plan.num_ranks > 1 or plan.sent() == [0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, 16])
+def test_work_is_even(ranks: int) -> None:
+    """Within a third of the best, and never further apart than one matrix (Graham 1969)."""
+    topology = Topology(dp=ranks)
+    plan = plan_matrices(params(topology, layers=20), lone_rank(topology), work)
+    done = plan.work(work)
+    largest = max(work(matrix) for one in plan.rounds for matrices in one.owned for matrix in matrices)
+    assert max(done) - min(done) <= largest and max(done) <= 4 / 3 * max(sum(done) / ranks, largest)
