@@ -72,7 +72,7 @@ def test_the_dry_run_is_as_the_script_states(script: str, tmp_path: Path) -> Non
 
 def test_a_model_fits_the_script_that_it_names(tmp_path: Path) -> None:
     """Its own of the scripts are tried above; of the others, those that no other plan is as large as."""
-    for name in ("llama3-8b", "llama3.2-1b", "llama3-405b"):
+    for name in ("llama3-8b", "llama3.2-1b", "gemma2-9b", "llama3-405b"):
         script, *changes = launch_words(name)
         _, *words = words_of(script, *changes, folder=tmp_path, MODEL=name)
         loaded = load(words, 1)

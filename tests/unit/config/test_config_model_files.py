@@ -10,8 +10,12 @@ from megatron.config.model_files import names, table
 from megatron.spec.counts import count_parameters
 
 PARAMETERS = {
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma3-1b": 999_885_952,
     "gpt2-1.5b": 1_557_611_200,
     "gpt2-124m": 124_439_808,
+    "granite3-2b": 2_533_531_648,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
     "llama2-7b": 6_738_415_616,
@@ -19,12 +23,19 @@ PARAMETERS = {
     "llama3-70b": 70_553_706_496,
     "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
     "mistral-7b": 7_248_023_552,
+    "olmo2-7b": 7_298_617_344,
+    "phi3-mini": 3_821_079_552,
+    "pythia-1b": 1_011_781_632,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-32b": 32_762_123_264,
     "qwen3-8b": 8_190_735_360,
+    "smollm2-135m": 134_515_008,
+    "smollm3-3b": 3_075_098_624,
+    "stablelm2-1.6b": 1_644_515_328,
 }
 """The elements of the published weights."""
 ROUNDED = {"gpt-1t": 1008e9, "gpt3-1.3b": 1.3e9, "gpt3-125m": 125e6, "gpt3-175b": 175e9, "gpt3-6.7b": 6.7e9}
