@@ -19,6 +19,8 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
+from megatron.spec.groups import groups_of
+from megatron.spec.weights import model_weights
 from megatron.training.failure import together
 from megatron.training.progress import Progress
 from megatron.training.saver import LearningSchedule, global_tensors, with_defaults
@@ -302,6 +304,14 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
     blocks, block = saved.optimizer.adam_8bit_block_size, config.optimizer.adam_8bit_block_size
     if goes_on and blocks != block and now == "adam8bit" and config.checkpoint.load_optim:
         raise CheckpointError(f"{path} holds moments in blocks of {blocks}, not of {block}: take --adam-8bit-block-size {blocks}")
+    if goes_on and config.checkpoint.load_optim:
+        there, here = groups_of(saved.optimizer), groups_of(config.optimizer)
+        for weight in model_weights(config.model, vocab_size):
+            if there(weight).optimizer != here(weight).optimizer:
+                raise CheckpointError(
+                    f"{path} holds the state of {there(weight).optimizer} for {weight.name}, not of {here(weight).optimizer}: "
+                    "leave its rule as it was (--param-groups), or leave the state with --no-load-optim"
+                )
     free = list(model.values())
     for topic in _TOLD if goes_on else ():
         differing = _differences(getattr(saved, topic), getattr(config, topic))

@@ -1,4 +1,4 @@
-"""A second course of the learning rate: begun with a resume, gone on with after another, and the same as in one run."""
+"""What a resume makes of a second course of the learning rate, and of other parameter groups."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def test_a_run_goes_on_with_a_second_course(tmp_path: Path) -> None:
     found = rates(whole)  # the rate of an update is that of the samples before it
     assert [found[number] for number in (1, 4, 5)] == pytest.approx([1e-2, 1e-3, 5e-3], rel=1e-12)
     assert found[5] > found[6] > found[7] > 1e-3
+
+
+def test_groups_may_change_but_not_their_rules(tmp_path: Path) -> None:
+    """Of other rates the log tells; of another rule there would be no state."""
+    run(arguments(train_iters=3, exit_interval=2, save=tmp_path, param_groups=("*.mlp.* lr-mult=0.5",)))
+    ended = launch(arguments(train_iters=3, load=tmp_path, param_groups=("*.mlp.* optimizer=sgd",)), 1)
+    assert ended[0].code == 1, report(ended)
+    assert "holds the state of adam for layers.0.mlp.up.weight, not of sgd" in ended[0].stderr
+    told = run(arguments(train_iters=3, load=tmp_path, param_groups=("*.mlp.* lr-mult=0.25",)))
+    assert "differs from the checkpoint: --param-groups" in told
