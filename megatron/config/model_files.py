@@ -70,5 +70,5 @@ def table() -> str:
 
 
 def _in_words(number: int) -> str:
-    size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= size)
+    size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= 0.9995 * size)
     return f"{number / size:.3g} {unit}"
