@@ -158,6 +158,8 @@ decrease-batch-size-if-needed: The global batch size never changes by itself; se
 no-check-for-nan-in-loss-and-grad: A loss or gradient that is not a number always stops the run; leave it out.
 check-for-spiky-loss check-for-large-grads: Only a loss or gradient that is not a number stops the run.
 empty-unused-memory-level: Buffers are allocated once, so the memory cache is never emptied.
+use-mup mup-base-hidden-size mup-width-mult: Use --mup-base-width, the hidden size at which the rates were tuned.
+mup-base-head-dim mup-attn-scale-power: Use --mup-base-kv-channels; scores are then divided by the size of a head.
 train-sync-interval: The host already waits for the device once an iteration.
 no-manual-gc-eval: With --manual-gc garbage is always collected around evaluations and saves.
 defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute: {_DEFERRED}
