@@ -119,16 +119,17 @@ def _traffic(
     stages: Sequence[StagePlan], places: Sequence[Places], over: str, what: str, each: int, groups: NamedGroups, links: Links
 ) -> Traffic:
     """What is sent over one group for one purpose, with the share that leaves a node, over all ranks of a kind."""
-    total = leaving = size = 0
+    total, leaving, size = 0, 0.0, 0
     for stage in stages:
         for one in stage.sent:
             if (one.over, one.what) == (over, what):
+                crossing: NDArray[Any]
                 if one.peer is not None:
                     size, crossing = 2, links.between(stage.stage, one.peer)
                 else:
                     size, crosses = groups[over]
-                    crossing = crosses(stage.stage)
-                leaving += one.bytes * sum(int(crossing[at.data.start : at.data.stop, at.tensor].sum()) for at in places)
+                    crossing = links.pairs(stage.stage) if what == "matrices" else crosses(stage.stage)
+                leaving += one.bytes * sum(float(crossing[at.data.start : at.data.stop, at.tensor].sum()) for at in places)
                 total += one.bytes * sum(len(at.data) for at in places)
     return Traffic(over, what, each, size, leaving / total if total else 0.0)
 
@@ -274,6 +275,12 @@ class Links:
         """Messages from a stage to the same place of another stage."""
         crossing: Crossing = self._nodes[stage] != self._nodes[peer]
         return crossing
+
+    def pairs(self, stage: int) -> NDArray[np.float64]:
+        """Share of what a rank sends to all other ranks of its stage alike that leaves its node."""
+        _, which, counts = np.unique(self._nodes[stage], return_inverse=True, return_counts=True)
+        others = max(self._nodes[stage].size - 1, 1)
+        return ((self._nodes[stage].size - counts[which]) / others).reshape(self._nodes[stage].shape)
 
     def first_rank(self, stage: int, data: int, tensor: int) -> int:
         """Number of the rank at these coordinates."""

@@ -11,7 +11,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer import matrix_plan
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.plain_run import rule_numbers
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
 from tests.support.covering import Case, covering
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
@@ -21,8 +21,12 @@ STEPS = 2
 SHAPES: dict[str, ReferenceShape] = {
     "gpt2": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8),
     "llama": llama_like(hidden=16, ffn=26, heads=4, kv_heads=2, head_size=4, vocab=61, seq=8, qk_norm="each_head"),
+    "latent": llama_like(
+        hidden=16, ffn=24, heads=4, kv_heads=4, head_size=9, vocab=61, seq=8, latent=LatentShape(10, 6, plain=5, rotated=4, value=3)
+    ),
 }
-"""Rows of matrices that data ranks do not divide evenly; the gated MLP of the llama has two matrices in one weight."""
+"""Rows of matrices that data ranks do not divide evenly; the gated MLP of the llama has two matrices in one weight, and
+of latent attention tensor ranks hold some matrices whole."""
 RULES: dict[str, dict[str, Any]] = {
     "as published": {"muon_use_nesterov": True, "muon_extra_scale_factor": 0.2},
     "heads": {"muon_split_heads": True, "muon_momentum": 0.8, "muon_scale_mode": "unit_rms_norm"},

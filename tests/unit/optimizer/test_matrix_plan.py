@@ -10,6 +10,7 @@ from megatron.optimizer.matrix_plan import Matrix, plan_matrices
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.planner.kinds import Links
 from tests.support.lone_rank import lone_rank
 
 
@@ -61,3 +62,10 @@ def test_work_is_even(ranks: int) -> None:
     done = plan.work(work)
     largest = max(work(matrix) for one in plan.rounds for matrices in one.owned for matrix in matrices)
     assert max(done) - min(done) <= largest and max(done) <= 4 / 3 * max(sum(done) / ranks, largest)
+
+
+def test_what_leaves_a_node_is_the_share_of_the_others_there() -> None:
+    """Of eight ranks of a stage on two nodes, four of seven others are on the other one."""
+    assert Links(Topology(tp=2, dp=4), gpus_per_node=4).pairs(0).tolist() == [[4 / 7] * 2] * 4
+    assert Links(Topology(tp=2, dp=4), gpus_per_node=8).pairs(0).max() == 0.0
+    assert Links(Topology(pp=2), gpus_per_node=1).pairs(1).max() == 0.0
