@@ -34,6 +34,8 @@ class TrainingConfig:
     label_smoothing: float = setting(0.0, at_least=0, below=1, unit="share of each target")
     """Spread this share of each target evenly over the vocabulary (Szegedy et al. 2016 took 0.1). "lm loss" and evaluations stay
     the cross entropy with the label alone."""
+    mtp_loss_scaling_factor: float = setting(0.1, above=0, unit="factor", acts=acts_with(mtp_num_layers=OtherThan(0)))
+    """Minimise, beside the cross entropy, this x the mean over --mtp-num-layers of theirs (logged as "mtp loss")."""
     seed: int = setting(1234, at_least=0, at_most=2**32 - 1, unit="plain number")
     """Seed of the initial weights, of dropout and of the order of data."""
     iterations_to_skip: tuple[int, ...] = setting((), at_least=1, unit="number of a step, from 1 on")

@@ -105,7 +105,7 @@ def plan_buckets(
 
 def is_tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:
     """Whether another pipeline stage holds the parameter too."""
-    return entry.record.tied and len(entry.holders) == 1 and context.pipeline_ends.size > 1
+    return entry.record.tied and entry.held_elsewhere and context.pipeline_ends.size > 1
 
 
 def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext) -> BucketPlan:

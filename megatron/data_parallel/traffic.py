@@ -44,6 +44,7 @@ class StepSums(NamedTuple):
 
     loss: float
     z_loss: float
+    mtp_loss: float
     mask: float
     squares: float
     """Squares of the gradient; not finite if any element of any copy is not."""

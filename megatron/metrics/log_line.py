@@ -23,6 +23,7 @@ def training_log_line(
     global_batch_size: int,
     lm_loss: float | None,
     z_loss: float | None = None,
+    mtp_loss: float | None = None,
     loss_scale: float,
     skipped: int,
     nans: int,
@@ -44,6 +45,7 @@ def training_log_line(
         global_batch_size: Sequences of the last step.
         lm_loss: Mean over the interval; None when no step of it had a loss.
         z_loss: Mean over the interval of what --z-loss-coeff adds to what is minimised; None without it.
+        mtp_loss: Mean over the interval of the loss of --mtp-num-layers, without its factor; None without them.
         loss_scale: Scale of the loss.
         skipped: Steps of the interval without an update.
         nans: Steps of the interval with a NaN.
@@ -65,6 +67,8 @@ def training_log_line(
         fields.append(f"lm loss: {lm_loss:.6E}")
     if z_loss is not None:
         fields.append(f"z loss: {z_loss:.6E}")
+    if mtp_loss is not None:
+        fields.append(f"mtp loss: {mtp_loss:.6E}")
     fields.append(f"loss scale: {loss_scale:.1f}")
     if grad_norm is not None:
         fields.append(f"grad norm: {grad_norm:.3f}")

@@ -15,8 +15,9 @@ from megatron.metrics.log_line import perplexity
 class Sink(Protocol):
     """Takes numbers by name. Only the rank that logs opens one.
 
-    Names are those of the metrics file: lm_loss, z_loss, grad_norm, learning_rate, loss_scale, skipped, elapsed_ms, tokens_per_s,
-    tflops_per_device, global_batch_size, num_zeros, params_norm, gradient_noise, validation_loss, test_loss, and any other.
+    Names are those of the metrics file: lm_loss, z_loss, mtp_loss, grad_norm, learning_rate, loss_scale, skipped, elapsed_ms,
+    tokens_per_s, tflops_per_device, global_batch_size, num_zeros, params_norm, gradient_noise, validation_loss, test_loss, and
+    any other.
     """
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
@@ -70,6 +71,7 @@ class MetricsFile:
 _TAGS = {
     "lm_loss": "lm loss",
     "z_loss": "z loss",
+    "mtp_loss": "mtp loss",
     "learning_rate": "learning-rate",
     "global_batch_size": "batch-size",
     "loss_scale": "loss-scale",

@@ -21,6 +21,7 @@ from megatron.model.block import Block
 from megatron.model.document_attention import Documents
 from megatron.model.dropout import dropout
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.multi_token import MultiTokenPrediction
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
@@ -176,6 +177,9 @@ class GPTChunk(nn.Module):
         self._rotaries = dict.fromkeys(rotary for run in self._runs for rotary in run.rotaries)
         self.final_norm = Norm(scope.child("final_norm"), norm_of(config), config.hidden_size) if chunk.last else None
         self.output = OutputLayer(scope.child("output"), config, loss) if chunk.last else None
+        self.mtp: MultiTokenPrediction | None = None
+        if self.final_norm is not None and self.output is not None and config.mtp_num_layers:
+            self.mtp = MultiTokenPrediction(scope, config, self.final_norm, self.output)
 
     @property
     def recomputed(self) -> list[list[nn.Module]]:
@@ -184,7 +188,7 @@ class GPTChunk(nn.Module):
 
     def units(self) -> list[nn.Module]:
         """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole."""
-        return [module for module in (self.embedding, *self.layers, self.final_norm, self.output) if module is not None]
+        return [module for module in (self.embedding, *self.layers, self.final_norm, self.output, self.mtp) if module is not None]
 
     def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the chunk.
@@ -195,13 +199,17 @@ class GPTChunk(nn.Module):
 
         Returns:
             hidden states, or on the last chunk the sum over tokens of mask x loss, a scalar in float32 or wider (with a z-loss two
-            sums, whose sum is what is minimised).
+            sums, with multi-token prediction three, whose sum is what is minimised; without gradients none is for that).
         """
         x = self.hidden_states(inputs, hidden)
         if self.final_norm is None or self.output is None:
             return x
         assert inputs.labels is not None and inputs.loss_mask is not None
-        return self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
+        sums = self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
+        if self.mtp is None or not torch.is_grad_enabled():
+            return sums
+        sums = sums if sums.dim() else torch.stack([sums, torch.zeros_like(sums)])
+        return torch.cat([sums, self.mtp(x, inputs).unsqueeze(0)])
 
     def hidden_states(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states after the chunk's last layer: what `forward` returns where the chunk is not the last."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -28,11 +28,13 @@ class LossForm:
     """Coefficient of the z-loss."""
     smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary."""
+    mtp_factor: float = 0.0
+    """Weight of the loss of multi-token prediction, a mean over its depths."""
 
     @classmethod
     def of(cls, memory: MemoryConfig, training: TrainingConfig) -> LossForm:
         """As the settings say."""
-        return cls(memory.loss_chunk_tokens, training.z_loss_coeff, training.label_smoothing)
+        return cls(memory.loss_chunk_tokens, training.z_loss_coeff, training.label_smoothing, training.mtp_loss_scaling_factor)
 
     def chunk(self, tokens: int, columns: int) -> int:
         """Tokens of a chunk, 0 for the whole loss.
@@ -56,8 +58,9 @@ class OutputLayer(nn.Module):
     def __init__(self, scope: Scope, config: ModelConfig, form: LossForm) -> None:
         super().__init__()
         weight = scope.weights[WORD_EMBEDDING] if config.tied else scope.weight("weight")
+        self.weight_name = weight.name
         if weight.name in scope.table:
-            self.weight = scope.table.share(weight.name, self, "weight")
+            self.weight = scope.table.share(weight.name, self, "weight", scope.chunk)
         else:
             scope.parameter(self, "weight", weight)
         self.overlap = scope.overlap
@@ -70,15 +73,18 @@ class OutputLayer(nn.Module):
         cap = config.final_logit_softcapping
         self.columns = Columns(scope.tp, first, valid, form.z_coeff, form.smoothing, self.vocab_size, cap)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, *, z_loss: bool = True) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum over tokens of mask x loss.
 
         With a z-loss there are two sums, [2]: that of the cross entropy and that of the z-loss.
+
+        Args:
+            z_loss: False leaves the z-loss out.
         """
-        x = self._scaled(x)
+        x, columns = self._scaled(x), self.columns if z_loss else replace(self.columns, z_coeff=0.0)
         if size := self.form.chunk(labels.numel(), self.rows):
-            return chunked_loss(x, self.weight, labels, mask, self.columns, gathers=self.gather, size=size)
-        return vocab_parallel_cross_entropy(self._logits(x), labels, mask, self.columns)
+            return chunked_loss(x, self.weight, labels, mask, columns, gathers=self.gather, size=size)
+        return vocab_parallel_cross_entropy(self._logits(x), labels, mask, columns)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding, whole on every tensor rank."""

@@ -7,7 +7,7 @@ checkpoints, export, memory reports) reads its record. Nothing codes these facts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -120,11 +120,20 @@ class ParamEntry:
     """(module, attribute); several when modules of this rank share the parameter."""
     chunk: int = 0
     """Pipeline chunk that declared it on this rank."""
+    chunks: set[int] = field(default_factory=set)
+    """All chunks of this rank that hold it."""
+    more_uses: int = 0
+    """How often a microbatch uses it beyond once for each holder."""
 
     @property
     def uses_per_microbatch(self) -> int:
-        """How often backward writes its gradient in one microbatch on this rank: once for each holder."""
-        return len(self.holders)
+        """How often backward writes its gradient in one microbatch on this rank: once for each use."""
+        return len(self.holders) + self.more_uses
+
+    @property
+    def held_elsewhere(self) -> bool:
+        """Whether a chunk of another pipeline stage holds it too."""
+        return not self.chunks.issuperset(self.record.chunks)
 
     @property
     def param(self) -> nn.Parameter:
@@ -149,13 +158,19 @@ class ParamTable:
     def add(self, record: ParamRecord, module: nn.Module, attribute: str, chunk: int = 0) -> None:
         """Enter a new parameter of a pipeline chunk. Declaring a name twice is a mistake; see `share`."""
         assert record.name not in self._entries, f"parameter {record.name} declared twice"
-        self._entries[record.name] = ParamEntry(record, [(module, attribute)], chunk=chunk)
+        self._entries[record.name] = ParamEntry(record, [(module, attribute)], chunk, {chunk})
 
-    def share(self, name: str, module: nn.Module, attribute: str) -> nn.Parameter:
-        """Let a second module of this rank hold the parameter; returns it."""
+    def share(self, name: str, module: nn.Module, attribute: str, chunk: int = 0) -> nn.Parameter:
+        """Let another module of this rank hold the parameter; returns it."""
         entry = self._entries[name]
         entry.holders.append((module, attribute))
+        entry.chunks.add(chunk)
         return entry.param
+
+    def used_again(self, name: str, times: int) -> None:
+        """Say that holders use the parameter so many times more in a microbatch. (A name that is not here has no gradient.)"""
+        if name in self._entries:
+            self._entries[name].more_uses += times
 
     def __getitem__(self, name: str) -> ParamEntry:
         return self._entries[name]

@@ -11,7 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel.balance import balance
-from megatron.spec.counts import layer_flops, output_flops
+from megatron.spec.counts import depth_flops, layer_flops, output_flops
 from megatron.spec.schedules import placement
 from megatron.spec.segments import Segment, kept_whole, segments_of
 
@@ -72,7 +72,7 @@ def _split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> lis
     if parallel.pipeline_model_parallel_layout is not None:
         return layer_table(model.num_layers, places, layout=parse_layout(parallel.pipeline_model_parallel_layout))
     if parallel.pipeline_split == "balanced":
-        costs, embedding, loss = layer_flops(model), 0, output_flops(model, vocab_size)
+        costs, embedding, loss = layer_flops(model), 0, output_flops(model, vocab_size) + depth_flops(model)
     else:
         costs = (1,) * model.num_layers
         embedding = int(parallel.account_for_embedding_in_pipeline_split)
@@ -278,7 +278,7 @@ def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) 
     if parallel.pipeline_split == "balanced" or any(by_hand):
         return None
     table = table_of(model, parallel, vocab_size)
-    layers, loss = layer_flops(model), output_flops(model, vocab_size)
+    layers, loss = layer_flops(model), output_flops(model, vocab_size) + depth_flops(model)
     if model.num_layers < len(table) - 1:  # a split by cost may leave only the last chunk without a layer
         return None
     balanced = layer_table(model.num_layers, [chunk.stage for chunk in table], layer_costs=layers, loss_cost=loss)

@@ -18,6 +18,8 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner.allowances import Allowance
 from megatron.spec.counts import (
     attention_flops,
+    depth_attention_flops,
+    depth_flops,
     flops_in_8_bits,
     flops_per_step,
     flops_per_token,
@@ -230,6 +232,8 @@ def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, 
     for chunk in table:
         attention = sum(scores[layer] for layer in chunk.layers)
         products, output = sum(layers[layer] for layer in chunk.layers) - attention, chunk.last * output_flops(model, vocab_size)
+        products += chunk.last * (depth_flops(model) - depth_attention_flops(model))
+        attention += chunk.last * depth_attention_flops(model)
         again = [recompute_flops(model, segment) for segment in chunk.segments]
         ahead = next((flops for flops, segment in reversed([*zip(again, chunk.segments, strict=True)]) if segment.recomputed), 0)
         input_grad = products + 2 * attention + sum(again) - ahead + (3 if loss_again else 2) * output

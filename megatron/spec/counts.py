@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, alike, layers
+from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, alike, depths, layers
 from megatron.spec.segments import Segment
 from megatron.spec.weights import Weight, layer_weights, model_weights, output_matrix
 
@@ -69,7 +69,9 @@ def attended(length: int, window: int | None) -> int:
 def attention_shares(model: ModelConfig) -> dict[int | None, float]:
     """The part of each window (None: all tokens before) in the FLOPs of attention."""
     each: dict[int | None, int] = {}
-    for layer, flops in zip(layers(model), attention_flops(model), strict=True):
+    each_layer = attention_flops(model)
+    of_all = (*each_layer, *each_layer[-1:] * model.mtp_num_layers)
+    for layer, flops in zip((*layers(model), *depths(model)), of_all, strict=True):
         window = layer.attention.scores.reach(model.seq_length)
         each[window] = each.get(window, 0) + flops
     return {window: flops / sum(each.values()) for window, flops in each.items()}
@@ -98,8 +100,18 @@ def recompute_flops(model: ModelConfig, segment: Segment) -> int:
 
 
 def output_flops(model: ModelConfig, vocab_size: int) -> int:
-    """Forward FLOPs of the output layer for one token. `vocab_size` counts its rows, without padding."""
-    return 2 * output_matrix(model, vocab_size).numel
+    """Forward FLOPs of the output layer for one token, of all depths together. `vocab_size` counts its rows, without padding."""
+    return 2 * output_matrix(model, vocab_size).numel * (1 + model.mtp_num_layers)
+
+
+def depth_flops(model: ModelConfig) -> int:
+    """Forward FLOPs of multi-token prediction for one token, without its output layers (`output_flops` counts them)."""
+    return model.mtp_num_layers * (layer_flops(model)[-1] + 4 * model.hidden_size**2)
+
+
+def depth_attention_flops(model: ModelConfig) -> int:
+    """The part of `depth_flops` that the products q k^T and scores x v take."""
+    return model.mtp_num_layers * attention_flops(model)[-1]
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
@@ -111,7 +123,7 @@ def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
         model: shape of the model.
         vocab_size: rows of the output layer, without padding.
     """
-    return 3 * (sum(layer_flops(model)) + output_flops(model, vocab_size))
+    return 3 * (sum(layer_flops(model)) + depth_flops(model) + output_flops(model, vocab_size))
 
 
 def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, attended_sequences: float | None = None) -> float:
@@ -125,7 +137,8 @@ def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, atte
     whole = flops_per_token(model, vocab_size) * model.seq_length * num_sequences
     if attended_sequences is None:
         return whole
-    return whole - 3 * sum(attention_flops(model)) * model.seq_length * (num_sequences - attended_sequences)
+    attention = sum(attention_flops(model)) + depth_attention_flops(model)
+    return whole - 3 * attention * model.seq_length * (num_sequences - attended_sequences)
 
 
 def kept_per_token(model: ModelConfig, numbers: Iterable[int], *, tensor_size: int, sequence_parallel: bool) -> float:

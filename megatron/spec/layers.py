@@ -226,6 +226,11 @@ def _is_rotated(model: ModelConfig, layer: int) -> bool:
     return not marked(read_pattern(model.no_rope_freq), layer)
 
 
+def depths(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """The layers of multi-token prediction, one a depth: as the model's last one."""
+    return layers(model)[-1:] * model.mtp_num_layers
+
+
 def norm_of(model: ModelConfig) -> NormSpec:
     """The spec of every norm in the model, the final one too."""
     biased = model.normalization == "LayerNorm" and model.norm_weight and model.norm_bias

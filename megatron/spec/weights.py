@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.config.model import ModelConfig
-from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, NormSpec, layers, norm_of
+from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, NormSpec, depths, layers, norm_of
 
 WORD_EMBEDDING = "embedding.word.weight"
 OUTPUT = "output.weight"
@@ -62,7 +62,7 @@ class ParamFacts:
     is the last two dimensions of both. Vectors are biases and the weights of norms; several may lie in one tensor."""
     init: Init = field(default=Init(), kw_only=True)
     tied: bool = field(default=False, kw_only=True)
-    """Whether both the embedding and the output layer use it."""
+    """Whether the first and the last chunk use it: the embedding and, if not the output layer, multi-token prediction."""
     width: float = field(default=1.0, kw_only=True)
     """How many times as wide as the base of muP the model is; 1 without muP."""
     heads: FusedHeads | None = field(default=None, kw_only=True)
@@ -135,6 +135,17 @@ def _in_order(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
     for number, layer in enumerate(layers(model)):
         yield from layer_weights(model, layer, number)
     yield from (weight for weight in outside if not weight.part.startswith("embedding."))
+    for k, layer in enumerate(depths(model)):
+        yield from depth_weights(model, layer, k)
+
+
+def depth_weights(model: ModelConfig, layer: LayerSpec, k: int) -> Iterator[Weight]:
+    """The parameters of one depth of multi-token prediction, counted from 0: two norms, a projection [h, 2h] and a layer."""
+    hidden, std = model.hidden_size, model.init_method_std / model.mup_width**0.5
+    yield from norm(f"mtp.{k}.hidden_norm", norm_of(model), hidden)
+    yield from norm(f"mtp.{k}.embedding_norm", norm_of(model), hidden)
+    yield Weight(f"mtp.{k}.projection.weight", (hidden, 2 * hidden), init=Init(std))
+    yield from layer_weights(model, layer, model.num_layers + k, f"mtp.{k}.layer")
 
 
 def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
@@ -165,14 +176,14 @@ def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: ParamKind) 
         kind=kind,
         init=Init(model.init_method_std),
         padded_to=model.make_vocab_size_divisible_by,
-        tied=model.tied,
+        tied=name == WORD_EMBEDDING and (model.tied or model.mtp_num_layers > 0),
     )
 
 
-def layer_weights(model: ModelConfig, layer: LayerSpec, number: int) -> Iterator[Weight]:
+def layer_weights(model: ModelConfig, layer: LayerSpec, number: int, name: str | None = None) -> Iterator[Weight]:
     """The parameters of one layer. Output projections have initial standard deviation std / sqrt(2 x layers) (GPT-2). With muP the
     standard deviation of all matrices falls as 1 / sqrt(width), that of tables and of the output layer stays (Yang et al. 2022)."""
-    name, hidden, attention, mlp = f"layers.{number}", model.hidden_size, layer.attention, layer.mlp
+    name, hidden, attention, mlp = name or f"layers.{number}", model.hidden_size, layer.attention, layer.mlp
     std = model.init_method_std / model.mup_width**0.5
     output_std = std / (2 * model.num_layers) ** 0.5
     norms = {which: list(norm(f"{name}.{which}", layer.norm, hidden)) for which in layer.norms}

@@ -47,7 +47,11 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, scope: Scope) -> None:
         super().__init__()
         self.group, self.scatter = scope.tp, scope.sequence_parallel
-        scope.parameter(self, "weight")
+        name = scope.weight("weight").name
+        if name in scope.table:
+            self.weight = scope.table.share(name, self, "weight", scope.chunk)
+        else:
+            scope.parameter(self, "weight")
         self.rows = len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

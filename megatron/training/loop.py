@@ -132,7 +132,7 @@ class Loop:
         if logging.log_params_norm:
             found["params_norm"] = params_norm(shards, self.context)
         if logging.log_layer_norms and result is not None:
-            parts = places(model.num_layers, model.tied)
+            parts = places(model.num_layers, model.tied, model.mtp_num_layers)
             found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
         return found
 

@@ -43,6 +43,7 @@ class _Interval:
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
     noises: list[NoiseEstimate] = field(default_factory=list)
+    mtp_losses: list[float] = field(default_factory=list)
 
 
 class Reporter:
@@ -98,6 +99,7 @@ class Reporter:
                 sums.losses.append(result.loss)
                 sums.z_losses += [] if result.z_loss is None else [result.z_loss]
                 sums.noises += [] if result.noise is None else [result.noise]
+                sums.mtp_losses += [] if result.mtp_loss is None else [result.mtp_loss]
         now = time.perf_counter()
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
@@ -153,7 +155,8 @@ class Reporter:
         sums = self._interval
         seconds = time.perf_counter() - sums.started
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
-        loss, z_loss, noise = _mean(sums.losses), _mean(sums.z_losses), noise_scale(sums.noises)
+        loss, z_loss, mtp_loss = _mean(sums.losses), _mean(sums.z_losses), _mean(sums.mtp_losses)
+        noise = noise_scale(sums.noises)
         self.say(
             training_log_line(
                 time=datetime.now(),
@@ -165,6 +168,7 @@ class Reporter:
                 global_batch_size=batch,
                 lm_loss=loss,
                 z_loss=z_loss,
+                mtp_loss=mtp_loss,
                 loss_scale=result.loss_scale if result else 1.0,
                 skipped=sums.skipped,
                 nans=sums.nans,
@@ -190,6 +194,8 @@ class Reporter:
             values["lm_loss"] = loss
         if z_loss is not None:
             values["z_loss"] = z_loss
+        if mtp_loss is not None:
+            values["mtp_loss"] = mtp_loss
         if noise is not None:
             values["gradient_noise"] = noise
         if result is not None:
@@ -213,6 +219,7 @@ class Reporter:
         if not result.skipped:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
             values |= {} if result.z_loss is None else {"z_loss": result.z_loss}
+            values |= {} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
         if self._config.log_memory_to_tensorboard and torch.cuda.is_initialized():
@@ -245,14 +252,20 @@ def _attended(result: StepResult | None, batch: int) -> float:
 
 
 def place_of(name: str) -> str:
-    """The part of the model that a parameter belongs to: "layers.17", "embedding", "final_norm" or "output"."""
+    """The part of the model that a parameter belongs to: "layers.17", "embedding", "final_norm", "output" or "mtp"."""
     layer, part = in_layer(name)
     return part.partition(".")[0] if layer is None else f"layers.{layer}"
 
 
-def places(num_layers: int, tied: bool) -> list[str]:
+def places(num_layers: int, tied: bool, depths: int = 0) -> list[str]:
     """Every part of the model, in the order of the depth."""
-    return ["embedding", *(f"layers.{i}" for i in range(num_layers)), "final_norm", *([] if tied else ["output"])]
+    return [
+        "embedding",
+        *(f"layers.{i}" for i in range(num_layers)),
+        "final_norm",
+        *([] if tied else ["output"]),
+        *(["mtp"] if depths else []),
+    ]
 
 
 def layer_norms(

@@ -59,6 +59,8 @@ class StepResult:
     """The z-loss, where there is one: a mean over tokens as `loss`, which is without it."""
     noise: NoiseEstimate | None = None
     """What the step says of the noise of the gradient, where it is measured."""
+    mtp_loss: float | None = None
+    """The cross entropy of multi-token prediction, a mean over its depths, divided by the same number of tokens as `loss`."""
     attended_sequences: float | None = None
     """How many samples of one document each need as much attention, where attention stays within documents."""
     exit_votes: tuple[bool, bool] = (False, False)
@@ -98,7 +100,7 @@ class TrainStep:
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
-        self._z_loss_sum: torch.Tensor
+        self._sums_beside: torch.Tensor
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -179,6 +181,7 @@ class TrainStep:
             norm,
             num_zeros=sums.zeros if self._count_zeros else None,
             z_loss=sums.z_loss / sums.mask if self.model.loss.z_coeff else None,
+            mtp_loss=sums.mtp_loss / sums.mask / self.model.loss.mtp_factor if self.model.config.mtp_num_layers else None,
             skipped=overflow,
             loss_scale=scale,
             noise=self._noise_of(sums, batch, scale),
@@ -225,7 +228,7 @@ class TrainStep:
         noise = [torch.zeros_like(squares)] * 3
         if self._noise is not None:
             noise = [*self._noise.sums(self.counted_squares), self._mask_sum(batch[:1] if self._noise.has_first else ())]
-        sums = torch.stack([loss_sum, self._z_loss_sum, count, squares, zeros, *numbers, *noise])
+        sums = torch.stack([loss_sum, *self._sums_beside, count, squares, zeros, *numbers, *noise])
         return StepSums(*all_reduce(sums, self.context.world).tolist())
 
     def _attended(self, batch: Sequence[ModelInputs]) -> float:
@@ -261,7 +264,7 @@ class TrainStep:
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
         with self._timers("forward-backward", level=1):
-            loss_sum, self._z_loss_sum = self._run(batch, scaled)
+            loss_sum, self._sums_beside = self._run(batch, scaled)
         pending.wait()
         if inspect is None:
             with self._timers("grads-reduce", level=1):
@@ -307,8 +310,9 @@ class TrainStep:
     def _run(
         self, batch: Sequence[ModelInputs], scaled: Callable[[torch.Tensor], torch.Tensor], *, training: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's sums of the cross entropy and of the z-loss: float64 scalars, zero where another rank counts."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
+        """This rank's sum of the cross entropy, and those of z-loss and multi-token prediction [2]: float64, zero where another
+        rank counts."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self.context.device)
         last = len(self.model.layer_table) - 1
 
         def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
@@ -320,7 +324,7 @@ class TrainStep:
             return {"loss": scaled(out)}
 
         self.executor.run(self.schedule(len(batch), training=training), forward)
-        return totals[0], totals[1]
+        return totals[0], totals[1:]
 
     def prepare(self, num_microbatches: int) -> None:
         """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks call it.

@@ -182,6 +182,8 @@ def reference_shape(
         tied=not model.untie_embeddings_and_output_weights,
         z_loss=training.z_loss_coeff,
         smoothing=training.label_smoothing,
+        mtp_depths=model.mtp_num_layers,
+        mtp_factor=training.mtp_loss_scaling_factor,
         width=model.hidden_size / model.mup_base_width if model.mup_base_width else 1.0,
         eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
         in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),

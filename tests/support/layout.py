@@ -162,6 +162,7 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         make_vocab_size_divisible_by=1,
+        mtp_num_layers=shape.mtp_depths,
     )
     return ModelConfig(**{**settings, **changes})
 
@@ -274,7 +275,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         seed=1,
         table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
         materialized=False,
-        loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss, recipe.shape.smoothing),
+        loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss, recipe.shape.smoothing, recipe.shape.mtp_factor),
         precision=precision_config(recipe.shape),
         compiler=layout.compiler,
     )

@@ -73,7 +73,7 @@ def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch) -> Tensor:
     """Mean cross entropy over the tokens of the batch that the mask keeps."""
     tokens, labels, mask = batch
     mask = mask.to(torch.float64)
-    return (token_losses(shape, weights, tokens, labels) * mask).sum() / mask.sum()
+    return (token_losses(shape, weights, tokens, labels, mask=mask) * mask).sum() / mask.sum()
 
 
 Loss = Callable[[ReferenceShape, Weights, Batch], Tensor]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,22 +33,66 @@ def token_losses(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     seen: Seen = by_nobody,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Cross entropy of every token [B, s], for tokens and labels [B, s]; its gradient is that of smoothed labels and of the z-loss.
+    """Cross entropy of every token [B, s], for tokens and labels [B, s]. Its gradient is that of all that is minimised: with
+    smoothed labels, z-loss and the tokens beyond the next one.
 
     Args:
         positions: [B, s]; by default 0 to s - 1.
         documents: number of the document of each token [B, s]; attention stays within it. By default each sample is one.
         seen: called with the outputs of layers.
+        mask: which of the losses the caller counts [B, s]; by default all. It bounds the chains of tokens beyond the next one.
     """
-    scores = logits(shape, weights, tokens, positions, documents, seen)
+    x = hidden_states(shape, weights, tokens, positions, documents, seen)
+    scores = scores_of(shape, weights, x)
     log_z = scores.logsumexp(dim=-1)
     cross_entropy = log_z - scores.gather(-1, labels[..., None])[..., 0]
-    z_loss = shape.z_loss * log_z.square()
-    to_any = log_z - scores.mean(dim=-1)  # the cross entropy with every token of the vocabulary in equal parts
-    smoothed = (1 - shape.smoothing) * cross_entropy + shape.smoothing * to_any
-    minimised = smoothed + z_loss
+    minimised = smoothed(shape, scores, labels) + shape.z_loss * log_z.square()
+    if shape.mtp_depths:
+        minimised = minimised + beyond_next(shape, weights, x, labels, positions, documents, mask)
     return cross_entropy.detach() + (minimised - minimised.detach())  # the value of the one, the gradient of the other
+
+
+def smoothed(shape: ReferenceShape, scores: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy [B, s] with labels of which a share is any token of the vocabulary, in equal parts."""
+    each = scores.logsumexp(dim=-1)[..., None] - scores
+    return (1 - shape.smoothing) * each.gather(-1, labels[..., None])[..., 0] + shape.smoothing * each.mean(dim=-1)
+
+
+def beyond_next(
+    shape: ReferenceShape,
+    weights: Weights,
+    x: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    documents: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """What predicting tokens beyond the next one adds to the loss of each position [B, s] (DeepSeek-V3, section 2.2).
+
+    At depth k the token at i + k is given and the one at i + k + 1 predicted, as long as the sample goes and each token on the way
+    to it is one whose prediction counts.
+
+    Args:
+        x: what the last layer gives, [B, s, h].
+    """
+    samples, seq = labels.shape
+    added = torch.zeros(samples, seq, dtype=x.dtype)
+    for k in range(1, shape.mtp_depths + 1):
+        mine = {name.removeprefix(f"mtp.{k - 1}."): w for name, w in weights.items() if name.startswith(f"mtp.{k - 1}.")}
+        inside = {name.removeprefix("layer."): w for name, w in mine.items()}
+        given = torch.zeros_like(labels)
+        given[:, : seq - k + 1] = labels[:, k - 1 :]
+        embedded = weights["embedding.word.weight"][given]
+        both = torch.cat([norm(shape, mine, "hidden_norm", x), norm(shape, mine, "embedding_norm", embedded)], dim=-1)
+        x = layer(shape, shape.num_layers - 1, inside, both @ mine["projection.weight"].T, positions, documents)
+        losses = smoothed(shape, scores_of(shape, weights, x)[:, : seq - k], labels[:, k:])
+        counts = torch.ones(samples, seq - k, dtype=x.dtype)
+        for ahead in range(1, k + 1) if mask is not None else ():
+            counts = counts * mask[:, ahead : seq - k + ahead]
+        added = added + torch.nn.functional.pad(losses * counts, (0, k))
+    return shape.mtp_factor / shape.mtp_depths * added
 
 
 def logits(
@@ -59,6 +104,25 @@ def logits(
     seen: Seen = by_nobody,
 ) -> Tensor:
     """Logits of the next token [B, s, V] for tokens [B, s]."""
+    return scores_of(shape, weights, hidden_states(shape, weights, tokens, positions, documents, seen))
+
+
+def scores_of(shape: ReferenceShape, weights: Weights, x: Tensor) -> Tensor:
+    """Logits [B, s, V] of what a layer gives, [B, s, h]."""
+    x = norm(shape, weights, "final_norm", x)
+    scores = shape.output_multiplier * (x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T) / shape.width
+    return scores if shape.logit_cap is None else shape.logit_cap * torch.tanh(scores / shape.logit_cap)
+
+
+def hidden_states(
+    shape: ReferenceShape,
+    weights: Weights,
+    tokens: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    seen: Seen = by_nobody,
+) -> Tensor:
+    """What the last layer gives [B, s, h] for tokens [B, s]."""
     x = shape.embedding_multiplier * weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
         table = weights["embedding.position.weight"]
@@ -67,21 +131,43 @@ def logits(
         x = norm(shape, weights, "embedding.norm", x)
     seen("embedding", x)
     for i in range(shape.num_layers):
-        layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
-        eight = shape.eight_bits_of(i)
-        before, behind = shape.norms != "post", shape.norms != "pre"
-        start = x
-        attend = attention if shape.latent is None else latent_attention
-        attended = attend(shape, i, layer, norm(shape, layer, "attention_norm", x) if before else x, positions, documents, eight)
-        x = x + shape.residual_multiplier * (norm(shape, layer, "attention_post_norm", attended) if behind else attended)
-        source = start if shape.parallel else x
-        fed = mlp(shape, layer, norm(shape, layer, "mlp_norm", source) if before else source, eight)
-        x = x + shape.residual_multiplier * (norm(shape, layer, "mlp_post_norm", fed) if behind else fed)
-        for name, values in ((f"layers.{i}.attention", attended), (f"layers.{i}.mlp", fed), (f"layers.{i}", x)):
-            seen(name, values)
-    x = norm(shape, weights, "final_norm", x)
-    scores = shape.output_multiplier * (x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T) / shape.width
-    return scores if shape.logit_cap is None else shape.logit_cap * torch.tanh(scores / shape.logit_cap)
+        own = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
+        x = layer(shape, i, own, x, positions, documents, shape.eight_bits_of(i), partial(_seen_within, seen, f"layers.{i}"))
+        seen(f"layers.{i}", x)
+    return x
+
+
+def _seen_within(seen: Seen, layer: str, part: str, values: Tensor) -> None:
+    seen(f"{layer}.{part}", values)
+
+
+def layer(
+    shape: ReferenceShape,
+    number: int,
+    own: Weights,
+    x: Tensor,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    eight: EightBits | None = None,
+    seen: Seen = by_nobody,
+) -> Tensor:
+    """A layer over [B, s, h].
+
+    Args:
+        number: of the layer whose kind it is.
+        own: its weights.
+        seen: called with what its attention and its MLP give.
+    """
+    before, behind = shape.norms != "post", shape.norms != "pre"
+    start = x
+    attend = attention if shape.latent is None else latent_attention
+    attended = attend(shape, number, own, norm(shape, own, "attention_norm", x) if before else x, positions, documents, eight)
+    x = x + shape.residual_multiplier * (norm(shape, own, "attention_post_norm", attended) if behind else attended)
+    source = start if shape.parallel else x
+    fed = mlp(shape, own, norm(shape, own, "mlp_norm", source) if before else source, eight)
+    seen("attention", attended)
+    seen("mlp", fed)
+    return x + shape.residual_multiplier * (norm(shape, own, "mlp_post_norm", fed) if behind else fed)
 
 
 def attention(
@@ -276,7 +362,6 @@ def losses_with_rules(
         for number, (start, end) in enumerate(spans(row, rules.eod)):
             positions[sample, start:end] = torch.arange(end - start)
             documents[sample, start:end] = number
-    losses = token_losses(
-        shape, weights, tokens, labels, positions if rules.positions else None, documents if rules.attention else None, seen
-    )
-    return losses, mask * (tokens != rules.eod) if rules.loss else mask
+    counted = mask * (tokens != rules.eod) if rules.loss else mask
+    places, parts = positions if rules.positions else None, documents if rules.attention else None
+    return token_losses(shape, weights, tokens, labels, places, parts, seen, counted), counted

@@ -102,6 +102,10 @@ class ReferenceShape:
     tied: bool = True
     z_loss: float = 0.0
     """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
+    mtp_depths: int = 0
+    """Tokens beyond the next one that are predicted too."""
+    mtp_factor: float = 0.1
+    """Weight of their loss where it is minimised (it is not reported)."""
     smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary where the loss is minimised (but not where it is reported)."""
     width: float = 1.0
@@ -176,28 +180,37 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         shapes["embedding.position.weight"] = (shape.num_positions or shape.seq, h)
     if shape.embedding_norm:
         add_norm("embedding.norm", h)
-    for i in range(shape.num_layers):
+
+    def add_layer(name: str) -> None:
         if shape.norms != "post":
-            add_norm(f"layers.{i}.attention_norm", h)
+            add_norm(f"{name}.attention_norm", h)
         if shape.latent is not None:
-            add_latent(f"layers.{i}.attention", shape.latent)
+            add_latent(f"{name}.attention", shape.latent)
         else:
-            add_heads(f"layers.{i}.attention")
+            add_heads(f"{name}.attention")
         if shape.sink == "learned":
-            shapes[f"layers.{i}.attention.sinks"] = (shape.heads,)
+            shapes[f"{name}.attention.sinks"] = (shape.heads,)
         inner = shape.heads * (d if shape.latent is None else shape.latent.value)
-        add_linear(f"layers.{i}.attention.output", (h,), inner, shape.bias or shape.output_bias)
+        add_linear(f"{name}.attention.output", (h,), inner, shape.bias or shape.output_bias)
         if shape.norms != "pre":
-            add_norm(f"layers.{i}.attention_post_norm", h)
+            add_norm(f"{name}.attention_post_norm", h)
         if shape.norms != "post":
-            add_norm(f"layers.{i}.mlp_norm", h)
-        add_linear(f"layers.{i}.mlp.up", up, h, shape.bias or shape.mlp_bias)
-        add_linear(f"layers.{i}.mlp.down", (h,), shape.ffn, shape.bias or shape.mlp_bias)
+            add_norm(f"{name}.mlp_norm", h)
+        add_linear(f"{name}.mlp.up", up, h, shape.bias or shape.mlp_bias)
+        add_linear(f"{name}.mlp.down", (h,), shape.ffn, shape.bias or shape.mlp_bias)
         if shape.norms != "pre":
-            add_norm(f"layers.{i}.mlp_post_norm", h)
+            add_norm(f"{name}.mlp_post_norm", h)
+
+    for i in range(shape.num_layers):
+        add_layer(f"layers.{i}")
     add_norm("final_norm", h)
     if not shape.tied:
         shapes["output.weight"] = (shape.vocab, h)
+    for k in range(shape.mtp_depths):
+        add_norm(f"mtp.{k}.hidden_norm", h)
+        add_norm(f"mtp.{k}.embedding_norm", h)
+        shapes[f"mtp.{k}.projection.weight"] = (h, 2 * h)
+        add_layer(f"mtp.{k}.layer")
     return shapes
 
 

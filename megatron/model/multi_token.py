@@ -1,0 +1,104 @@
+"""Multi-token prediction: the last chunk learns to predict tokens beyond the next one too (DeepSeek-V3 report, section 2.2).
+
+Depth k = 1, 2, ... maps the hidden state of depth k - 1 (of depth 0: what the last layer gives) and the embedding of the token k
+places on to its own hidden state, by two norms, a product [h, 2h] and one layer. Final norm, output layer and word embedding are
+the model's. From position i it predicts token i + 1 + k. That counts where the labels of all tokens on the way count: so not beyond
+the sample, and not beyond a document where the end of one ends prediction.
+
+All sums are divided by the same number of tokens, that of the labels which count for the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.model.block import Block
+from megatron.model.norms import Norm
+from megatron.model.output_layer import OutputLayer
+from megatron.model.rope import rotary_table
+from megatron.parallel.context import SELF_GROUP
+from megatron.parallel.scope import Scope
+from megatron.spec.layers import LayerSpec, depths, norm_of
+from megatron.spec.weights import WORD_EMBEDDING, outside_layers
+from megatron.tensor_parallel.embedding import VocabParallelEmbedding
+from megatron.tensor_parallel.linear import parallel_linear
+
+if TYPE_CHECKING:
+    from megatron.model.gpt import ModelInputs
+
+
+class Depth(nn.Module):
+    """One depth, up to its hidden state."""
+
+    projection: nn.Parameter
+    """[h, 2h]. Each tensor rank has the whole of it, so that the sequence can stay divided."""
+
+    def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, number: int) -> None:
+        super().__init__()
+        self.hidden_norm = Norm(scope.child("hidden_norm"), norm_of(config), config.hidden_size)
+        self.embedding_norm = Norm(scope.child("embedding_norm"), norm_of(config), config.hidden_size)
+        scope.parameter(self, "projection", scope.weight("projection.weight"))
+        self.layer, self.rotary = Block(scope.child("layer"), config, spec, number), spec.attention.rotary
+
+    def forward(self, x: torch.Tensor, embedded: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
+        """Map hidden states and embeddings [s, b, h] (or [s/n, b, h]) to hidden states of the same shape and dtype."""
+        both = torch.cat([self.hidden_norm(x), self.embedding_norm(embedded)], -1)
+        hidden = parallel_linear(both, self.projection, None, SELF_GROUP).to(x.dtype)
+        rotary = None if self.rotary is None else rotary_table(inputs.positions, self.rotary, x.dtype, inputs.length)
+        return self.layer(hidden, rotary, inputs.dropout_key, inputs.documents)
+
+
+class MultiTokenPrediction(nn.Module):
+    """All depths, and their loss."""
+
+    def __init__(self, scope: Scope, config: ModelConfig, final_norm: Norm, output: OutputLayer) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(scope.child("embedding.word"))
+        specs = depths(config)
+        self.depths = nn.ModuleList(
+            Depth(scope.child(f"mtp.{k}"), config, spec, config.num_layers + k) for k, spec in enumerate(specs)
+        )
+        self.factor = output.form.mtp_factor / len(specs)
+        self._used = (final_norm, output)  # in a tuple, for they are not ours
+        scope.table.used_again(WORD_EMBEDDING, len(specs) - 1)
+        again = [
+            output.weight_name,
+            *(weight.name for weight in outside_layers(config, 1) if weight.part.startswith("final_norm.")),
+        ]
+        for name in again:
+            scope.table.used_again(name, len(specs))
+
+    def forward(self, x: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
+        """Map the hidden states of the last layer [s, b, h] (or [s/n, b, h]) to what is minimised beside the model's own sums, a
+        scalar: factor / depths x the sum over depths and tokens of mask x cross entropy."""
+        final_norm, output = self._used
+        assert inputs.labels is not None and inputs.loss_mask is not None
+        sums = []
+        for depth, (tokens, labels, mask) in zip(
+            self.depths, shifted(inputs.labels, inputs.loss_mask, len(self.depths)), strict=True
+        ):
+            x = depth(x, self.word(tokens), inputs)
+            sums.append(output(final_norm(x), labels, mask, z_loss=False))
+        return self.factor * torch.stack(sums).sum()
+
+
+def shifted(labels: torch.Tensor, mask: torch.Tensor, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tokens to look up, labels and mask [s, b] of each depth.
+
+    Args:
+        labels: the next token at each position, [s, b].
+        mask: weights of these, [s, b].
+    """
+    counted = mask
+    for k in range(1, num_depths + 1):
+        # What comes round from the beginning stands at the end, where it does not count and no position before attends to it.
+        tokens, labels = labels, labels.roll(-1, 0)
+        ahead = torch.zeros_like(mask)
+        ahead[:-k] = mask[k:]
+        counted = counted * ahead
+        yield tokens, labels, counted

@@ -1,0 +1,151 @@
+"""The proof again for multi-token prediction: one to three depths at every layout, tied and untied, with documents.
+
+In float64 all layouts train as one plain process does. Every pair of settings occurs; `--full` takes every case.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.memory import MemoryConfig
+from megatron.data.samples import DocumentRules
+from megatron.model.multi_token import shifted
+from megatron.spec.schedules import SCHEDULES
+from megatron.verification.reference.model import Batch, Rules, beyond_next, hidden_states
+from megatron.verification.reference.shape import random_weights
+from tests.support.covering import covering, product
+from tests.support.equality import assert_equal_runs
+from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, run_layout
+from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, loss_with_rules, mean_loss, random_batches, train
+from tests.support.warm import run_warm_ranks
+
+EOD = 5
+AXES: dict[str, list[Any]] = {
+    "sizes": [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 3, 1)],
+    "depths": [1, 2, 3],
+    "style": ["gpt2 tied", "llama", "llama tied"],
+    "sequence_parallel": [False, True],
+    "schedule": sorted(SCHEDULES),
+    "sharding": ["no_shard", "optim", "optim_grads"],
+    "chunk": [0, 4],
+    "documents": [None, "attention", "all"],
+    "recompute": [False, True],
+    "beside": [False, True],
+}
+
+
+def fits(case: dict[str, Any]) -> bool:
+    """Settings that mean something at this layout, and are not refused."""
+    tp, pp, dp = case["sizes"]
+    return (
+        not (case["sequence_parallel"] and tp == 1)
+        and not (pp == 1 and case["schedule"] not in ("1f1b", "zb-v"))
+        and not (dp == 1 and case["sharding"] != "no_shard")
+    )
+
+
+def chunks_of(case: dict[str, Any]) -> int:
+    """Chunks of the model on a stage."""
+    return SCHEDULES[case["schedule"]].chunks_per_stage or (2 if case["schedule"] == "interleaved" else 1)
+
+
+Key = tuple[str, int, int, int, int, "str | None", bool]
+
+
+@functools.cache
+def recipe(style: str, layers: int, batch: int, steps: int, depths: int, documents: str | None, beside: bool) -> Recipe:
+    """One sample a microbatch; of documents, some end in each sample. `beside`: z-loss and smoothed labels too."""
+    like = llama_like if "llama" in style else gpt2_like
+    sizes = dict(num_layers=layers, hidden=12, ffn=12, heads=6, kv_heads=6, head_size=2, vocab=29, seq=8, tied="tied" in style)
+    others = dict(z_loss=0.05, smoothing=0.2) if beside else {}
+    shape = replace(like(**sizes), mtp_depths=depths, mtp_factor=0.7, **others)
+    batches = random_batches(shape, steps, batch, 1, seed=6)
+    if documents:
+        batches = [_ended(batch) for batch in batches]
+    rules = None if documents is None else DocumentRules(EOD, documents == "all", True, documents == "all")
+    return Recipe(shape, random_weights(shape, seed=5), batches, rules=rules)
+
+
+def _ended(batch: Batch) -> Batch:
+    tokens, labels, mask = (tensor.clone() for tensor in batch)
+    tokens[:, 3] = labels[:, 2] = EOD
+    return tokens, labels, torch.ones_like(mask)
+
+
+@functools.cache
+def reference(*key: Any) -> ReferenceRun:
+    r, loss = recipe(*key), mean_loss
+    if r.rules is not None:
+        rules = Rules(EOD, positions=r.rules.reset_position_ids, loss=r.rules.eod_mask_loss)
+        loss = functools.partial(loss_with_rules, rules=rules)
+    return train(r.shape, r.weights, r.batches, loss=loss, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
+
+
+def name(case: dict[str, Any]) -> str:
+    words = ["tp{}-pp{}-dp{}".format(*case["sizes"]), f"depths{case['depths']}", case["style"], case["schedule"], case["sharding"]]
+    words += [f"chunk{case['chunk']}", str(case["documents"])]
+    return "-".join([*words, *(name for name in ("sequence_parallel", "recompute", "beside") if case[name])])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, fits)
+        metafunc.parametrize("case", cases, ids=name)
+
+
+def test_every_layout_equals_one_plain_process(case: dict[str, Any], full: bool) -> None:
+    tp, pp, dp = case["sizes"]
+    chunks = chunks_of(case)
+    batch = dp * (3 if pp > 1 else 2)
+    key = (case["style"], pp * chunks, batch, 2 if full else 3, case["depths"], case["documents"], case["beside"])
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if case["recompute"] else {}
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        micro_batch_size=1,
+        bucket_size=700,
+        virtual_stages=chunks,
+        memory=MemoryConfig(loss_chunk_tokens=case["chunk"], **again),
+        **{name: case[name] for name in ("sequence_parallel", "schedule", "sharding")},
+    )
+    assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
+
+
+def _step_results(rank: int, recipe: Recipe, layout: Layout) -> tuple[float, float | None, float]:
+    context = context_of(layout, rank)
+    step = build_step(context, recipe, layout)
+    batch = microbatches(recipe.batches[0], context, layout.micro_batch_size)
+    evaluated, count = step.evaluate(batch)
+    result = step.run(batch, iteration=1, learning_rate=0.0, weight_decay=0.0)
+    return result.loss, result.mtp_loss, evaluated / count
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2 tied"])
+def test_the_loss_is_told_apart(style: str) -> None:
+    """A mean over depths, without its factor, by the tokens that count for the next one; loss and evaluation are without it."""
+    key = (style, 2, 6, 1, 2, None, True)
+    r = recipe(*key)
+    tokens, labels, mask = r.batches[0]
+    x = hidden_states(r.shape, r.weights, tokens)
+    added = beyond_next(replace(r.shape, smoothing=0.0, mtp_factor=1.0), r.weights, x, labels, None, None, mask)
+    expected = ((added * mask).sum() / mask.sum()).item()
+    layout = Layout(tp=2, pp=2, dp=2, micro_batch_size=1, sequence_parallel=True)
+    for loss, found, evaluated in run_warm_ranks(8, _step_results, r, layout, timeout=120.0):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert loss == pytest.approx(evaluated, rel=1e-12) == pytest.approx(reference(*key).losses[0], rel=1e-12)
+
+
+def test_a_chain_ends_where_a_label_does_not_count() -> None:
+    labels, mask = torch.arange(10, 16).unsqueeze(1), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]).unsqueeze(1)
+    first, second = shifted(labels, mask, 2)
+    assert first[0].flatten().tolist() == [10, 11, 12, 13, 14, 15]
+    assert first[1].flatten().tolist()[:5] == second[0].flatten().tolist()[:5] == [11, 12, 13, 14, 15]
+    assert second[1].flatten().tolist()[:4] == [12, 13, 14, 15]
+    assert first[2].flatten().tolist() == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    assert second[2].flatten().tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
