@@ -141,7 +141,9 @@ def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, atte
     return whole - 3 * attention * model.seq_length * (num_sequences - attended_sequences)
 
 
-def kept_per_token(model: ModelConfig, numbers: Iterable[int], *, tensor_size: int, sequence_parallel: bool) -> float:
+def kept_per_token(
+    model: ModelConfig, numbers: Iterable[int], *, tensor_size: int, sequence_parallel: bool, last: bool = False
+) -> float:
     """Elements that one rank keeps for each token of a microbatch between a chunk's input gradient and its weight gradient.
 
     A linear layer keeps its input and the gradient of its output. Of what is split over the tensor ranks it keeps a part; under
@@ -149,6 +151,7 @@ def kept_per_token(model: ModelConfig, numbers: Iterable[int], *, tensor_size: i
 
     Args:
         numbers: the chunk's layers. The output layer keeps nothing: its weight gradient is not deferred.
+        last: whether the chunk is the last, which has multi-token prediction.
     """
 
     def of(weights: Iterable[Weight]) -> float:
@@ -164,7 +167,9 @@ def kept_per_token(model: ModelConfig, numbers: Iterable[int], *, tensor_size: i
         return residual / (tensor_size if sequence_parallel else 1) + split / tensor_size
 
     each = _of_layers(model, lambda layer: of(_matrices(model, layer)))
-    return sum(each[number] for number in numbers)
+    projection = 3 * model.hidden_size / (tensor_size if sequence_parallel else 1)
+    of_depths = model.mtp_num_layers * (each[-1] + projection) if last and model.mtp_num_layers else 0
+    return sum(each[number] for number in numbers) + of_depths
 
 
 def _matrices(model: ModelConfig, layer: LayerSpec) -> list[Weight]:

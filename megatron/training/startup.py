@@ -193,7 +193,9 @@ def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, 
     )
     token_bytes = micro_batch_size * model.config.seq_length * model.dtype.itemsize
     kept = [
-        kept_per_token(model.config, chunk.layers, tensor_size=tensor_size, sequence_parallel=model.sequence_parallel)
+        kept_per_token(
+            model.config, chunk.layers, tensor_size=tensor_size, sequence_parallel=model.sequence_parallel, last=chunk.last
+        )
         for chunk in model.layer_table
     ]
     peaks = peak_kept(schedule, [token_bytes * numbers for numbers in kept])

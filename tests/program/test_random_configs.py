@@ -90,6 +90,7 @@ _WANTED = [
         "loss_chunk_tokens",
         "z_loss_coeff",
         "label_smoothing",
+        "mtp_num_layers",
         "cpu_offload_activations",
         "cpu_offloading",
         "cpu_offloading_num_layers",

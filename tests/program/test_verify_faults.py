@@ -409,6 +409,22 @@ FAULTS = {
         None,
         ("so are the gradients of all parameters",),
     ),
+    "labels of a depth one too few ahead": Fault(
+        (("labels, labels.roll(-1, 0)", "labels, labels.roll(0, 0)"),),
+        "--world-size 2 --mtp-num-layers 1",
+        "gradient",
+        "mtp.0.layer.mlp.down.bias",
+        None,
+        ("so are the gradients of all parameters",),
+    ),
+    "an embedding of two stages whose halves are not added": Fault(
+        (("entry.record.tied and entry.held_elsewhere", "entry.record.tied and len(entry.holders) > 1"),),
+        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --untie-embeddings-and-output-weights",
+        "gradient",
+        "embedding.word.weight",
+        "pipeline",
+        (),
+    ),
     "gradients that are not clipped": Fault(
         (
             (

@@ -73,5 +73,5 @@ def test_the_formula_is_what_a_run_counts(name: str, schedule: str, tp: int, seq
     made = make_schedule(schedule, 2, 5, chunks)
     table = layer_table(shape.num_layers, made.stage_of_chunk)
     each = functools.partial(kept_per_token, config, tensor_size=tp, sequence_parallel=sequence_parallel)
-    kept = [8.0 * 2 * shape.seq * each(chunk.layers) for chunk in table]
+    kept = [8.0 * 2 * shape.seq * each(chunk.layers, last=chunk.last) for chunk in table]
     assert list(peak_kept(made, kept)) == counted(shape, layout)

@@ -43,6 +43,7 @@ STYLES: dict[str, dict[str, Any]] = {
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
     },
+    "untied, two depths": {"untie_embeddings_and_output_weights": True, "vocab_size": 58, "mtp_num_layers": 2},
 }
 """Two tensor ranks pad the vocabulary: to 80 and to 60 rows. Data ranks divide neither 33 positions nor the 59 rows without."""
 AXES = {
@@ -65,7 +66,7 @@ def possible(case: Case) -> bool:
     """What the rules between settings accept."""
     fsdp = case["data_parallel_sharding_strategy"] == "optim_grads_params"
     plain = case["fsdp_shard_size"] is None and not case["fsdp_params_cpu"] and not case["fsdp_reduce_once"]
-    return not (fsdp and case["groups"] == "pp, V") and (fsdp or plain)
+    return not (fsdp and (case["groups"] == "pp, V" or "depths" in case["style"])) and (fsdp or plain)
 
 
 def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:

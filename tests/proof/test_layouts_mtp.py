@@ -103,7 +103,9 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any], full: bool)
     chunks = chunks_of(case)
     batch = dp * (3 if pp > 1 else 2)
     key = (case["style"], pp * chunks, batch, 2 if full else 3, case["depths"], case["documents"], case["beside"])
-    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if case["recompute"] else {}
+    memory = MemoryConfig(loss_chunk_tokens=case["chunk"])
+    if case["recompute"]:
+        memory = replace(memory, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     layout = Layout(
         tp=tp,
         pp=pp,
@@ -111,7 +113,7 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any], full: bool)
         micro_batch_size=1,
         bucket_size=700,
         virtual_stages=chunks,
-        memory=MemoryConfig(loss_chunk_tokens=case["chunk"], **again),
+        memory=memory,
         **{name: case[name] for name in ("sequence_parallel", "schedule", "sharding")},
     )
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))

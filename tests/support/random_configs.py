@@ -61,6 +61,9 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     draw_rule(draw, settings)
     if settings.get("bf16") or settings.get("fp64"):
         settings |= draw_eight_bits(draw, settings, tp)
+    if chance(draw, 5) and settings.get("data_parallel_sharding_strategy") != "optim_grads_params":
+        settings["mtp_num_layers"] = one_of(draw, 1, 2)
+        settings["mtp_loss_scaling_factor"] = one_of(draw, None, 0.5)
     return settings | draw_logging(draw), tp * pp * dp
 
 
@@ -113,6 +116,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "loss_chunk_tokens": (0, 1, 7),
     "z_loss_coeff": (0.01,),
     "label_smoothing": (0.1, 1.0),
+    "mtp_num_layers": (1, 40),
     "recompute_granularity": ("full", "selective"),
     "recompute_modules": (("mlp", "mlp_act"), ("layernorm",)),
     "recompute_num_layers": (2, 9),

@@ -74,6 +74,19 @@ latents_have_no_width = exclude_each_other(
 latent_norms_are_not_of_heads = exclude_each_other(
     "multi_latent_attention", "qk_layernorm_all_heads", why="Latent attention normalises latents, not heads."
 )
+
+
+@rule("mtp_num_layers", "seq_length")
+def depths_have_labels(config: Config, world_size: int) -> Iterator[Finding]:
+    """Depth k predicts the token k places behind the next one, so a sample of k tokens has no label for it."""
+    depths, length = config.model.mtp_num_layers, config.model.seq_length
+    if 0 < length <= depths:
+        yield Finding(
+            f"--mtp-num-layers {depths} leaves the last depth without a label in samples of --seq-length {length} tokens.",
+            [try_values("mtp_num_layers", depths, [length - 1]), try_values("seq_length", length, [depths + 1])],
+        )
+
+
 query_groups_divide_heads = divides(
     "num_attention_heads",
     "num_query_groups",

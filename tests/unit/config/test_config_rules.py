@@ -37,6 +37,14 @@ DATA = "--no-mock-data --data-path corpus"
 LATENT = "--multi-latent-attention --position-embedding-type rope"
 CASES: list[Case] = [
     ("--num-layers 0", 1, {"--num-layers"}, ["--num-layers is missing"], []),
+    (
+        "--mtp-num-layers 4 --seq-length 4",
+        1,
+        {"--mtp-num-layers", "--seq-length"},
+        ["leaves the last depth without a label"],
+        ["--mtp-num-layers 3", "--seq-length 5"],
+    ),
+    ("--mtp-loss-scaling-factor 0.3", 1, {"--mtp-loss-scaling-factor"}, ["--mtp-num-layers"], []),
     ("--attention-dropout 1", 1, {"--attention-dropout"}, ["1.0 is out of range", "at least 0 and below 1"], []),
     ("--hidden-dropout -0.5", 1, {"--hidden-dropout"}, ["out of range"], ["--hidden-dropout 0.0"]),
     ("--lr nan", 1, {"--lr"}, ["out of range", "above 0"], []),
