@@ -62,8 +62,8 @@ def recipe(style: str, layers: int, batch: int, steps: int, depths: int, documen
     """One sample a microbatch; of documents, some end in each sample. `beside`: z-loss and smoothed labels too."""
     like = llama_like if "llama" in style else gpt2_like
     sizes = dict(num_layers=layers, hidden=12, ffn=12, heads=6, kv_heads=6, head_size=2, vocab=29, seq=8, tied="tied" in style)
-    others = dict(z_loss=0.05, smoothing=0.2) if beside else {}
-    shape = replace(like(**sizes), mtp_depths=depths, mtp_factor=0.7, **others)
+    z_loss, smoothing = (0.05, 0.2) if beside else (0.0, 0.0)
+    shape = replace(like(**sizes), mtp_depths=depths, mtp_factor=0.7, z_loss=z_loss, smoothing=smoothing)
     batches = random_batches(shape, steps, batch, 1, seed=6)
     if documents:
         batches = [_ended(batch) for batch in batches]
@@ -79,7 +79,8 @@ def _ended(batch: Batch) -> Batch:
 
 @functools.cache
 def reference(*key: Any) -> ReferenceRun:
-    r, loss = recipe(*key), mean_loss
+    r = recipe(*key)
+    loss: Any = mean_loss
     if r.rules is not None:
         rules = Rules(EOD, positions=r.rules.reset_position_ids, loss=r.rules.eod_mask_loss)
         loss = functools.partial(loss_with_rules, rules=rules)

@@ -89,8 +89,9 @@ def beyond_next(
         x = layer(shape, shape.num_layers - 1, inside, both @ mine["projection.weight"].T, positions, documents)
         losses = smoothed(shape, scores_of(shape, weights, x)[:, : seq - k], labels[:, k:])
         counts = torch.ones(samples, seq - k, dtype=x.dtype)
-        for ahead in range(1, k + 1) if mask is not None else ():
-            counts = counts * mask[:, ahead : seq - k + ahead]
+        if mask is not None:
+            for ahead in range(1, k + 1):
+                counts = counts * mask[:, ahead : seq - k + ahead]
         added = added + torch.nn.functional.pad(losses * counts, (0, k))
     return shape.mtp_factor / shape.mtp_depths * added
 
