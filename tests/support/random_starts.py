@@ -72,6 +72,7 @@ def in_one_process(config: Config, world_size: int) -> Config:
         config,
         training=dataclasses.replace(training, global_batch_size=batch),
         parallel=ParallelConfig(device="cpu"),
+        memory=dataclasses.replace(config.memory, recompute_layers_per_stage=None),
         precision=precision,
         optimizer=dataclasses.replace(config.optimizer, optimizer_cpu_offload=False, optimizer_offload_fraction=1.0),
     )
