@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -61,9 +61,9 @@ KEYS = ("optimizer", *_NUMBERS)
 """What an entry may say."""
 
 
-def as_text(pattern: str, values: Mapping[str, object]) -> str:
+def as_text(pattern: str, values: Iterable[tuple[str, object]]) -> str:
     """An entry as one text."""
-    return " ".join([pattern, *(f"{key.replace('_', '-')}={value}" for key, value in values.items())])
+    return " ".join([pattern, *(f"{key.replace('_', '-')}={value}" for key, value in values)])
 
 
 @functools.lru_cache(maxsize=256)

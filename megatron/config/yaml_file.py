@@ -92,7 +92,7 @@ def _entries_in(where: str, root: yaml.Node) -> tuple[str, ...]:
         if any(text.split() != [text] for text in (_text(key), *texts)):
             message = f"{where}: {_text(key) or 'it'} is not a pattern with a mapping of single values."
             raise _cannot(message, _EXAMPLES["param-groups"], "param-groups")
-        found.append(as_text(_text(key), dict(zip(texts[::2], texts[1::2], strict=True))))
+        found.append(as_text(_text(key), zip(texts[::2], texts[1::2], strict=True)))
     return tuple(found)
 
 

@@ -301,16 +301,19 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
         raise CheckpointError(
             f"{path} holds the state of --optimizer {before}, not of {now}: take {before}, or leave its state with --no-load-optim"
         )
-    blocks, block = saved.optimizer.adam_8bit_block_size, config.optimizer.adam_8bit_block_size
-    if goes_on and blocks != block and now == "adam8bit" and config.checkpoint.load_optim:
-        raise CheckpointError(f"{path} holds moments in blocks of {blocks}, not of {block}: take --adam-8bit-block-size {blocks}")
     if goes_on and config.checkpoint.load_optim:
         there, here = groups_of(saved.optimizer), groups_of(config.optimizer)
+        blocks, block = saved.optimizer.adam_8bit_block_size, config.optimizer.adam_8bit_block_size
         for weight in model_weights(config.model, vocab_size):
-            if there(weight).optimizer != here(weight).optimizer:
+            rule = here(weight).optimizer
+            if there(weight).optimizer != rule:
                 raise CheckpointError(
-                    f"{path} holds the state of {there(weight).optimizer} for {weight.name}, not of {here(weight).optimizer}: "
+                    f"{path} holds the state of {there(weight).optimizer} for {weight.name}, not of {rule}: "
                     "leave its rule as it was (--param-groups), or leave the state with --no-load-optim"
+                )
+            if rule == "adam8bit" and blocks != block:
+                raise CheckpointError(
+                    f"{path} holds moments in blocks of {blocks}, not of {block}: take --adam-8bit-block-size {blocks}"
                 )
     free = list(model.values())
     for topic in _TOLD if goes_on else ():

@@ -298,7 +298,7 @@ def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> Optim
     for entry in map(entry_of, settings.param_groups):
         said = {key: value for key, value in vars(entry).items() if value is not None and key != "pattern"}
         said |= {key: raised(said[key]) for key in ("lr", "min_lr") if key in said}
-        groups.append(as_text(entry.pattern, said))
+        groups.append(as_text(entry.pattern, said.items()))
     return dataclasses.replace(settings, param_groups=tuple(groups), **changed)  # type: ignore[arg-type]
 
 

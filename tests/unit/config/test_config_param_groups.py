@@ -73,6 +73,13 @@ def test_what_cannot_act_is_refused(entry: str, told: str) -> None:
     assert told in " ".join(str(caught.value).split())
 
 
+def test_a_value_that_a_file_gives_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text("embedding.*: {lr-mult: 1, lr-mult: 2}\n")
+    with pytest.raises(ConfigError, match="lr-mult is given twice"):
+        load([*BASE, "--param-groups", str(file)], 1)
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "embedding.*: 3\n", "embedding.*: {lr-mult: [1, 2]}\n", "a b: {lr-mult: 1}\n"])
 def test_a_file_that_is_no_mapping_of_mappings(text: str, tmp_path: Path) -> None:
     file = tmp_path / "groups.yaml"
