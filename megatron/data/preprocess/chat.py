@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatron.config.extras import optional
 from megatron.data.loss_mask import LEARNED, MARK_TYPE
-from megatron.data.preprocess.text_records import BadRecordError
+from megatron.data.preprocess.text_records import BadRecordError, check_encodable
 from megatron.data.tokenizers.bpe_rules import read_json
 from megatron.data.tokenizers.tokenizer_json import read_tokenizer_json
 
@@ -121,10 +121,11 @@ class ChatEncoder:
         """Ids and marks of a conversation.
 
         Raises:
-            BadRecordError: the template refuses it, or a message holds the text of a special token.
+            BadRecordError: the template refuses it, or a message holds the text of a special token or none that has a UTF-8 form.
         """
         for number, message in enumerate(messages):
             for text in _texts(message):
+                check_encodable(text, f"message {number}")
                 if found := next((token for token in self._special if token in text), None):
                     raise BadRecordError(
                         f"message {number} holds {found!r}, which would be read as the special token that separates messages"
@@ -188,11 +189,11 @@ def check_messages(values: Sequence[object], keys: Sequence[str]) -> list[Messag
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All strings in a message."""
+    """All strings in a message, names too: a template may write those of a tool's arguments."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from itertools.chain.from_iterable(map(_texts, value.values()))
+        yield from itertools.chain.from_iterable(map(_texts, itertools.chain(value, value.values())))
     elif isinstance(value, list):
         yield from itertools.chain.from_iterable(map(_texts, value))
 
@@ -243,7 +244,7 @@ def _renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
     def render(messages: Messages, prompts: bool) -> str:
         try:
             return compiled.render(messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **variables)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError) as error:
+        except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             cure = " (the template writes the date: --chat-date YYYY-MM-DD)" if "strftime_now" in str(error) else ""
             raise BadRecordError(f"the chat template refuses it: {error}{cure}") from error
 

@@ -255,14 +255,22 @@ def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
             raise BadRecordError(f"key {key!r} is not UTF-8: {value[:40]!r}")
         if not isinstance(value, str):
             raise BadRecordError(f"the value of key {key!r} is not a string but {json.dumps(value, default=str)[:40]}")
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise BadRecordError(
-                    f"key {key!r} holds half of a surrogate pair, which is no character: {error.object[error.start]!a}"
-                ) from error
+        check_encodable(value, f"key {key!r}")
     return cast("list[str]", list(values))
+
+
+def check_encodable(text: str, what: str) -> None:
+    """Check that a text has a UTF-8 form.
+
+    Raises:
+        BadRecordError: it has none.
+    """
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecordError(f"{what} holds half of a surrogate pair, which is no character: {text[error.start]!a}") from error
 
 
 def parse_line(line: bytes, keys: Sequence[str], check: Check = parse_values) -> list[Any] | None:

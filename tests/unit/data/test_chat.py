@@ -62,11 +62,19 @@ def test_without_marks_answers_are_what_each_adds(tmp_path: Path) -> None:
         (MARKED, "a <|im_end|> b", "message 0 holds '<|im_end|>'"),
         (MARKED, "a \0\ue000(\ue000\0 b", "message 0 holds"),
         ("{{ missing.attribute }}", "x", "missing"),
+        ("{{ '{} {}'.format(1) }}", "x", "refuses"),
+        (MARKED, "\ud800", "message 0 holds half of a surrogate pair"),
     ],
 )
 def test_what_a_template_refuses_is_a_bad_record(tmp_path: Path, template: str, message: str, expected: str) -> None:
     with pytest.raises(BadRecordError, match=expected):
         encoder(tmp_path, template).encode([{"role": "assistant", "content": message}])
+
+
+def test_names_of_arguments_are_text_too(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"<|im_end|>": 1}}}]}
+    with pytest.raises(BadRecordError, match=r"message 0 holds '<\|im_end\|>'"):
+        encoder(tmp_path, MARKED).encode([call])
 
 
 def test_an_answer_that_changes_has_no_known_place(tmp_path: Path) -> None:
