@@ -114,7 +114,7 @@ nccl-* use-nccl-* *sharp*: NCCL is configured in the environment (NCCL_...).
 inprocess-*: A run that dies is started again by the launcher and resumes from --load.
 error-injection-*: Iterations are never run twice.
 rl-* grpo-* langrl-* inference-* sft*: Only pretraining is built.
-mtp-*: Predicting several tokens at once is not built yet; the model predicts the next token.
+mtp-use-repeated-layer mtp-hybrid-override-pattern: Each depth of --mtp-num-layers has a layer of its own, of the kind of the last.
 retro-* mamba-* hybrid-* vision-* dino-* biencoder-*: Only GPT- and Llama-style models are built.
 heterogeneous-*: All layers have the same shape.
 one-logger-* app-tag-*: Nothing is ever sent to one-logger.

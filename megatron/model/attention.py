@@ -26,6 +26,7 @@ from megatron.model.document_attention import (
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
+from megatron.model.shared_heads import Sharing, exchanged
 from megatron.parallel.accumulate import through
 from megatron.parallel.products import slow_half
 from megatron.parallel.random import DropoutKey, seed_device
@@ -215,8 +216,10 @@ class Attention(CoreAttention):
     def __init__(
         self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float, *, recomputes_core: bool = False
     ) -> None:
-        super().__init__(scope, spec.scores, spec.heads // spec.kv_heads, layer, dropout, recomputes_core=recomputes_core)
-        self.head_size = spec.head_size
+        sharing = Sharing.of(scope.tp, spec.heads, spec.kv_heads, spec.head_size)
+        queries = spec.heads // spec.kv_heads // (1 if sharing is None else sharing.ranks)
+        super().__init__(scope, spec.scores, queries, layer, dropout, recomputes_core=recomputes_core)
+        self.head_size, self.sharing = spec.head_size, sharing
         self.interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.qkv = ColumnParallelLinear(scope.child("qkv"))
         sizes = [heads * spec.head_size if spec.qk_norm == "all_heads" else spec.head_size for heads in (spec.heads, spec.kv_heads)]
@@ -240,6 +243,8 @@ class Attention(CoreAttention):
     def split(self, x: torch.Tensor | Remade, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [s, b, g, r, d], keys and values [s, b, g, d] of hidden states."""
         qkv = self.qkv(x)
+        if self.sharing is not None:
+            qkv = exchanged(qkv, self.sharing)
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
         normed = self.q_norm is not None and self.k_norm is not None
         split = _traced_split if torch.compiler.is_compiling() else _Split.apply

@@ -84,7 +84,7 @@ def describe_attention(config: Config, model: Model, context: ParallelContext) -
         ValueError: this device has none that is allowed.
     """
     sizes, batch = config.model, config.training.micro_batch_size
-    heads, kv_heads = (count // context.topology.tp for count in (sizes.num_attention_heads, sizes.num_key_value_heads))
+    heads, kv_heads = (max(1, count // context.topology.tp) for count in (sizes.num_attention_heads, sizes.num_key_value_heads))
     queries = torch.Size((batch, heads, sizes.seq_length, sizes.head_size))
     backend = config.speed.attention_backend
     kernel = chosen_kernel(queries, kv_heads, model.dtype, context.device, sizes.attention_dropout, sizes.value_size)

@@ -38,7 +38,9 @@ SHAPES = {
     "windows-two-bases": llama_like(
         num_layers=3, vocab=VOCAB, windows=(3, None, 3), local_base=20.0, unrotated=(False, True, False)
     ),
-    "windows-sinks": llama_like(num_layers=2, vocab=VOCAB, windows=(7, None), sink="learned", score_scale=0.3, output_bias=True),
+    "windows-sinks": llama_like(
+        num_layers=2, vocab=VOCAB, kv_heads=1, windows=(7, None), sink="learned", score_scale=0.3, output_bias=True
+    ),
     "windows-caps": gpt2_like(num_layers=2, vocab=VOCAB, num_positions=32, windows=(None, 1), score_cap=0.5, sink="one"),
     "latents": deepseek_like(num_layers=2, vocab=VOCAB),
     "latents-windows-sinks": deepseek_like(

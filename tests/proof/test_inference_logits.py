@@ -83,10 +83,9 @@ def test_chunks_in_any_place_and_sequence_parallel(places: tuple[int, ...]) -> N
     ("topology", "message"),
     [
         (Topology(tp=3), "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
-        (Topology(tp=4), "--num-query-groups 2 does not divide by --tensor-model-parallel-size 4"),
         (Topology(pp=8), "8"),
     ],
-    ids=["heads", "groups", "layers"],
+    ids=["heads", "layers"],
 )
 def test_a_layout_that_the_model_has_not(topology: Topology, message: str) -> None:
     shape = SHAPES["llama"]

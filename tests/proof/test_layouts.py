@@ -140,6 +140,27 @@ def test_model_variants_equal_the_reference(variant: str, layout: Layout) -> Non
     assert_equal_runs(run_layout(r, layout), expected)
 
 
+SHARED = {"heads": 8, "head_size": 4, "ffn": 32, "num_layers": 2, "vocab": VOCAB}
+
+
+@pytest.mark.parametrize(
+    "kv_heads, layout",
+    [
+        (1, Layout(tp=2, sequence_parallel="overlapping")),
+        (1, Layout(tp=4, pp=2, schedule="zb-h1")),
+        (2, Layout(tp=4, dp=2, sequence_parallel=True, sharding="optim_grads_params")),
+        (2, Layout(tp=8, sequence_parallel=True)),
+    ],
+    ids=["1 on 2", "1 on 4", "2 on 4", "2 on 8"],
+)
+def test_tensor_ranks_share_key_value_heads(kv_heads: int, layout: Layout) -> None:
+    """Fewer heads than ranks: nothing is held twice, and all gradients are whole."""
+    shape = llama_like(**SHARED, kv_heads=kv_heads, qk_norm=True, bias=True, sink="learned")
+    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 8, 2, seed=4))
+    expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
+    assert_equal_runs(run_layout(r, layout), expected)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_equals_the_reference(momentum: float) -> None:
     shape = gpt2_like(vocab=VOCAB)

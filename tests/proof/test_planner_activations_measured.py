@@ -59,6 +59,7 @@ GEMMA = {
 }
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama, shared key-value heads, bf16": (4, {"bf16": True, "tensor_model_parallel_size": 4, **LLAMA, "num_query_groups": 2}),
     "gemma, bf16": (1, {"bf16": True, **GEMMA}),
     "gemma, loss in chunks, sequence parallel, zb-h1": (
         4,

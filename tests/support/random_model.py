@@ -54,7 +54,9 @@ def _draw_attention(draw: Draw, tp: int) -> dict[str, Any]:
         settings |= {"hidden_size": number(draw, 2, 12), "kv_channels": head}
     if chance(draw, 2):
         settings["group_query_attention"] = True
-        settings["num_query_groups"] = one_of(draw, *(tp * n for n in range(1, heads // tp + 1) if heads % (tp * n) == 0))
+        own = [tp * n for n in range(1, heads // tp + 1) if heads % (tp * n) == 0]
+        shared = [n for n in range(1, tp) if tp % n == 0 and 2 * head * n % tp == 0]
+        settings["num_query_groups"] = one_of(draw, *own, *shared)
     return settings | (switches(draw, "qk_layernorm", one_in=3) if head > _FEW else {})
 
 

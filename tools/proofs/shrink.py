@@ -215,7 +215,7 @@ def _notes(
     for what, (before, after) in {
         "layers by stage": map(str, patterns),
         "heads of a tensor rank": (
-            f"{model.num_attention_heads // tp} over {model.num_key_value_heads // tp} key-value" for model, tp in both
+            f"{model.num_attention_heads // tp} over {max(1, model.num_key_value_heads // tp)} key-value" for model, tp in both
         ),
         "vocabulary": (
             f"{number:,} + {padding_of(number, model.make_vocab_size_divisible_by, tp):,} of padding"

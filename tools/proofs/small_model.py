@@ -90,8 +90,10 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
         tp: tensor size before.
         cuts: after.
     """
-    groups = min(2, model.num_key_value_heads // tp) * cuts.tp
+    sharing = max(1, tp // model.num_key_value_heads)  # ranks to a key-value head
+    groups = min(2, model.num_key_value_heads // tp) * cuts.tp if sharing == 1 else max(1, cuts.tp // sharing)
     queries = min(_MOST_QUERIES, model.num_attention_heads // model.num_key_value_heads)
+    queries = _up(queries, cuts.tp // groups) if sharing > 1 else queries
     latents = _latents(model, cuts)
     heads, size = groups * queries, _head_size(model, groups, queries, cuts)
     hidden = heads * size

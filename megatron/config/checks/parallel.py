@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import RANKS, Change, Finding, change, divides, divisors, multiples_near, rule, try_values
+from megatron.config.checks.finding import (
+    RANKS,
+    Change,
+    Finding,
+    change,
+    divides,
+    divisors,
+    multiples_near,
+    rule,
+    shown,
+    try_values,
+)
 from megatron.config.config import Config
 from megatron.config.setting import acts_with, typed
 from megatron.spec.activations import FLAGS
@@ -32,12 +43,47 @@ def world_divides(config: Config, world_size: int) -> Iterator[Finding]:
 
 
 heads_divide_by_tensor = divides("num_attention_heads", _TP, "Each tensor rank holds whole heads.")
-query_groups_divide_by_tensor = divides(
+
+
+@rule(
     "num_query_groups",
     _TP,
-    "Each tensor rank holds whole key-value heads of its own; copying one to several ranks is not built yet.",
-    where=acts_with(group_query_attention=True),
+    reads=("group_query_attention", "num_attention_heads", "kv_channels", "hidden_size", "multi_latent_attention"),
 )
+def query_groups_fit_tensor(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each tensor rank holds the same number of key-value heads; or the same number of ranks share each of them, and divide the
+    rows of its queries, key and value evenly."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    groups = model.num_query_groups
+    if not model.group_query_attention or groups < 1 or model.num_attention_heads % tp or model.num_attention_heads % groups:
+        return
+    if groups % tp == 0 or (tp % groups == 0 and 2 * model.head_size * groups % tp == 0):
+        return
+    whole = [size for size in divisors(model.num_attention_heads) if groups % size == 0 or size % groups == 0]
+    yield Finding(
+        f"{shown(config, 'num_query_groups')} fits no {shown(config, _TP)}: "
+        + (
+            f"{tp // groups} ranks cannot divide the rows of a key-value head of {model.head_size} channels and its query heads."
+            if tp % groups == 0
+            else "neither divides the other."
+        ),
+        [
+            try_values(_TP, tp, whole),
+            try_values("num_query_groups", groups, [size for size in divisors(model.num_attention_heads) if size % tp == 0]),
+        ],
+    )
+
+
+@rule("qk_layernorm_all_heads", _TP, reads=("qk_layernorm", "num_query_groups", "group_query_attention", "num_attention_heads"))
+def shared_heads_are_normalised_apart(config: Config, world_size: int) -> Iterator[Finding]:
+    """Where tensor ranks share key-value heads, all key heads are not normalised together: each rank would count them again."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if model.qk_layernorm and model.qk_layernorm_all_heads and model.num_key_value_heads < tp:
+        yield Finding(
+            f"{shown(config, 'qk_layernorm_all_heads')} contradicts {shown(config, _TP)}, at which ranks share the "
+            f"{model.num_key_value_heads} key-value heads.",
+            [try_values(_TP, tp, divisors(model.num_key_value_heads)), change(qk_layernorm_all_heads=False)],
+        )
 
 
 @rule("ffn_hidden_size", _TP, "hidden_size", reads=FLAGS)

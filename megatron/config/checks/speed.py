@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, change, rule, shown, without
+from megatron.config.checks.finding import Finding, change, divisors, rule, shown, try_values, without
 from megatron.config.config import Config
 from megatron.spec.attention_backends import AttentionCall, kernels_of
 from megatron.spec.layers import scores_of
 
 _BACKEND = "attention_backend"
+_HEADS = ("group_query_attention", "num_query_groups", "num_attention_heads", "multi_latent_attention")
 _REMADE = ("layernorm", "mlp_act", "mlp")
 
 
@@ -20,6 +21,17 @@ def no_graph_is_replayed(config: Config, world_size: int) -> Iterator[Finding]:
     if config.speed.compile_mode in ("reduce-overhead", "max-autotune"):
         nearest = [change(compile_mode="max-autotune-no-cudagraphs"), without(config, "compile_mode")]
         yield Finding(f"{shown(config, 'compile_mode')} cannot be used.", [nearest])
+
+
+@rule("compile", "tensor_model_parallel_size", reads=_HEADS)
+def compiled_layers_have_own_heads(config: Config, world_size: int) -> Iterator[Finding]:
+    """Tensor ranks that share a key-value head exchange it in the midst of a layer, which is not in a compiled graph."""
+    heads, tp = config.model.num_key_value_heads, config.parallel.tensor_model_parallel_size
+    if config.speed.compile and 0 < heads < tp and not config.model.multi_latent_attention:
+        yield Finding(
+            f"--compile contradicts {shown(config, 'tensor_model_parallel_size')}: ranks share the {heads} key-value heads.",
+            [try_values("tensor_model_parallel_size", tp, divisors(heads)), change(compile=False)],
+        )
 
 
 @rule("compile", "recompute_modules", reads=("recompute_granularity", "recompute_activations"))

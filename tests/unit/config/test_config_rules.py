@@ -198,17 +198,32 @@ CASES: list[Case] = [
         ["world size 4", "--tensor-model-parallel-size 2"],
     ),
     (
-        "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
+        "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 4 --kv-channels 1",
         4,
         {"--num-query-groups", "--tensor-model-parallel-size"},
-        ["--num-query-groups 2 does not divide by", "not built yet"],
-        ["--tensor-model-parallel-size 2", "--num-query-groups 4"],
+        ["fits no --tensor-model-parallel-size 4: 4 ranks cannot divide the rows"],
+        ["--num-query-groups 4"],
+    ),
+    (
+        "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4 --normalization RMSNorm --qk-layernorm "
+        "--qk-layernorm-all-heads",
+        4,
+        {"--qk-layernorm-all-heads", "--tensor-model-parallel-size"},
+        ["ranks share the 2 key-value heads"],
+        ["--tensor-model-parallel-size 2", "--no-qk-layernorm-all-heads"],
+    ),
+    (
+        "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4 --compile",
+        4,
+        {"--compile", "--tensor-model-parallel-size"},
+        ["ranks share the 2 key-value heads"],
+        ["--tensor-model-parallel-size 2", "--no-compile"],
     ),
     (
         "--group-query-attention --num-query-groups 6 --tensor-model-parallel-size 4",
         4,
         {"--num-query-groups", "--tensor-model-parallel-size"},
-        ["--num-query-groups 6 does not divide by"],
+        ["--num-query-groups 6 fits no --tensor-model-parallel-size 4"],
         ["--tensor-model-parallel-size 2", "--num-query-groups 4", "--num-query-groups 12"],
     ),
     (
