@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StateReport, state_layout
@@ -77,11 +79,16 @@ def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
 def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
     """The same for one operation. Only matrix products are deferred: not the gradients of vectors, nor those of embedding tables,
     which only look up rows; and that of the output layer is made with the input gradient."""
-    chunk = model.chunks[number]
-    for unit in reversed(chunk.units()):
+    chunk, mtp = model.chunks[number], model.chunks[number].mtp
+    never_deferred = {chunk.embedding, chunk.output, None if mtp is None else mtp.word}
+    units: list[nn.Module] = [unit for unit in chunk.units() if unit is not mtp]
+    if mtp is not None and chunk.final_norm is not None and chunk.output is not None:
+        for depth in mtp.depths:  # each uses what others hold once more
+            units += [mtp.word, depth, chunk.final_norm, chunk.output]
+    for unit in reversed(units):
         modules = set(unit.modules())
         for entry in reversed(list(model.params)):
-            is_deferred = entry.record.kind != "vector" and unit is not chunk.embedding and unit is not chunk.output
+            is_deferred = entry.record.kind != "vector" and unit not in never_deferred
             if kind is OpKind.BACKWARD or kind is (OpKind.WEIGHT_GRAD if is_deferred else OpKind.INPUT_GRAD):
                 yield from (entry.record.name for module, _ in entry.holders if module in modules)
 

@@ -43,7 +43,6 @@ STYLES: dict[str, dict[str, Any]] = {
         "normalization": "RMSNorm",
         "position_embedding_type": "rope",
     },
-    "untied, two depths": {"untie_embeddings_and_output_weights": True, "vocab_size": 58, "mtp_num_layers": 2},
 }
 """Two tensor ranks pad the vocabulary: to 80 and to 60 rows. Data ranks divide neither 33 positions nor the 59 rows without."""
 AXES = {
@@ -66,7 +65,7 @@ def possible(case: Case) -> bool:
     """What the rules between settings accept."""
     fsdp = case["data_parallel_sharding_strategy"] == "optim_grads_params"
     plain = case["fsdp_shard_size"] is None and not case["fsdp_params_cpu"] and not case["fsdp_reduce_once"]
-    return not (fsdp and (case["groups"] == "pp, V" or "depths" in case["style"])) and (fsdp or plain)
+    return not (fsdp and case["groups"] == "pp, V") and (fsdp or plain)
 
 
 def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:
@@ -156,6 +155,17 @@ def test_every_rank_of_eight_keeps_what_is_planned() -> None:
         for strategy in STRATEGIES
     ]
     compare(cases, 8)
+
+
+def test_the_last_stage_keeps_depths_and_an_embedding() -> None:
+    """Multi-token prediction, tied and untied, at each place of the last chunk."""
+    depths = {"num_layers": 4, "mtp_num_layers": 2, "bf16": True, "ddp_bucket_size": 1500}
+    cases = [
+        settings(4, **STYLES[style], **GROUPS[group], **depths, data_parallel_sharding_strategy=strategy)
+        for number, group in enumerate(GROUPS)
+        for style, strategy in zip(STYLES, (STRATEGIES[number % 3], "optim_grads"), strict=True)
+    ]
+    compare(cases, 4)
 
 
 def test_host_memory_of_a_device_is_apart() -> None:
