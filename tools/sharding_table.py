@@ -25,7 +25,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.state_layout import StateReport
+from megatron.data_parallel.state_layout import StateMemory, StateReport
 from megatron.model.build import build_model
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
@@ -165,12 +165,14 @@ def traffic_table() -> Iterator[str]:
 def parts_table() -> Iterator[str]:
     """GB of each rank by what they are for, for one row of the table of memory."""
     one = reports_of(*PARTS_OF)
-    yield f"| {one.published.name}, DP {one.data_size} | parameters | gradients | main params | moments | buffers | device | host |"
-    yield _rule(8)
+    kinds = [kind for kind in StateMemory().parts if any(report.memory.parts[kind].total for report in one.by_strategy.values())]
+    yield " | ".join(
+        [f"| {one.published.name}, DP {one.data_size}", *(kind.replace("_", " ") for kind in kinds), "device | host |"]
+    )
+    yield _rule(len(kinds) + 3)
     for name, report in one.by_strategy.items():
         memory = report.memory
-        parts = list(memory.parts.values())
-        cells = [*(part.total for part in parts), memory.total.device, memory.total.host]
+        cells = [*(memory.parts[kind].total for kind in kinds), memory.total.device, memory.total.host]
         yield f"| {name} | {' | '.join(map(_gb, cells))} |"
 
 

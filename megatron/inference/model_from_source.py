@@ -6,7 +6,7 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.source import WeightSource, misfits
-from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_divide_by_tensor
+from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_fit_tensor
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.model.build import Model, build_model
@@ -22,7 +22,7 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         ValueError: the model cannot be split over this layout.
     """
     config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
-    for rule in (heads_divide_by_tensor, query_groups_divide_by_tensor, mlp_divides_by_tensor):
+    for rule in (heads_divide_by_tensor, query_groups_fit_tensor, mlp_divides_by_tensor):
         for finding in rule(config, context.topology.world_size):
             raise ValueError(f"{source.name}: {finding.message}\n  {finding.why}")
     model = build_model(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.program.test_readme import commands
+from tests.support.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.support.cli import ROOT
 from tests.support.runs import run
 from tools import inspect_data, merge_data, plot_data_order, preprocess_data, train_tokenizer
@@ -40,13 +41,16 @@ MODEL = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two compressed files of the project's own documents."""
+    """Two compressed files of the project's own documents, and conversations with a tokenizer for them."""
     texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
     (tmp_path / "text").mkdir()
     (tmp_path / "data").mkdir()
     for number in (0, 10):
         with gzip.open(tmp_path / f"text/part-{number:02d}.jsonl.gz", "wt") as file:
             file.writelines(json.dumps({"text": f"{number} {part}"}) + "\n" for text in texts for part in text.split("\n\n"))
+    (tmp_path / "chats").mkdir()
+    write_chats(tmp_path / "chats/part.jsonl", CHATS * 40)
+    write_tokenizer(tmp_path / "tokenizer", MARKED)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

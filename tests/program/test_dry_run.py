@@ -228,7 +228,8 @@ def test_a_lost_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- how it is told
 
-_MEMORY = RankMemory(*(Bytes(device) for device in (2 * 10**9, 4 * 10**9, 10**9, 2 * 10**9, 0, 40 * 10**9)))
+_HELD = {"parameters": 2, "gradients": 4, "main_params": 1, "moments": 2, "activations": 40}
+_MEMORY = RankMemory(**{name: Bytes(gigabytes * 10**9) for name, gigabytes in _HELD.items()})
 _JOB = Job(16, 8, 2, 4, 2, 2, True, "cuda", "bfloat16", "optim", "1f1b", 1, 1, 8, 4, 2048, 1000, 1024)
 _SENT = (
     Traffic("tp", "activations", 9 * 10**9, 4, 0.0),
@@ -367,7 +368,7 @@ def test_a_full_disk_does_not_take_the_plan_away() -> None:
     ],
 )
 def test_what_the_plan_does_not_count_must_fit_too(needed: int, words: str) -> None:
-    memory = RankMemory(Bytes(needed), *(Bytes() for _ in range(5)))
+    memory = RankMemory(Bytes(needed))
     kinds = tuple(dataclasses.replace(kind, memory=memory) for kind in plan().kinds)
     assert format_plan(plan(kinds=kinds))[0].endswith(f" of device memory{words}")
     for limit, known in ((2, "fits a device of {}, with {} to spare"), (1.01, "too tight for a device of {}, with {} to spare")):

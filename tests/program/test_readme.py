@@ -25,7 +25,7 @@ from tests.support.cli import ROOT, spawn_cli
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
 from tests.support.warm_python import warm_python
-from tools import checkpoint, draw_step, generate_text, plot_memory, verify_layout
+from tools import checkpoint, draw_step, generate_text, plot_coordinates, plot_memory, verify_layout
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
@@ -254,7 +254,7 @@ def test_flags_exist(name: str) -> None:
     sources = [path.read_text() for path in (ROOT / "tools").rglob("*.py")]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
-    told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP, re.MULTILINE)
+    told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
     known = {*flags(), *others, *launcher, *scripts, *tools, *told}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
