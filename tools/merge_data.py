@@ -74,7 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
                 "  Join those with a loss mask apart; in training, --data-path takes both."
             )
         with told_where_no_room(str(output.parent), "Make room there, or write to another disk. Nothing is written."):
-            if any(masked):  # first: no dataset is there without its own
+            # Masks first: no dataset is there without its own, or with one of an earlier dataset.
+            for suffix in (".idx", ".bin"):
+                Path(f"{loss_mask_prefix(str(output))}{suffix}").unlink(missing_ok=True)
+            if any(masked):
                 join([loss_mask_prefix(prefix) for prefix in inputs], loss_mask_prefix(str(output)))
             joined = join(inputs, str(output))
     except (ValueError, OSError) as error:

@@ -76,6 +76,19 @@ def test_parquet_and_templates_without_marks(tmp_path: Path) -> None:
     assert [each[-1] & LEARNED for each in marks[:4]] == [1, 1, 0, 0]
 
 
+def test_no_dataset_keeps_the_mask_of_an_earlier_one(folder: Path, tmp_path: Path) -> None:
+    """Whichever tool writes over it."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "abc"}\n')
+    for number, prefix in enumerate(("a_text_document", "b")):
+        for suffix in (".bin", ".idx"):
+            (tmp_path / f"{loss_mask_prefix(prefix)}{suffix}").write_bytes(b"old")
+        words = ["--input", str(texts), "--output-prefix", str(tmp_path / "a"), "--tokenizer-type", "ByteTokenizer"]
+        joined = ["--input", str(tmp_path / "a_text_document"), "--output-prefix", str(tmp_path / "b")]
+        assert (merge(joined) if number else main(words)) == 0
+        assert (tmp_path / f"{prefix}.idx").exists() and not list(tmp_path.glob(f"{loss_mask_prefix(prefix)}*"))
+
+
 @pytest.mark.parametrize(
     "change, expected",
     [

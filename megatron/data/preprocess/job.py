@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.data.indexed_writer import join
+from megatron.data.loss_mask import loss_mask_prefix
 from megatron.data.preprocess import storage
 from megatron.data.preprocess.engines import Engine
 from megatron.data.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
@@ -182,7 +183,11 @@ def _join(reports: JobReports, job: PreprocessJob, summary: Summary, note: Calla
             parts.remove()  # to continue would not help
             raise ValueError(told)
     note(f"joining the parts into {' and '.join(summary.prefixes)}")
-    for number, prefix in reversed(list(enumerate(summary.prefixes))):  # loss masks first: no dataset is there without its own
+    # Loss masks first: no dataset is there without its own, or with one of an earlier dataset.
+    for prefix in summary.prefixes[: len(job.keys)]:
+        for suffix in (".idx", ".bin"):
+            storage.remove(f"{loss_mask_prefix(prefix)}{suffix}")
+    for number, prefix in reversed(list(enumerate(summary.prefixes))):
         made = (shard for at, shard in enumerate(reports.shards) if reports.of_shard[at].num_documents[number % len(job.keys)])
         names = [parts.prefix(shard.name, number) for shard in made]
         if not storage.is_url(prefix):
