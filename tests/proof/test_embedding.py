@@ -22,7 +22,7 @@ from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.planner.kernel_memory import CudaKernels
 from megatron.planner.storages import StorageLedger
-from megatron.spec.weights import Init, padded_vocab_size, vocabulary
+from megatron.spec.weights import WORD_EMBEDDING, Init, padded_vocab_size, vocabulary
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over, summed
@@ -118,12 +118,13 @@ def test_a_tensor_group_of_one_with_padding() -> None:
 
 def test_the_record_names_the_unpadded_shape_and_the_holders() -> None:
     table = ParamTable()
-    weight = vocabulary("word.weight", shape_of(16), 23, "table")
+    weight = vocabulary(WORD_EMBEDDING, shape_of(16), 23, "table")
     context = lone_rank(Topology(tp=2), 1)
-    VocabParallelEmbedding(Scope(context, table, {weight.name: weight}, torch.float32, num_chunks=4).child("word"))
-    record = table["word.weight"].record
+    scope = Scope(context, table, {weight.name: weight}, torch.float32, num_chunks=4)
+    VocabParallelEmbedding(scope.child("embedding").child("word"))
+    record = table[WORD_EMBEDDING].record
     assert (record.shape, record.chunks, record.decay, record.init) == ((23, HIDDEN), (0, 3), True, Init(0.02))
-    assert table["word.weight"].param.shape == (16, HIDDEN)
+    assert table[WORD_EMBEDDING].param.shape == (16, HIDDEN)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
