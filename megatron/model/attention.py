@@ -9,114 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from megatron.attention.backends import keeps_probabilities
+from megatron.attention.core import core_attention, one_kernel
+from megatron.attention.documents import Documents
 from megatron.memory.recompute import recomputed
 from megatron.model.all_heads_norm import norm_all_heads
-from megatron.model.attention_kernel import keeps_probabilities
-from megatron.model.block_attention import BLOCK_BY_BLOCK, Call, Reach, block_attention
-from megatron.model.document_attention import (
-    MOST_AT_ONCE,
-    Documents,
-    attention_within_documents,
-    flash_attention,
-    flash_takes,
-)
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
 from megatron.model.shared_heads import Sharing, exchanged
 from megatron.parallel.accumulate import through
-from megatron.parallel.products import slow_half
-from megatron.parallel.random import DropoutKey, seed_device
+from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
-from megatron.spec.layers import PLAIN, AttentionSpec, NormSpec, ScoreSpec
+from megatron.spec.layers import AttentionSpec, NormSpec, ScoreSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
-
-
-def core_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: Documents | None = None,
-    dropout: float = 0.0,
-    *,
-    scores: ScoreSpec = PLAIN,
-    sinks: torch.Tensor | None = None,
-    seed: int | None = None,
-) -> torch.Tensor:
-    """softmax(scale q k^T) v with a causal mask, or what `scores` says; the softmax is in at least float32.
-
-    Args:
-        q: [s, b, g, r, d] or [s, b, n, d].
-        k, v: [s, b, g, d] and [s, b, g, e]; each serves r neighbouring query heads.
-        documents: a token attends only to its own; None to its whole sample.
-        sinks: [n], where the softmax has learnable ones.
-        seed: of the dropout mask; None for what the generator says.
-
-    Returns:
-        [s, b, n * e].
-    """
-    if q.dim() == 4:
-        q = q.unflatten(2, (k.shape[2], -1))
-    dtype, shape = q.dtype, q.shape
-    if slow_half(q):
-        q, k, v = q.float(), k.float(), v.float()
-    if not one_kernel(scores, shape[0] if documents is None else documents.longest):
-        return _shaped_attention(q, k, v, documents, dropout, scores, sinks, seed).to(dtype)
-    if dropout > 0.0 and seed is not None:
-        seed_device(q.device, seed)
-    if documents is not None:
-        return attention_within_documents(q.flatten(2, 3), k, v, documents, dropout, scores.scale).to(dtype)
-    grouped = shape[3] > 1
-    if grouped:  # each group is a sample of its own: as one sample, its heads could not lie among keys and values without a copy
-        q, k, v = q.flatten(1, 2), k.flatten(1, 2).unsqueeze(2), v.flatten(1, 2).unsqueeze(2)  # [s, b * g, r or 1, d]
-    else:
-        q = q.squeeze(3)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [samples, heads, s, d]
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scores.scale, enable_gqa=grouped)
-    return out.permute(2, 0, 1, 3).reshape(*shape[:2], -1).to(dtype)
-
-
-def one_kernel(scores: ScoreSpec, longest: int) -> bool:
-    """Whether torch has a kernel for scores of samples or documents of at most so many tokens, whatever the device."""
-    return scores.softcap is None and scores.softmax == "vanilla" and scores.reach(longest) is None
-
-
-def shaped_kernel(scores: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: float) -> str:
-    """What computes attention where it is not one kernel for any device, in words.
-
-    Args:
-        q, v: any tensors of the dtype, device and size of a head.
-    """
-    window_only = scores.softcap is None and scores.softmax == "vanilla"
-    return "flash attention" if window_only and flash_takes(q, v, dropout) else BLOCK_BY_BLOCK
-
-
-def _shaped_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: Documents | None,
-    dropout: float,
-    scores: ScoreSpec,
-    sinks: torch.Tensor | None,
-    seed: int | None,
-) -> torch.Tensor:
-    """Attention with a window, a cap or sinks."""
-    length, batch = q.shape[:2]
-    window = scores.reach(length)
-    if shaped_kernel(scores, q, v, dropout) == "flash attention":
-        if documents is None:
-            bounds, longest = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device), length
-        else:
-            bounds, longest = documents.on_device, documents.longest
-        if len(bounds) - 1 <= MOST_AT_ONCE:
-            return flash_attention(q.flatten(2, 3), k, v, bounds, longest, window=window, scale=scores.scale)
-    assert dropout == 0.0 or seed is not None, "masks are made again in backward"
-    return block_attention(q, k, v, sinks, Call(scores, Reach(window, documents), dropout, seed or 0))
 
 
 class _Split(torch.autograd.Function):

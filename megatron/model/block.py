@@ -7,12 +7,12 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from megatron.attention.documents import Documents
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.memory.recompute import recomputed
 from megatron.model.attention import Attention
 from megatron.model.compiled import CompiledBlock
-from megatron.model.document_attention import Documents
 from megatron.model.dropout import Seeds, dropout
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.latent_attention import LatentAttention

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.attention.core import one_kernel
+from megatron.attention.documents import Documents
 from megatron.config.speed import CompileBackend, SpeedConfig
-from megatron.model.attention import one_kernel
-from megatron.model.document_attention import Documents
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.vectors import entered, vector_users
 

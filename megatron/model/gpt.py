@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from megatron.attention.documents import Documents
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.memory.offload import chosen_layer
 from megatron.memory.recompute import recomputed
 from megatron.model.block import Block
-from megatron.model.document_attention import Documents
 from megatron.model.dropout import dropout
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.multi_token import MultiTokenPrediction

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron.model.block_attention import attention_of_a_token
+from megatron.attention.blocks import attention_of_a_token
 from megatron.parallel.products import slow_half
 from megatron.spec.layers import PLAIN, ScoreSpec
 

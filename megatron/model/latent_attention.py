@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron.attention.documents import Documents
 from megatron.model.attention import CoreAttention
-from megatron.model.document_attention import Documents
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
+from megatron.attention.blocks import BLOCK_BY_BLOCK
+from megatron.attention.documents import ByLength, Documents
 from megatron.config.data import DataConfig
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
@@ -26,9 +28,7 @@ from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.memory.host import HostBuffer, HostMemory
 from megatron.memory.kept import Kept, keeping
-from megatron.model.block_attention import BLOCK_BY_BLOCK
 from megatron.model.build import Model
-from megatron.model.document_attention import ByLength, Documents
 from megatron.model.gpt import GPTChunk, ModelInputs
 from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from megatron.attention.backends import backend_in_use
 from megatron.config.checks.speed import check_backend
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS
-from megatron.model.attention_kernel import backend_in_use
 from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megatron.model.attention_kernel import attention_kernel
+from megatron.attention.backends import attention_kernel
 from megatron.spec.attention_backends import AttentionCall
 
 _NUMBERS_PER_ID = 6

@@ -1,5 +1,5 @@
 """Which kernels compute attention, and what each of them cannot take. What none of torch's takes is multiplied block by block
-(`megatron/model/block_attention.py`), with auto and math.
+(`megatron/attention/blocks.py`), with auto and math.
 
 The conditions are those of torch for a causal mask without further mask (aten/src/ATen/native/transformers: sdp_utils_cpp.cpp,
 cuda/sdp_utils.cpp).

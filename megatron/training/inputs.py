@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron.attention.documents import Documents
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, has_own_splits, parse_split, split_words
 from megatron.data.datasets import Datasets, open_datasets
@@ -20,7 +21,6 @@ from megatron.data.history import Phase, describe_phases, go_on
 from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
-from megatron.model.document_attention import Documents
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutKey

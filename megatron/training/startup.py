@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron.attention.backends import chosen_kernel, use_backend
+from megatron.attention.core import one_kernel, shaped_kernel
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
@@ -19,8 +21,6 @@ from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import mixed_peak_flops
 from megatron.metrics.timers import Timers
-from megatron.model.attention import one_kernel, shaped_kernel
-from megatron.model.attention_kernel import chosen_kernel, use_backend
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths

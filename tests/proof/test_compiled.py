@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from megatron.attention.documents import Documents
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler, CompiledBlock
-from megatron.model.document_attention import Documents
 from megatron.model.gpt import ModelInputs
 from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import deferring

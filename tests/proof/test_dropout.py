@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.attention import core as attention_module
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.mock import MockDataset
 from megatron.data.samples import DocumentRules
-from megatron.model import attention as attention_module
 from megatron.model import dropout as dropout_module
 from megatron.model.build import build_model
 from megatron.model.dropout import dropout

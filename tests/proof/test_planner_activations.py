@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model.attention_kernel import attention_kernel, backend_in_use
+from megatron.attention.backends import attention_kernel, backend_in_use
 from megatron.model.gpt import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.planner import chunk_trace

@@ -12,11 +12,11 @@ import torch._dynamo  # fully_shard imports it: here once, not in every forked r
 import torch.distributed as dist
 
 import megatron.data_parallel.fsdp  # noqa: F401  # as well
+from megatron.attention.backends import backend_in_use, use_backend
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
 from megatron.memory.host import HostMemory
-from megatron.model.attention_kernel import backend_in_use, use_backend
 from megatron.model.build import Model, model_of
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron.attention.backends import use_backend
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules
-from megatron.model.attention_kernel import use_backend
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import ModelInputs

@@ -31,7 +31,18 @@ ABOVE = {
     "tensor_parallel": {"config", "parallel", "precision"},
     "pipeline_parallel": {"config", "parallel"},
     "data_parallel": {"config", "parallel"},
-    "model": {"config", "parallel", "precision", "tensor_parallel", "pipeline_parallel", "data_parallel"},
+    "attention": {"config", "parallel"},
+    "context_parallel": {"config", "parallel", "attention"},
+    "model": {
+        "config",
+        "parallel",
+        "attention",
+        "context_parallel",
+        "precision",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "data_parallel",
+    },
     "optimizer": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel"},
     "checkpoint": {"config", "parallel", "tensor_parallel", "pipeline_parallel", "data_parallel", "model", "optimizer"},
     "data": {"config"},
@@ -44,7 +55,7 @@ for room in set(ABOVE) - {"config", "spec", "memory"}:
 SETTINGS = {f"megatron.config.{name}" for name in "data memory model outputs parallel param_groups precision training".split()}
 """The dataclasses of the settings, which know nothing of the spec but its tables that read no settings."""
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data"}
-ABOVE["planner"] = {*ABOVE["checkpoint"], "metrics"}
+ABOVE["planner"] = {*ABOVE["checkpoint"], "attention", "context_parallel", "metrics"}
 ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
@@ -61,6 +72,7 @@ WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] in ("config", "spec")),
     "megatron/parallel/topology.py",
     "megatron/parallel/boxes.py",
+    "megatron/context_parallel/cut.py",
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/progress.py",

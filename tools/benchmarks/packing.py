@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron.model.attention import core_attention
-from megatron.model.document_attention import Documents
+from megatron.attention.core import core_attention
+from megatron.attention.documents import Documents
 
 _SEQ_LENGTH, _BATCH, _HEADS, _KV_HEADS, _HEAD_SIZE = 2048, 1, 8, 4, 64
 

@@ -141,8 +141,8 @@ def _place_of(error: BaseException) -> str:
 
 def varlen(place: Place) -> str:
     """Outputs and gradients in bfloat16, for grouped queries: within documents, and within windows in them."""
-    from megatron.model.block_attention import Call, Reach, block_attention
-    from megatron.model.document_attention import Documents, flash_attention, grouped_attention
+    from megatron.attention.blocks import Call, Reach, block_attention
+    from megatron.attention.documents import Documents, flash_attention, grouped_attention
     from megatron.spec.layers import ScoreSpec
 
     device, draws = device_of(place), torch.Generator().manual_seed(1)

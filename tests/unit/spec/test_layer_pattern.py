@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.attention.documents import Documents
 from megatron.config.model import ModelConfig
-from megatron.model.document_attention import Documents
 from megatron.spec.counts import attended, attention_flops, attention_shares
 from megatron.spec.layer_pattern import marked, pattern_problem, pattern_text, read_pattern, read_window
 from megatron.spec.layers import layers

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.attention.documents import Documents
 from megatron.config.config import Config
 from megatron.memory.host import HostMemory
-from megatron.model.document_attention import Documents
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.random import DropoutKey

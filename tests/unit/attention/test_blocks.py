@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.attention import blocks
+from megatron.attention.blocks import Call, Reach
+from megatron.attention.core import core_attention
+from megatron.attention.documents import Documents, varlen_attention
 from megatron.config.model import SoftmaxType
-from megatron.model import block_attention as blocks
-from megatron.model.attention import core_attention
-from megatron.model.block_attention import Call, Reach
-from megatron.model.document_attention import Documents, varlen_attention
 from megatron.spec.layers import PLAIN, ScoreSpec
-from tests.unit.model.test_document_attention import CASES, Largest, documents_of, plain_varlen
+from tests.unit.attention.test_documents import CASES, Largest, documents_of, plain_varlen
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ROWS = CASES["several in a row"]

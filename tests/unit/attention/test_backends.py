@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model.attention import core_attention
-from megatron.model.attention_kernel import attention_kernel, backend_in_use, chosen_kernel, keeps_probabilities
+from megatron.attention.backends import attention_kernel, backend_in_use, chosen_kernel, keeps_probabilities
+from megatron.attention.core import core_attention
 from megatron.spec.attention_backends import KERNELS, AttentionCall, AttentionKernel, kernels_of
 
 S, B = 24, 2

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.attention import documents as document_attention
+from megatron.attention.backends import flash_runs_on
+from megatron.attention.core import core_attention
+from megatron.attention.documents import Documents, _varlen, varlen_attention
 from megatron.data.samples import document_bounds
-from megatron.model import document_attention
-from megatron.model.attention import core_attention
-from megatron.model.attention_kernel import flash_runs_on
-from megatron.model.document_attention import Documents, _varlen, varlen_attention
 from megatron.parallel.random import seed_device
 
 EOD = 0

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.model.document_attention import Documents
+from megatron.attention.documents import Documents
 from megatron.parallel.products import writes_wide_products
 from megatron.parallel.random import seed_device
 from megatron.spec.layers import ScoreSpec

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from megatron.model.attention_kernel import flash_is_on, flash_runs_on
+from megatron.attention.backends import flash_is_on, flash_runs_on
 from megatron.spec.attention_backends import LARGEST_FLASH_HEAD
 from megatron.spec.counts import attended
 
