@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from megatron.attention.backends import flash_is_on, flash_runs_on
+from megatron.parallel.cut import Cut
 from megatron.spec.attention_backends import LARGEST_FLASH_HEAD
 from megatron.spec.counts import attended
 
@@ -32,11 +33,17 @@ class Documents:
         bounds: token at which each document starts, with the samples laid end to end, and b x s: [D + 1]. On the host.
         on_device: the same on the model's device, int32.
         batch: b.
+        cut: which context ranks hold which tokens; None where there is one context rank.
     """
 
-    def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int) -> None:
-        self.bounds, self.on_device, self.batch = bounds, on_device, batch
+    def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int, cut: Cut | None = None) -> None:
+        self.bounds, self.on_device, self.batch, self.cut = bounds, on_device, batch, cut
         self.longest = int(np.diff(bounds).max())
+
+    @property
+    def length(self) -> int:
+        """s, the tokens of a whole sample."""
+        return int(self.bounds[-1]) // self.batch
 
     def attended_sequences(self, shares: Mapping[int | None, float]) -> float:
         """How many samples of one document each need as much attention.
@@ -45,7 +52,7 @@ class Documents:
             shares: part of each window in the attention of a sample (`attention_shares`).
         """
         lengths, counts = np.unique(np.diff(self.bounds), return_counts=True)
-        each, whole = list(zip(lengths.tolist(), counts.tolist(), strict=True)), int(self.bounds[-1]) // self.batch
+        each, whole = list(zip(lengths.tolist(), counts.tolist(), strict=True)), self.length
         return sum(
             share * sum(count * attended(length, window) for length, count in each) / attended(whole, window)
             for window, share in shares.items()
@@ -73,9 +80,8 @@ class Documents:
     @functools.cached_property
     def _starts(self) -> NDArray[np.int32]:
         """The same on the host."""
-        length = int(self.bounds[-1]) // self.batch
-        starts = np.repeat(self.bounds[:-1] % length, np.diff(self.bounds))
-        return np.ascontiguousarray(starts.reshape(self.batch, length).T)
+        starts = np.repeat(self.bounds[:-1] % self.length, np.diff(self.bounds))
+        return np.ascontiguousarray(starts.reshape(self.batch, self.length).T)
 
 
 class ByLength(NamedTuple):

@@ -133,8 +133,7 @@ full-validation: An evaluation reads --eval-iters batches.
 no-ckpt-fully-parallel-save: Every rank always writes its own part of a checkpoint.
 use-mp-args-from-checkpoint-args: Any layout loads any checkpoint: give the layout that you want.
 load-main-params-from-ckpt: Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.
-hierarchical-context-parallel-sizes cp-comm-type: Splitting the sequence over ranks is not built yet; use --sequence-parallel, or
-    more tensor ranks.
+hierarchical-context-parallel-sizes: Context ranks share keys and values in one step (--cp-comm-type all_gather, a2a or p2p).
 fp16-lm-cross-entropy: The loss is always computed in at least float32.
 grad-reduce-in-bf16: Gradients of a 16-bit model are always summed and reduced in float32.
 ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation: Gradient buckets are set by

@@ -29,3 +29,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of each sequence that a rank computes, those of its context rank."""
+        return self.model.seq_length // self.parallel.context_parallel_size

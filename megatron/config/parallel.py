@@ -16,6 +16,7 @@ else:
 PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 FsdpReshard = Literal["always", "never"]
+ContextWay = Literal["all_gather", "a2a", "p2p"]
 
 _FSDP = acts_with(data_parallel_sharding_strategy="optim_grads_params")
 _SHARDED = acts_with(
@@ -39,14 +40,18 @@ _ONE_STAGE_IN_ORDER = replace(_ONE_STAGE, others={"pipeline_model_parallel_size"
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Tensor, pipeline and data parallelism; the data size is world size / (TP x CP x PP)."""
+    """Tensor, context, pipeline and data parallelism; the data size is world size / (TP x CP x PP)."""
 
     tensor_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
     """Ranks that split each layer (TP)."""
     pipeline_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
     """Ranks that split the depth (PP)."""
     context_parallel_size: int = setting(1, at_least=1, unit="ranks")
-    """Ranks that split the sequence (CP). Only 1 so far."""
+    """Ranks that split each sequence (CP)."""
+    cp_comm_type: tuple[ContextWay, ...] = setting((), idle=idle_with("there is one context rank", context_parallel_size=1))
+    """How a context rank meets the keys and values of the others, for all layers or for each: all_gather gathers them; a2a gives
+    each rank all tokens of some heads; p2p sends them round a ring. By default all_gather where query heads share
+    them, else p2p."""
     expert_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
     """Ranks that split the experts (EP). Only 1 so far."""
     sequence_parallel: bool = setting(False, idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1))

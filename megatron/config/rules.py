@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 
-from megatron.config.checks import data, each, groups, memory, model, parallel, pipeline, precision, sharding, speed, training
+from megatron.config.checks import (
+    context,
+    data,
+    each,
+    groups,
+    memory,
+    model,
+    parallel,
+    pipeline,
+    precision,
+    sharding,
+    speed,
+    training,
+)
 from megatron.config.checks.finding import Change, Finding, data_size, rules_in
 from megatron.config.config import Config
 from megatron.config.errors import Violation
 from megatron.config.setting import typed
 
-RULES = rules_in(each, model, parallel, pipeline, sharding, memory, speed, training, groups, precision, data)
+RULES = rules_in(each, model, parallel, context, pipeline, sharding, memory, speed, training, groups, precision, data)
 """All rules. None depends on another: each is evaluated whatever the others say."""
 
 _SHOWN = 2  # suggestions for one setting

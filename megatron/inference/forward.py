@@ -27,7 +27,7 @@ def last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInpu
     """
     stage, table = context.group("pp").index, model.layer_table
     length, batch = inputs.positions.shape
-    spec = model.boundary(batch, context.topology.tp)["hidden"]
+    spec = model.boundary(batch, context.topology)["hidden"]
     if model.sequence_parallel:
         assert length % context.topology.tp == 0, f"{length} tokens do not divide by {context.topology.tp} tensor ranks"
         length //= context.topology.tp

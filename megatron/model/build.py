@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ContextWay, ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import GPTChunk, residual_dtype
@@ -18,8 +19,10 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.overlap import Overlap, choose
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
+from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
+from megatron.spec.layers import context_ways
 from megatron.spec.operations import loop
 from megatron.spec.schedules import SCHEDULES
 from megatron.spec.weights import model_weights
@@ -52,9 +55,9 @@ class Model:
         """Whether this rank holds the last chunk."""
         return len(self.layer_table) - 1 in self.chunks
 
-    def boundary(self, micro_batch_size: int, tensor_size: int) -> Boundary:
+    def boundary(self, micro_batch_size: int, topology: Topology) -> Boundary:
         """The tensors that travel between stages."""
-        length = self.config.seq_length // (tensor_size if self.sequence_parallel else 1)
+        length = self.config.seq_length // topology.cp // (topology.tp if self.sequence_parallel else 1)
         shape = (length, micro_batch_size, self.config.hidden_size)
         return {"hidden": TensorSpec(shape, residual_dtype(self.config, self.dtype))}
 
@@ -103,6 +106,7 @@ def model_of(
         loss=LossForm.of(config.memory, config.training),
         precision=config.precision,
         compiler=BlockCompiler.of(config.speed, defers=SCHEDULES[config.parallel.schedule].splits_backward),
+        ways=context_ways(config.model, config.parallel.cp_comm_type),
     )
 
 
@@ -120,6 +124,7 @@ def build_model(
     loss: LossForm = LossForm(),  # noqa: B008 (frozen)
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     compiler: BlockCompiler | None = None,
+    ways: Sequence[ContextWay] = (),
 ) -> Model:
     """Build this rank's chunks on the meta device, then give them memory and initial values.
 
@@ -129,13 +134,14 @@ def build_model(
         materialized: False leaves the parameters on the meta device: a training step then gives each rank its part of them.
         loss: how the last chunk computes its loss.
         precision: which layers compute in 8 bits. (The dtype is that given here.)
+        ways: how context ranks share keys and values in each layer, where there are several.
         compiler: compiles the layers, if they are; not on the meta device, on which a plan looks at their operations.
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
     sequence_parallel = sequence_parallel and context.topology.tp > 1
     weights = {weight.name: weight for weight in model_weights(config, vocab_size)}
-    scope = Scope(context, params, weights, dtype, sequence_parallel, overlap, num_chunks=len(table))
+    scope = Scope(context, params, weights, dtype, sequence_parallel, overlap, context_ways=tuple(ways), num_chunks=len(table))
     chunks = {
         chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk, loss=loss, precision=precision)
         for chunk in table

@@ -52,8 +52,11 @@ class ModelInputs:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence as a whole, those included that are still to be generated."""
-        return len(self.positions) if self.cache is None else self.cache.capacity
+        """Tokens of the longest sequence as a whole: also those that other context ranks hold, and those that are still to be
+        generated."""
+        if self.cache is not None:
+            return self.cache.capacity
+        return len(self.positions) if self.documents is None else self.documents.length
 
 
 class Embedding(nn.Module):

@@ -86,6 +86,17 @@ class ParallelContext:
         """Ranks whose gradients are summed and over which state is sharded: the data ranks with the context ranks of each."""
         return self.group(*GRADIENT_AXES)
 
+    @property
+    def context_group(self) -> Group:
+        """Ranks that share each sequence."""
+        return self.group("cp")
+
+    @property
+    def context_rings(self) -> tuple[Group, Group]:
+        """The context ranks again, for keys and values that go round, and for the gradients of these behind them: each with a
+        communicator of its own, so that neither waits for the other."""
+        return self._groups.get(("cp_ring",)) or self.context_group, self._groups.get(("cp_ring_grad",)) or self.context_group
+
     def pipeline_channel(self, source: int, destination: int) -> Group:
         """The group for messages from one pipeline rank (position on the pp axis) to another.
 
@@ -162,6 +173,9 @@ def make_context(
 
     for axes in _GROUP_AXES:
         enter(axes, groups(*axes))
+    if topology.cp > 1:
+        for key in ("cp_ring", "cp_ring_grad"):
+            enter((key,), groups("cp"), own_communicator=True)
     pipelines = groups("pp")
     enter(("pp_up",), pipelines, own_communicator=True)
     enter(("pp_down",), pipelines, own_communicator=True)

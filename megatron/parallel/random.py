@@ -19,16 +19,18 @@ class DropoutKey:
     """What dropout masks depend on within a run: the step and the microbatch.
 
     The samples consumed before it identify the step, and its first sample the microbatch. So the masks do not depend on the data
-    rank or the pipeline stage that computes them.
+    rank or the pipeline stage that computes them. Context ranks hold different tokens, and draw for them differently.
     """
 
     seed: int
     step: int
     first_sample: int
+    context_rank: int = 0
 
     def site(self, layer: int, site: str, coordinate: int = 0) -> int:
         """Seed of one dropout site; `coordinate` is the tensor rank where the activation is split over the tensor group."""
-        return stable_seed(self.seed, self.step, self.first_sample, layer, site, coordinate)
+        of_context = [f"context rank {self.context_rank}"] * (self.context_rank > 0)
+        return stable_seed(self.seed, self.step, self.first_sample, layer, site, coordinate, *of_context)
 
 
 def seed_device(device: torch.device, seed: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from megatron.config.parallel import ContextWay
 from megatron.config.precision import Fp8
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.overlap import Overlap
@@ -29,6 +30,8 @@ class Scope:
     """How products overlap with the collectives along the sequence; None: they take turns."""
     fp8: Fp8 | None = None
     """How linear layers compute in 8 bits; None: in the dtype."""
+    context_ways: tuple[ContextWay, ...] = ()
+    """How context ranks share keys and values in each layer, where there are several."""
     prefix: str = ""
     chunk: int = 0
     num_chunks: int = 1

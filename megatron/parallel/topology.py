@@ -62,6 +62,11 @@ class Topology:
             raise ValueError(f"world size {world_size} does not divide by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
         return cls(tp=tp, cp=cp, dp=world_size // (tp * cp * pp), pp=pp, pp_before_dp=pp_before_dp)
 
+    def __str__(self) -> str:
+        """As "tensor 2 x pipeline 4 x data 8", with the context size where there is one."""
+        context = f" x context {self.cp}" if self.cp > 1 else ""
+        return f"tensor {self.tp}{context} x pipeline {self.pp} x data {self.dp}"
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

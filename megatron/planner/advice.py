@@ -134,7 +134,7 @@ def _microbatch(config: Config, world_size: int) -> Iterator[str]:
     def wastes(changed: Config, ranks: int) -> float:
         """1 where half of the microbatch still gives products of enough rows."""
         micro = changed.training.micro_batch_size
-        return float(micro > 1 and micro // 2 * changed.model.seq_length >= 2 * ENOUGH_TOKENS)
+        return float(micro > 1 and micro // 2 * changed.tokens_per_rank >= 2 * ENOUGH_TOKENS)
 
     if not wastes(config, world_size):
         return

@@ -291,7 +291,7 @@ class ChunkRun:
             sink.main_grad = provide()
             entry.param.grad_sink = sink  # type: ignore[attr-defined]
         self._inputs = make_inputs(model, data, micro_batch_size, device)
-        hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]
+        hidden = model.boundary(micro_batch_size, context.topology)["hidden"]
         boundary = partial(torch.empty, hidden.shape, dtype=hidden.dtype, device=device)
         self._received = None if chunk.first else boundary(requires_grad=True)
         self._gradient = None if chunk.last else boundary()

@@ -211,7 +211,7 @@ class Planner:
         line = simulate(self._schedule, lambda op: costs[op.chunk].of(op))
         missing = self._num_microbatches - self._schedule.num_microbatches
         longest = line.step_time + missing * max(line.busy) / self._schedule.num_microbatches
-        tokens = self._config.model.seq_length * self._config.training.micro_batch_size
+        tokens = self._config.tokens_per_rank * self._config.training.micro_batch_size
         share = self._schedule.num_microbatches / self._num_microbatches
         return Sample(kinds, longest * tokens / self._topology.tp, share)
 
@@ -264,7 +264,7 @@ class Planner:
         if isinstance(self._overlap, Pieces):
             return [of_tensor_ring()]
         model, size = self._config.model, self._config.training.micro_batch_size
-        whole = model.seq_length * size * model.hidden_size * model_dtype(self._config.precision).itemsize
+        whole = self._config.tokens_per_rank * size * model.hidden_size * model_dtype(self._config.precision).itemsize
         return [of_symmetric_memory(whole // self._topology.tp)]
 
     def _trace(self, model: Model, context: ParallelContext) -> dict[int, ChunkTrace]:

@@ -291,7 +291,7 @@ def levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) ->
 
 def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> Iterator[tuple[str, Change]]:
     parallel, micro = config.parallel, config.training.micro_batch_size
-    chunk = min(ENOUGH_TOKENS, micro * config.model.seq_length)
+    chunk = min(ENOUGH_TOKENS, micro * config.tokens_per_rank)
     chunked = [("loss", change(loss_chunk_tokens=chunk))] if (loss_chunk(config, vocab_size) or math.inf) > chunk else []
     asked_whole = config.memory.loss_chunk_tokens == 0  # otherwise it is whole because the logits are few
     yield from chunked if asked_whole else ()
@@ -304,7 +304,7 @@ def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -
         yield "tensor", change(sequence_parallel=True)
     for part in (2, 4, 8):
         # Products of fewer rows are slower, by how much is not known: so no smaller ones are proposed.
-        if micro % part == 0 and micro // part * config.model.seq_length >= ENOUGH_TOKENS:
+        if micro % part == 0 and micro // part * config.tokens_per_rank >= ENOUGH_TOKENS:
             yield "batch", change(micro_batch_size=micro // part)
     if not each_runs_again(config, num_layers):
         yield _FULL, recomputed(config, num_layers)

@@ -141,7 +141,7 @@ def step_transfers(
 
 
 def _message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
-    hidden = model.boundary(micro_batch_size, context.topology.tp)["hidden"]
+    hidden = model.boundary(micro_batch_size, context.topology)["hidden"]
     return math.prod(hidden.shape) * hidden.dtype.itemsize
 
 

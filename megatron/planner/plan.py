@@ -212,7 +212,7 @@ def loss_chunk(config: Config, vocab_size: int) -> int:
     """Tokens of a chunk of the loss, 0 where it is whole."""
     model, training, ranks = config.model, config.training, config.parallel.tensor_model_parallel_size
     columns = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, ranks) // ranks
-    return LossForm.of(config.memory, training).chunk(training.micro_batch_size * model.seq_length, columns)
+    return LossForm.of(config.memory, training).chunk(training.micro_batch_size * config.tokens_per_rank, columns)
 
 
 def idle_share(

@@ -5,12 +5,13 @@ Layers may differ from each other: nobody assumes that they are equal, and `alik
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeVar
 
 from megatron.config.model import ModelConfig, Normalization, NormPlacement, SoftmaxType
+from megatron.config.parallel import ContextWay
 from megatron.spec.activations import Activation, activation_of
 from megatron.spec.layer_pattern import marked, read_pattern, read_window
 from megatron.spec.rotary import RotarySpec, rotary_of, score_factor
@@ -47,6 +48,19 @@ class ScoreSpec:
     def reach(self, longest: int) -> int | None:
         """The window, if it makes a difference to samples or documents of at most so many tokens."""
         return None if self.window is None or self.window >= longest - 1 else self.window
+
+
+def context_ways(model: ModelConfig, given: Sequence[ContextWay]) -> tuple[ContextWay, ...]:
+    """How context ranks share keys and values in each layer.
+
+    By default they are gathered where they are few, since several query heads share them; else they go round a ring, so that no
+    rank has all of them at once.
+
+    Args:
+        given: nothing, one for all layers, or one for each.
+    """
+    few = not model.multi_latent_attention and model.num_key_value_heads < model.num_attention_heads
+    return tuple(given) if len(given) > 1 else (*(given or ("all_gather" if few else "p2p",)),) * model.num_layers
 
 
 PLAIN = ScoreSpec()

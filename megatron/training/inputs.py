@@ -6,12 +6,13 @@ Only the stages that need samples read them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron.attention.documents import Documents
 from megatron.config.config import Config
@@ -22,26 +23,63 @@ from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.model.gpt import ModelInputs
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import Group, ParallelContext
+from megatron.parallel.cut import Cut, balanced, token_costs
 from megatron.parallel.random import DropoutKey
+from megatron.spec.counts import attention_shares
 from megatron.spec.schedules import placement
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan, Progress
 
 
+@dataclass(frozen=True)
+class Cutting:
+    """How samples are divided among context ranks. It is the last thing that is done to them on the host."""
+
+    group: Group
+    """The context ranks."""
+    length: int
+    """Tokens of a sample."""
+    shares: Mapping[int | None, float]
+    """Part of each window in the attention of a sample (`attention_shares`): what pieces are weighed by."""
+
+    @functools.cached_property
+    def of_samples(self) -> Cut:
+        """The cut where each sample is one document."""
+        return balanced(token_costs(self.length, self.shares), self.group.size)
+
+    def own(self, microbatch: Microbatch) -> tuple[Cut | None, dict[str, NDArray[Any]]]:
+        """The cut of a microbatch, and what this rank holds of its arrays, by the names of its fields."""
+        arrays = {name: array for name, array in vars(microbatch).items() if isinstance(array, np.ndarray)}
+        if self.group.size == 1:
+            return None, arrays
+        cut = self.of_samples
+        if microbatch.bounds is not None:
+            cut = balanced(token_costs(self.length, self.shares, microbatch.bounds), self.group.size)
+        places = cut.places(self.group.index)
+        if microbatch.positions is None and cut != self.of_samples:
+            arrays["positions"] = np.broadcast_to(places, (len(microbatch.tokens), len(places)))
+        return cut, {name: each[:, places] if each.shape == microbatch.tokens.shape else each for name, each in arrays.items()}
+
+
 class HostInputs(NamedTuple):
-    """A microbatch, and its arrays as tensors in host memory ([s, b]), ready to go to the device. The reading thread makes them."""
+    """A microbatch, and what this rank holds of its arrays as tensors in host memory ([s / context ranks, b]), ready to go to the
+    device. The reading thread makes them."""
 
     microbatch: Microbatch
     tensors: dict[str, torch.Tensor]
     """By the names of its fields, those that it has."""
 
+    cut: Cut | None = None
+    """Which context ranks hold which tokens; None where there is one context rank."""
+
     @classmethod
-    def of(cls, microbatch: Microbatch, device: torch.device) -> HostInputs:
-        """Copy the arrays; for CUDA into pinned memory, from which the device fetches them while the host goes on."""
-        arrays = {name: array for name, array in vars(microbatch).items() if isinstance(array, np.ndarray)}
+    def of(cls, microbatch: Microbatch, device: torch.device, cutting: Cutting) -> HostInputs:
+        """Copy this rank's part of the arrays; for CUDA into pinned memory, from which the device fetches them while the host goes
+        on."""
+        cut, arrays = cutting.own(microbatch)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array.T)) for name, array in arrays.items()}
-        return cls(microbatch, {name: t.pin_memory() for name, t in tensors.items()} if device.type == "cuda" else tensors)
+        return cls(microbatch, {name: t.pin_memory() for name, t in tensors.items()} if device.type == "cuda" else tensors, cut)
 
 
 @dataclass(frozen=True)
@@ -53,6 +91,7 @@ class BatchMaker:
         seq_length: tokens in a sample.
         micro_batch_size: samples in a microbatch.
         rules: the meaning of the end of a document.
+        attention_shares: part of each window in the attention of a sample, by which context ranks share it evenly.
     """
 
     context: ParallelContext
@@ -60,6 +99,7 @@ class BatchMaker:
     seq_length: int
     micro_batch_size: int
     rules: DocumentRules
+    attention_shares: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
     def steps(
         self,
@@ -82,20 +122,22 @@ class BatchMaker:
         rank, size = self.context.data_group.index, self.context.data_group.size
 
         def key(first_sample: int) -> DropoutKey | None:
-            return DropoutKey(self.seed, step=consumed, first_sample=first_sample) if dropout else None
+            if not dropout:
+                return None
+            return DropoutKey(self.seed, consumed, first_sample, context_rank=self.cutting.group.index)
 
         if source is None:
             assert not self.rules.every_stage_reads, "layers need to know where documents end"
             while consumed < total_samples:
                 batch = global_batch_size_at(consumed)
                 firsts = range(consumed + rank * self.micro_batch_size, consumed + batch, size * self.micro_batch_size)
-                yield [ModelInputs(self._whole_positions, dropout_key=key(first)) for first in firsts]
+                yield [ModelInputs(self._positions, dropout_key=key(first), documents=self._samples) for first in firsts]
                 consumed += batch
             return
         loader = StepLoader(
             source,
             self.rules,
-            functools.partial(HostInputs.of, device=self.context.device),
+            functools.partial(HostInputs.of, device=self.context.device, cutting=self.cutting),
             micro_batch_size=self.micro_batch_size,
             data_rank=rank,
             data_size=size,
@@ -126,16 +168,20 @@ class BatchMaker:
             dropout=False,
         )
 
+    def inputs_of(self, microbatch: Microbatch) -> ModelInputs:
+        """What this rank takes of one microbatch, without dropout."""
+        return self._inputs(HostInputs.of(microbatch, self.context.device, self.cutting), None)
+
     def _inputs(self, host: HostInputs, key: DropoutKey | None) -> ModelInputs:
         tensors = {name: self._on_device(tensor) for name, tensor in host.tensors.items()}
         bounds = host.microbatch.bounds
         return ModelInputs(
-            tensors.get("positions", self._whole_positions),
+            tensors.get("positions", self._positions),
             tensors["tokens"],
             tensors["labels"],
             tensors["loss_mask"],
             key,
-            None if bounds is None else Documents(bounds, tensors["bounds"], self.micro_batch_size),
+            self._samples if bounds is None else Documents(bounds, tensors["bounds"], self.micro_batch_size, host.cut),
         )
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -143,10 +189,28 @@ class BatchMaker:
         return tensor if self.context.device.type == "cpu" else tensor.to(self.context.device, non_blocking=True)
 
     @functools.cached_property
-    def _whole_positions(self) -> torch.Tensor:
-        """Positions 0 to s - 1 of every sample, [s, b]; one tensor for all microbatches."""
-        positions = torch.arange(self.seq_length, device=self.context.device)
+    def cutting(self) -> Cutting:
+        """How samples are divided among the context ranks."""
+        return Cutting(self.context.context_group, self.seq_length, self.attention_shares)
+
+    @functools.cached_property
+    def _positions(self) -> torch.Tensor:
+        """Positions of this rank's tokens in samples that count from 0 to s - 1, [s / context ranks, b]; one tensor for all
+        microbatches."""
+        if self.cutting.group.size == 1:
+            positions = torch.arange(self.seq_length, device=self.context.device)
+        else:
+            positions = torch.from_numpy(self.cutting.of_samples.places(self.cutting.group.index)).to(self.context.device)
         return positions.unsqueeze(1).expand(-1, self.micro_batch_size)
+
+    @functools.cached_property
+    def _samples(self) -> Documents | None:
+        """Whole samples, where attention needs to know which ranks hold which tokens of them."""
+        if self.cutting.group.size == 1:
+            return None
+        bounds = np.arange(0, (self.micro_batch_size + 1) * self.seq_length, self.seq_length, dtype=np.int32)
+        on_device = torch.from_numpy(bounds).to(self.context.device)
+        return Documents(bounds, on_device, self.micro_batch_size, self.cutting.of_samples)
 
 
 def reads_samples(context: ParallelContext, stage_of_chunk: Sequence[int], rules: DocumentRules) -> bool:
@@ -289,7 +353,8 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
                 need_validation=evaluates,
                 need_test=tests,
             )
-        maker = BatchMaker(context, training.seed, seq_length, training.micro_batch_size, rules)
+        shares = attention_shares(config.model)
+        maker = BatchMaker(context, training.seed, seq_length, training.micro_batch_size, rules, shares)
         return RunData(config, embedding_rows(tokenizer, data), maker, datasets, tests)
 
     return together(context, build)

@@ -27,6 +27,7 @@ from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
+from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
 from megatron.pipeline_parallel.queues import describe_receives
 from megatron.pipeline_parallel.simulate import simulate
@@ -36,7 +37,7 @@ from megatron.planner.state_report import describe_state, state_report
 from megatron.precision.device import check_device, describe_precision
 from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token, kept_per_token
 from megatron.spec.groups import describe_groups
-from megatron.spec.layers import layers
+from megatron.spec.layers import context_ways, layers
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
 from megatron.training.failure import together
@@ -100,6 +101,18 @@ def describe_attention(config: Config, model: Model, context: ParallelContext) -
     return f"attention is computed by {' and '.join(words)} (--attention-backend {backend})"
 
 
+def describe_context(config: Config, topology: Topology) -> Iterator[str]:
+    """A line on how context ranks share sequences, if they do."""
+    if topology.cp == 1:
+        return
+    ways = context_ways(config.model, config.parallel.cp_comm_type)
+    words = [way if ways.count(way) == len(ways) else f"{way} in {ways.count(way)} layers" for way in dict.fromkeys(ways)]
+    yield (
+        f"{topology.cp} context ranks hold {config.tokens_per_rank:,} tokens of each sequence; they share keys and values by "
+        f"{' and '.join(words)} (--cp-comm-type)"
+    )
+
+
 def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
     """The settings with --global-batch-size written out, since its default depends on the number of data ranks. So it is saved, and
     compared when the run is resumed on another number of them."""
@@ -149,13 +162,13 @@ def describe(
     kept = residual_dtype(model.config, model.dtype)
     lines = [
         f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
-        f"tensor {topology.tp} x pipeline {topology.pp} x data {topology.dp}"
-        + (", sequence parallel" if model.sequence_parallel else ""),
+        f"{topology}" + (", sequence parallel" if model.sequence_parallel else ""),
         f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
         *describe_precision(model.precision, model.config.num_layers, context.device),
         describe_attention(config, model, context),
+        *describe_context(config, topology),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
         *describe_offload(model.layer_table),
@@ -170,7 +183,8 @@ def describe(
     if topology.pp > 1:
         # Now, and after any ramp-up of the batch.
         for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
-            lines += _describe_pipeline(step.schedule(count), model, config.training.micro_batch_size, topology.tp)
+            tokens = config.training.micro_batch_size * config.tokens_per_rank
+            lines += _describe_pipeline(step.schedule(count), model, tokens, topology.tp)
             if config.parallel.overlap_p2p_communication:
                 connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 lines.append(describe_receives(step.schedule(count), context.device.type, connections))
@@ -179,8 +193,12 @@ def describe(
     return lines + [f"advice: {line}" for line in found]
 
 
-def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, tensor_size: int) -> Iterator[str]:
-    """Lines on what the schedule costs in time and memory, that of deferred weight gradients too, if there are any."""
+def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_size: int) -> Iterator[str]:
+    """Lines on what the schedule costs in time and memory, that of deferred weight gradients too, if there are any.
+
+    Args:
+        tokens: of a microbatch on one rank.
+    """
     stages, batch = schedule.num_stages, schedule.num_microbatches
     chunks = schedule.num_chunks // stages
     bubble = simulate(schedule, Costs().divided(chunks)).bubble_share
@@ -191,7 +209,7 @@ def _describe_pipeline(schedule: Schedule, model: Model, micro_batch_size: int, 
         + f", {bubble:.1%} of the time idle if all operations cost the same, "
         f"at most {live:.3g} microbatches of a stage between forward and backward"
     )
-    token_bytes = micro_batch_size * model.config.seq_length * model.dtype.itemsize
+    token_bytes = tokens * model.dtype.itemsize
     kept = [
         kept_per_token(
             model.config, chunk.layers, tensor_size=tensor_size, sequence_parallel=model.sequence_parallel, last=chunk.last

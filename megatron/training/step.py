@@ -110,7 +110,7 @@ class TrainStep:
         self.optimizer = ShardedOptimizer(groups, optimizer, context)
         self.executor = Executor(
             context,
-            model.boundary(micro_batch_size, context.topology.tp),
+            model.boundary(micro_batch_size, context.topology),
             overlap=parallel.overlap_p2p_communication,
             before_backward=self._before_backward,
             before_remake=self._before_remake,
@@ -233,7 +233,7 @@ class TrainStep:
 
     def _attended(self, batch: Sequence[ModelInputs]) -> float:
         """This rank's share of a step's attended sequences: of the ranks with the same samples, one counts them, others have 0."""
-        counts = self.model.computes_loss and self._counts_loss
+        counts = self.model.computes_loss and self._counts_loss and self.context.context_group.index == 0
         if not counts:
             return 0.0
         documents = [inputs.documents for inputs in batch if inputs.documents is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from megatron.attention.backends import use_backend
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.config.parallel import ContextWay, FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data.samples import DocumentRules
+from megatron.data.samples import DocumentRules, Microbatch
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import ModelInputs
@@ -27,6 +28,7 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.activations import FLAGS
 from megatron.spec.attention_backends import AttentionBackend
+from megatron.spec.counts import attention_shares
 from megatron.spec.layer_pattern import pattern_text
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
@@ -50,6 +52,9 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ways: tuple[ContextWay, ...] = ("all_gather",)
+    """How context ranks share keys and values, in the layers in turn."""
     sequence_parallel: bool | Literal["overlapping"] = False
     """Overlapping: with products in pieces beside its communication."""
     pp_before_dp: bool = False
@@ -80,7 +85,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,7 @@ def window_settings(windows: Sequence[int | None]) -> dict[str, Any]:
 
 def context_of(layout: Layout, rank: int) -> ParallelContext:
     """A rank's place and groups; all ranks together."""
-    topology = Topology(tp=layout.tp, pp=layout.pp, dp=layout.dp, pp_before_dp=layout.pp_before_dp)
+    topology = Topology(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, pp_before_dp=layout.pp_before_dp)
     return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=layout.fsdp_shard_size)
 
 
@@ -219,6 +224,7 @@ def parallel_config(layout: Layout) -> ParallelConfig:
     """The framework's settings for a layout."""
     return ParallelConfig(
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         pipeline_schedule=layout.schedule,  # type: ignore[arg-type]
         num_virtual_stages_per_pipeline_rank=layout.virtual_stages,
@@ -278,6 +284,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss, recipe.shape.smoothing, recipe.shape.mtp_factor),
         precision=precision_config(recipe.shape),
         compiler=layout.compiler,
+        ways=tuple(itertools.islice(itertools.cycle(layout.ways), config.num_layers)),
     )
 
 
@@ -300,13 +307,11 @@ def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) 
     """This rank's microbatches of a global batch: those in turn that belong to its data rank."""
     tokens, labels, mask = batch
     ranks, mine = context.topology.dp, context.coordinates["dp"]
+    maker = BatchMaker(context, 1, tokens.shape[1], micro_batch_size, DocumentRules(0))
     found = []
     for start in range(mine * micro_batch_size, len(tokens), ranks * micro_batch_size):
-        rows = slice(start, start + micro_batch_size)
-        positions = torch.arange(tokens.shape[1]).unsqueeze(1).expand(-1, micro_batch_size)
-        found.append(
-            ModelInputs(positions, tokens[rows].t().contiguous(), labels[rows].t().contiguous(), mask[rows].t().contiguous())
-        )
+        ids, following, counted = (tensor[start : start + micro_batch_size].numpy() for tensor in (tokens, labels, mask))
+        found.append(maker.inputs_of(Microbatch(ids, following, counted, start)))
     return found
 
 
@@ -315,8 +320,9 @@ def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rule
     tokens, labels, mask = batch
     assert mask.all(), "masks come from the rules"
     stages = [chunk.stage for chunk in step.model.layer_table]
+    shares = attention_shares(step.model.config)
     source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if reads_samples(step.context, stages, rules) else None
-    maker = BatchMaker(step.context, 1, tokens.shape[1], micro_batch_size, rules)
+    maker = BatchMaker(step.context, 1, tokens.shape[1], micro_batch_size, rules, shares)
     return next(maker.evaluation(source, global_batch_size=len(tokens), num_batches=1))
 
 

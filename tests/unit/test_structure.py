@@ -72,7 +72,7 @@ WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] in ("config", "spec")),
     "megatron/parallel/topology.py",
     "megatron/parallel/boxes.py",
-    "megatron/context_parallel/cut.py",
+    "megatron/parallel/cut.py",
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/progress.py",

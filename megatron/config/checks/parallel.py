@@ -17,7 +17,7 @@ from megatron.config.checks.finding import (
     try_values,
 )
 from megatron.config.config import Config
-from megatron.config.setting import acts_with, typed
+from megatron.config.setting import acts_with
 from megatron.spec.activations import FLAGS
 
 _TP = "tensor_model_parallel_size"
@@ -105,17 +105,11 @@ sequence_divides_by_tensor = divides(
 )
 
 
-@rule(reads=("context_parallel_size", "expert_model_parallel_size"))
+@rule("expert_model_parallel_size")
 def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
-    """Context and expert parallelism are not built yet."""
-    parallel = config.parallel
-    for field, size, what in (
-        ("context_parallel_size", parallel.context_parallel_size, "Splitting the sequence over context ranks"),
-        ("expert_model_parallel_size", parallel.expert_model_parallel_size, "A mixture of experts"),
-    ):
-        if size > 1:
-            why = f"{what} is not built yet; the size must be 1."
-            yield Finding(f"{typed(field)} {size} is refused.", [change(**{field: 1})], why, (field,))
+    """A mixture of experts is not built yet; the size must be 1."""
+    if config.parallel.expert_model_parallel_size > 1:
+        yield Finding(f"{shown(config, 'expert_model_parallel_size')} is refused.", [change(expert_model_parallel_size=1)])
 
 
 @rule("device", "distributed_backend")

@@ -21,8 +21,8 @@ from megatron.spec.activations import FLAGS
 
 _SIZES = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups", "tensor_model_parallel_size"),
-    *("group_query_attention", "seq_length", "micro_batch_size", "sequence_parallel", *FLAGS, "multi_latent_attention"),
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("group_query_attention", "seq_length", "context_parallel_size", "micro_batch_size", "sequence_parallel", *FLAGS),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
 
 
@@ -38,7 +38,7 @@ def products_have_whole_blocks(config: Config, world_size: int) -> Iterator[Find
     for what, (number, named) in odd.items():
         value, unit = value_of(config, named[0]), multiple
         if named[0] == "micro_batch_size":
-            unit //= math.gcd(unit, config.model.seq_length)
+            unit //= math.gcd(unit, config.tokens_per_rank)
         elif "tensor rank" in what:
             unit *= config.parallel.tensor_model_parallel_size
         nearest = [] if value is None else [try_values(named[0], value, multiples_near(value, unit, reach=2))]
@@ -53,7 +53,7 @@ def _dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
     """The dimensions of products in layers on one rank, in words: the number and the settings that it follows from."""
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
     heads, tp = ("num_attention_heads", "kv_channels"), "tensor_model_parallel_size"
-    tokens = model.seq_length * config.training.micro_batch_size
+    tokens = config.tokens_per_rank * config.training.micro_batch_size
     whole: dict[str, tuple[int, tuple[str, ...]]] = {
         "hidden channels": (model.hidden_size, ("hidden_size",)),
         "tokens of a microbatch": (tokens, ("micro_batch_size", "seq_length")),

@@ -131,7 +131,6 @@ def test_a_value_that_changes_nothing_is_named() -> None:
         (["--attention-backend", "local"], ["local is not built", "unfused (math)"]),
         (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not built yet", "mlp_act and mlp are"]),
         (["--rerun-mode", "validate_results"], ["disabled only"]),
-        (["--context-parallel-size", "2"], ["--context-parallel-size 2 is refused", "not built yet", "--context-parallel-size 1"]),
         (["--expert-model-parallel-size", "2"], ["refused", "--expert-model-parallel-size 1"]),
         (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "fp32 only"]),
         (["--no-mock-data", "--data-path", "0.3", "a", "b", "0.7"], ["word 3, 'b'", "where a weight belongs"]),

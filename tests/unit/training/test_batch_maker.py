@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.data.samples import DocumentRules, Microbatch, read_microbatch
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.topology import Topology
-from megatron.training.inputs import BatchMaker, HostInputs
+from megatron.training.inputs import BatchMaker, Cutting, HostInputs
 from tests.support.lone_rank import lone_rank
 from tests.support.windows import Windows
 
@@ -101,8 +101,8 @@ def test_for_cuda_the_thread_that_reads_pins(monkeypatch: pytest.MonkeyPatch, nu
         pinned.append((threading.current_thread().name, self.is_contiguous()))
         return self
 
-    def for_cuda(microbatch: Microbatch, device: torch.device) -> HostInputs:
-        return make(microbatch, torch.device("cuda"))
+    def for_cuda(microbatch: Microbatch, device: torch.device, cutting: Cutting) -> HostInputs:
+        return make(microbatch, torch.device("cuda"), cutting)
 
     make = HostInputs.of
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
