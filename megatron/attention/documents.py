@@ -45,6 +45,18 @@ class Documents:
         """s, the tokens of a whole sample."""
         return int(self.bounds[-1]) // self.batch
 
+    @property
+    def bounded(self) -> bool:
+        """Whether a sample holds several documents."""
+        return len(self.bounds) > self.batch + 1
+
+    @functools.cached_property
+    def order_of_holders(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Place in the sequence of the tokens of all context ranks, one rank after the other, and where each place is then: [s]."""
+        assert self.cut is not None, "one rank holds all tokens"
+        order, device = self.cut.order, self.on_device.device
+        return _to_device(order, device), _to_device(np.argsort(order), device)
+
     def attended_sequences(self, shares: Mapping[int | None, float]) -> float:
         """How many samples of one document each need as much attention.
 
@@ -190,7 +202,7 @@ def grouped_attention(
 ) -> torch.Tensor:
     """Compute attention by one call of `scaled_dot_product_attention` for all documents of one length."""
     by_length, grouped = documents.by_length, q.shape[2] != k.shape[2]
-    ordered = [_Reorder.apply(x.flatten(0, 1), by_length.order, by_length.places) for x in (q, k, v)]
+    ordered = [reorder(x.flatten(0, 1), by_length.order, by_length.places) for x in (q, k, v)]
     outs, start = [], 0
     for count, length in by_length.groups:
         rows = slice(start, start + count * length)
@@ -201,7 +213,13 @@ def grouped_attention(
         outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count * length, n * channels]
         start = rows.stop
     joined = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return _Reorder.apply(joined, by_length.places, by_length.order).unflatten(0, q.shape[:2])
+    return reorder(joined, by_length.places, by_length.order).unflatten(0, q.shape[:2])
+
+
+def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Rows of x in another order: row `order[i]` at place i. `inverse` is the order that puts them back."""
+    found: torch.Tensor = _Reorder.apply(x, order, inverse)
+    return found
 
 
 class _Reorder(torch.autograd.Function):

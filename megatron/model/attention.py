@@ -14,7 +14,7 @@ from torch import nn
 from megatron.attention.backends import keeps_probabilities
 from megatron.attention.core import core_attention, one_kernel
 from megatron.attention.documents import Documents
-from megatron.context_parallel.attention import context_attention
+from megatron.context_parallel.attention import Sharers, context_attention
 from megatron.memory.recompute import recomputed
 from megatron.model.all_heads_norm import norm_all_heads
 from megatron.model.key_value_cache import KeyValueCache
@@ -91,8 +91,10 @@ class CoreAttention(nn.Module):
         self.scores, self.sequence_ranks = scores, scope.tp.size if scope.sequence_parallel else 1
         self.recomputes_core, self.queries_per_group = recomputes_core, queries_per_group
         self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
-        self.context_ranks = scope.context.context_group
-        self.context_way = scope.context_ways[min(layer, len(scope.context_ways) - 1)] if scope.context_ways else None
+        self.sharers: Sharers | None = None
+        if scope.context.context_group.size > 1:
+            way = scope.context_ways[min(layer, len(scope.context_ways) - 1)]
+            self.sharers = Sharers(way, scope.context.context_group, scope.context.context_rings)
 
     def attend(
         self,
@@ -112,16 +114,10 @@ class CoreAttention(nn.Module):
         probability, seed = 0.0, None
         if key is not None and self.dropout > 0.0:
             probability, seed = self.dropout, key.site(self.layer, "attention", self.tensor_rank)
-        if self.context_ranks.size > 1:
-            assert self.context_way is not None and documents is not None, "several context ranks share these tokens"
-            return context_attention(
-                self.context_way,
-                *(q, k, v, documents, self.context_ranks),
-                scores=self.scores,
-                sinks=sinks,
-                dropout=probability,
-                seed=seed,
-            )
+        if self.sharers is not None:
+            assert documents is not None, "context ranks need to know who holds which tokens"
+            how = (self.scores, sinks, probability, seed)
+            return context_attention(self.sharers, q, k, v, documents, *how)
 
         def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
             return core_attention(q, k, v, documents, probability, scores=self.scores, sinks=sinks, seed=seed)

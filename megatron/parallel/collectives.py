@@ -136,6 +136,18 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return start_reduce_scatter(tensor, group).wait()
 
 
+def all_to_all(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Give rank i part i of dimension 0, of as many parts as ranks; receive one of each rank, in their order."""
+    if group.size == 1:
+        return tensor
+    received, counts = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device),
+        [tensor.numel() // group.size] * group.size,
+    )
+    start_exchange(received.flatten(), tensor.contiguous().flatten(), (counts, counts), group).wait()
+    return received
+
+
 def own_part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's part of dimension 0, without communication: [s, ...] to a view [s/n, ...]."""
     size, rest = divmod(tensor.shape[0], group.size)

@@ -1,0 +1,118 @@
+"""A part of attention: queries of a run of neighbouring tokens against keys of another, where a sequence is shared out.
+
+Shapes: `q` queries of the run, `k` its keys, `b` microbatch, `g` key-value heads, `r` query heads of each, `B = b * g`, `d` size of
+a query or key head, `e` of a value head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron.attention.blocks import Call, Grads, Reach, attend_by_blocks, differentiate_by_blocks
+from megatron.attention.documents import Documents
+from megatron.spec.layers import ScoreSpec
+
+Run = tuple[int, int]
+"""The first place of neighbouring tokens in their sequence, and the one behind the last."""
+
+
+class Part(NamedTuple):
+    """Queries and keys. The two runs are the same, or have no token in common."""
+
+    queries: Run
+    keys: Run
+    first_row: int
+    """Of the queries among those of their rank."""
+    first_column: int
+    """Of the keys among those of theirs."""
+    scores: ScoreSpec
+    """Without what the softmax has beside the scores."""
+    documents: Documents
+    """Of the whole microbatch."""
+    dropout: float
+    seed: int
+
+    @property
+    def rows(self) -> slice:
+        """The queries among those of their rank."""
+        return slice(self.first_row, self.first_row + self.queries[1] - self.queries[0])
+
+    @property
+    def columns(self) -> slice:
+        """The keys among those of their rank."""
+        return slice(self.first_column, self.first_column + self.keys[1] - self.keys[0])
+
+    @property
+    def call(self) -> Call:
+        """What is computed block by block."""
+        first, origin = self.queries[0] - self.keys[0], self.keys[0]
+        reach = Reach(self.scores.window, self.documents if self.documents.bounded else None, first, origin)
+        return Call(self.scores, reach, self.dropout, self.seed, partial=True)
+
+
+def visible(queries: Run, keys: Run, documents: Documents, window: int | None) -> bool:
+    """Whether any query sees any key."""
+    lowest = documents.lowest_start(queries[0]) if window is None else max(documents.lowest_start(queries[0]), queries[0] - window)
+    return keys[0] < queries[1] and keys[1] > lowest
+
+
+class PartGrads(NamedTuple):
+    """Sums of the gradients of a rank's keys and values over parts."""
+
+    k: torch.Tensor
+    """[B, t, d]"""
+    v: torch.Tensor
+    """[B, t, e]"""
+    batch: int
+
+    @classmethod
+    def for_keys(cls, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> PartGrads:
+        """Zeros for keys and values [t, b, g, ...]."""
+        of_k, of_v = (torch.zeros((x.shape[1] * x.shape[2], len(x), x.shape[3]), dtype=dtype, device=x.device) for x in (k, v))
+        return cls(of_k, of_v, k.shape[1])
+
+    def of(self, part: Part, grad_q: torch.Tensor) -> Grads:
+        """Where the gradients of a part go; those of all queries of this rank are given."""
+        return Grads(grad_q[part.rows], self.k[:, part.columns], self.v[:, part.columns])
+
+    def write(self, out: torch.Tensor) -> None:
+        """Write them to [t, b, g, d + e]."""
+        size = self.k.shape[-1]
+        for total, place in ((self.k, out[..., :size]), (self.v, out[..., size:])):
+            place.copy_(total.unflatten(0, (self.batch, -1)).permute(2, 0, 1, 3))
+
+
+def attend_part(part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [q, b, g, r, d] to [k, b, g, d] and [k, b, g, e].
+
+    Returns:
+        the result in at least float32, [q, b, g, r, e], and the logarithm of each row's sum, [q, b, g, r]: minus infinity where a
+        query sees no key.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((*q.shape[:4], v.shape[-1]), dtype=wide)
+    log_sums = q.new_full(q.shape[:4], -torch.inf, dtype=wide)
+    attend_by_blocks(q, k, v, part.call, out, log_sums)
+    return out, log_sums
+
+
+def differentiate_part(
+    part: Part,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    grads: Grads,
+) -> None:
+    """Add a part's gradients.
+
+    Args:
+        grad: of the merged result, [q, b, g, r, e].
+        out: the merged result.
+        log_sums: of all keys that a query sees.
+    """
+    differentiate_by_blocks(grad, q, k, v, part.call, out, log_sums, grads, adds=True)
