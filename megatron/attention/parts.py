@@ -18,19 +18,19 @@ Run = tuple[int, int]
 """The first place of neighbouring tokens in their sequence, and the one behind the last."""
 
 
-class Part(NamedTuple):
+class RunPair(NamedTuple):
     """Queries and keys. The two runs are the same, or have no token in common."""
 
     queries: Run
     keys: Run
     first_row: int
-    """Of the queries among those of their rank."""
+    """Row of the first query among those of its rank."""
     first_column: int
-    """Of the keys among those of theirs."""
+    """Row of the first key among those of its rank."""
     scores: ScoreSpec
-    """Without what the softmax has beside the scores."""
+    """How products become probabilities, but for what the softmax has beside the scores."""
     documents: Documents
-    """Of the whole microbatch."""
+    """Those of the whole microbatch."""
     dropout: float
     seed: int
 
@@ -58,7 +58,7 @@ def visible(queries: Run, keys: Run, documents: Documents, window: int | None) -
     return keys[0] < queries[1] and keys[1] > lowest
 
 
-class PartGrads(NamedTuple):
+class KeyGrads(NamedTuple):
     """Sums of the gradients of a rank's keys and values over parts."""
 
     k: torch.Tensor
@@ -68,12 +68,12 @@ class PartGrads(NamedTuple):
     batch: int
 
     @classmethod
-    def for_keys(cls, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> PartGrads:
+    def for_keys(cls, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> KeyGrads:
         """Zeros for keys and values [t, b, g, ...]."""
         of_k, of_v = (torch.zeros((x.shape[1] * x.shape[2], len(x), x.shape[3]), dtype=dtype, device=x.device) for x in (k, v))
         return cls(of_k, of_v, k.shape[1])
 
-    def of(self, part: Part, grad_q: torch.Tensor) -> Grads:
+    def of(self, part: RunPair, grad_q: torch.Tensor) -> Grads:
         """Where the gradients of a part go; those of all queries of this rank are given."""
         return Grads(grad_q[part.rows], self.k[:, part.columns], self.v[:, part.columns])
 
@@ -84,7 +84,7 @@ class PartGrads(NamedTuple):
             place.copy_(total.unflatten(0, (self.batch, -1)).permute(2, 0, 1, 3))
 
 
-def attend_part(part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_part(part: RunPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [q, b, g, r, d] to [k, b, g, d] and [k, b, g, e].
 
     Returns:
@@ -99,7 +99,7 @@ def attend_part(part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 
 def differentiate_part(
-    part: Part,
+    part: RunPair,
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

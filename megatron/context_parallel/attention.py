@@ -31,7 +31,7 @@ import torch
 
 from megatron.attention.core import core_attention
 from megatron.attention.documents import Documents, reorder
-from megatron.attention.parts import Part, PartGrads, attend_part, differentiate_part, visible
+from megatron.attention.parts import KeyGrads, RunPair, attend_part, differentiate_part, visible
 from megatron.config.parallel import ContextWay
 from megatron.context_parallel.travel import Gathering, Ring, Travel
 from megatron.parallel.collectives import all_to_all
@@ -66,7 +66,7 @@ class _Call(NamedTuple):
             return Ring(*self.sharers.rings)
         return Gathering(self.sharers.group)
 
-    def parts(self, holder: int) -> Iterator[Part]:
+    def parts(self, holder: int) -> Iterator[RunPair]:
         """The products of this rank's queries with the keys of a rank."""
         cut, own = self.documents.cut, self.sharers.group.index
         assert cut is not None
@@ -79,7 +79,7 @@ class _Call(NamedTuple):
                     # What sinks add to the sum enters once, when all parts are merged.
                     scores = dataclasses.replace(self.scores, softmax="vanilla")
                     seed = self.seed + place * _SEEDS_OF_A_PART
-                    yield Part(queries, keys, rows, columns, scores, self.documents, self.dropout, seed)
+                    yield RunPair(queries, keys, rows, columns, scores, self.documents, self.dropout, seed)
                 columns += keys[1] - keys[0]
             rows += queries[1] - queries[0]
 
@@ -147,7 +147,7 @@ class _InParts(torch.autograd.Function):
         grad = grad.contiguous()
         grad_q = torch.zeros(q.shape, dtype=log_sums.dtype, device=q.device)
 
-        def grads_of(holder: int, keys: torch.Tensor, values: torch.Tensor, grads: PartGrads) -> None:
+        def grads_of(holder: int, keys: torch.Tensor, values: torch.Tensor, grads: KeyGrads) -> None:
             for part in call.parts(holder):
                 rows, columns = part.rows, part.columns
                 differentiate_part(
@@ -180,7 +180,7 @@ def _merge(out: torch.Tensor, log_sums: torch.Tensor, found: torch.Tensor, log_s
     log_sums.copy_(whole)
 
 
-class _Exchange(torch.autograd.Function):
+class _TokensForHeads(torch.autograd.Function):
     """All-to-all along dimension 0: part i goes to rank i. Its backward is itself."""
 
     @staticmethod
@@ -210,7 +210,7 @@ def _by_heads(
     t, _, g, r, d = q.shape
     sizes = [r * d, d, v.shape[-1]]
     joined = torch.cat([q.flatten(3), k, v], -1).unflatten(2, (ranks, g // ranks))  # [t, b, ranks, g / ranks, ...]
-    received: torch.Tensor = _Exchange.apply(joined.permute(2, 0, 1, 3, 4), group)
+    received: torch.Tensor = _TokensForHeads.apply(joined.permute(2, 0, 1, 3, 4), group)
     order, places = documents.order_of_holders
     whole = reorder(received.flatten(0, 1), places, order)  # [s, b, g / ranks, ...], in the order of the sequence
     q, k, v = whole.split(sizes, -1)
@@ -219,5 +219,5 @@ def _by_heads(
     inside = documents if documents.bounded else None
     out = core_attention(q.unflatten(3, (r, d)), k, v, inside, dropout, scores=scores, sinks=sinks, seed=seed)
     by_holder = reorder(out, order, places).unflatten(0, (ranks, t))
-    back: torch.Tensor = _Exchange.apply(by_holder, group)  # [ranks, t, b, n / ranks * e]
+    back: torch.Tensor = _TokensForHeads.apply(by_holder, group)  # [ranks, t, b, n / ranks * e]
     return back.permute(1, 2, 0, 3).flatten(2)

@@ -10,13 +10,13 @@ from typing import Protocol
 
 import torch
 
-from megatron.attention.parts import PartGrads
+from megatron.attention.parts import KeyGrads
 from megatron.parallel.collectives import Pending, start_all_gather, start_pass_on, start_reduce_scatter
 from megatron.parallel.context import Group
 
 Held = tuple[int, torch.Tensor, torch.Tensor]
 """A rank, and its keys and values, [t, b, g, d] and [t, b, g, e]."""
-Differentiate = Callable[[int, torch.Tensor, torch.Tensor, PartGrads], None]
+Differentiate = Callable[[int, torch.Tensor, torch.Tensor, KeyGrads], None]
 """Adds what this rank's queries give to the gradients of a rank's keys and values."""
 
 
@@ -50,7 +50,7 @@ class Gathering:
         """See `Travel`."""
         whole = torch.zeros((self._group.size, *_packed_shape(k, v)), dtype=dtype, device=k.device)
         for holder, keys, values in self.forward(k, v):
-            grads = PartGrads.for_keys(keys, values, dtype)
+            grads = KeyGrads.for_keys(keys, values, dtype)
             differentiate(holder, keys, values, grads)
             grads.write(whole[holder])
         return _unpacked(start_reduce_scatter(whole.flatten(0, 1), self._group).wait(), k, v)
@@ -84,7 +84,7 @@ class Ring:
         """See `Travel`. What is passed on last is the own sum, from the rank before."""
         pending: Pending | None = None
         for holder, keys, values in self.forward(k, v):
-            grads = PartGrads.for_keys(keys, values, dtype)
+            grads = KeyGrads.for_keys(keys, values, dtype)
             differentiate(holder, keys, values, grads)
             summed = torch.empty(_packed_shape(k, v), dtype=dtype, device=k.device)
             grads.write(summed)

@@ -56,6 +56,8 @@ class StepSums(NamedTuple):
     """Ranks whose time is up."""
     attended: float
     """How many samples of one document each need as much attention."""
+    context_imbalance: float
+    """Sum over microbatches of what the busiest context rank attends to, as a multiple of the mean over these."""
     first_squares: float
     """Squares of the first microbatch's gradient of the parameters of which its noise is measured, if it is."""
     whole_squares: float

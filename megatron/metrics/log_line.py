@@ -32,6 +32,7 @@ def training_log_line(
     num_zeros: float | None = None,
     params_norm: float | None = None,
     gradient_noise: float | None = None,
+    context_imbalance: float | None = None,
 ) -> str:
     """One line of progress, without a newline.
 
@@ -53,6 +54,8 @@ def training_log_line(
         grad_norm: Global gradient norm of the last update; None when there was none.
         num_zeros: Zeros in the gradient, with --log-num-zeros-in-grad.
         params_norm: Norm of all parameters, with --log-params-norm.
+        context_imbalance: What the busiest context rank attends to, as a multiple of the mean; shown where documents make it
+            uneven.
         gradient_noise: Noise scale of the gradient over the interval in sequences, with --log-gradient-noise.
     """
     fields = [
@@ -78,6 +81,8 @@ def training_log_line(
         fields.append(f"params norm: {params_norm:.3f}")
     if gradient_noise is not None:
         fields.append(f"gradient noise scale: {gradient_noise:.1f}")
+    if context_imbalance is not None and context_imbalance > 1.0:
+        fields.append(f"context imbalance: {context_imbalance:.3f}")
     fields += [f"number of skipped iterations: {skipped:3d}", f"number of nan iterations: {nans:3d}"]
     return " | ".join(fields) + " |"
 

@@ -50,6 +50,9 @@ class ModelInputs:
     cache: KeyValueCache | None = None
     """Keys and values of the tokens before these, when text is generated; None for whole samples."""
 
+    ahead: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Labels and loss mask of 1, 2, ... places further on, for multi-token prediction, where another context rank may hold them."""
+
     @property
     def length(self) -> int:
         """Tokens of the longest sequence as a whole: also those that other context ranks hold, and those that are still to be

@@ -79,26 +79,25 @@ class MultiTokenPrediction(nn.Module):
         final_norm, output = self._used
         assert inputs.labels is not None and inputs.loss_mask is not None
         sums = []
-        for depth, (tokens, labels, mask) in zip(
-            self.depths, shifted(inputs.labels, inputs.loss_mask, len(self.depths)), strict=True
-        ):
+        for depth, (tokens, labels, mask) in zip(self.depths, shifted(inputs, len(self.depths)), strict=True):
             x = depth(x, self.word(tokens), inputs)
             sums.append(output(final_norm(x), labels, mask, z_loss=False))
         return self.factor * torch.stack(sums).sum()
 
 
-def shifted(labels: torch.Tensor, mask: torch.Tensor, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def shifted(inputs: ModelInputs, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Tokens to look up, labels and mask [s, b] of each depth.
 
-    Args:
-        labels: the next token at each position, [s, b].
-        mask: weights of these, [s, b].
+    What comes round from the beginning stands at the end, where it does not count and no position before attends to it.
     """
-    counted = mask
+    labels, counted = inputs.labels, inputs.loss_mask
+    assert labels is not None and counted is not None
     for k in range(1, num_depths + 1):
-        # What comes round from the beginning stands at the end, where it does not count and no position before attends to it.
-        tokens, labels = labels, labels.roll(-1, 0)
-        ahead = torch.zeros_like(mask)
-        ahead[:-k] = mask[k:]
+        tokens = labels
+        if inputs.ahead:
+            labels, ahead = inputs.ahead[k - 1]
+        else:
+            labels, ahead = labels.roll(-1, 0), torch.zeros_like(counted)
+            ahead[:-k] = inputs.loss_mask[k:]  # type: ignore[index]
         counted = counted * ahead
         yield tokens, labels, counted

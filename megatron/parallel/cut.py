@@ -13,7 +13,7 @@ one by one, the dearest first, to the rank that has least.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 _PIECES_OF_A_RANK = (2, 4, 8)
 """Pieces that may be tried. More of them balance better, but each has its own products."""
 _GOOD_ENOUGH = 1.02
-"""The most that the busiest rank does, as a multiple of the mean, with which no finer cut is tried."""
+"""The imbalance with which no finer cut is tried."""
 _WEIGHT = 1 << 10
 """One whole of a window's share. Costs are integers, so that every rank finds the same sums in any order."""
 
@@ -35,6 +35,8 @@ class Cut:
     """Tokens of a piece."""
     pieces: tuple[tuple[int, ...], ...]
     """Numbers of the pieces of each rank, ascending."""
+    imbalance: float = 1.0
+    """What the busiest rank does, as a multiple of the mean."""
 
     @property
     def ranks(self) -> int:
@@ -76,14 +78,11 @@ class Cut:
         """Places of the tokens of all ranks, one rank after the other, [s]."""
         return np.concatenate([self.places(rank) for rank in range(self.ranks)])
 
-    def imbalance(self, costs: NDArray[np.int64]) -> float:
-        """What the busiest rank does, as a multiple of the mean.
-
-        Args:
-            costs: of each token, [s].
-        """
+    def weighed(self, costs: NDArray[np.int64]) -> Cut:
+        """The same with the imbalance that these costs of each token give, [s]."""
         each = costs.reshape(-1, self.piece).sum(1)
-        return max(int(each[list(pieces)].sum()) for pieces in self.pieces) * self.ranks / max(1, int(each.sum()))
+        most = max(int(each[list(pieces)].sum()) for pieces in self.pieces)
+        return replace(self, imbalance=most * self.ranks / max(1, int(each.sum())))
 
 
 def mirrored(length: int, ranks: int) -> Cut:
@@ -106,15 +105,12 @@ def balanced(costs: NDArray[np.int64], ranks: int) -> Cut:
     Raises:
         ValueError: the length does not divide into two pieces a rank.
     """
-    best = mirrored(len(costs), ranks)
-    least = best.imbalance(costs)
+    best = mirrored(len(costs), ranks).weighed(costs)
     for count in _PIECES_OF_A_RANK:
-        if least <= _GOOD_ENOUGH or len(costs) % (count * ranks):
+        if best.imbalance <= _GOOD_ENOUGH or len(costs) % (count * ranks):
             break
-        dealt = _dealt(costs, ranks, count)
-        found = dealt.imbalance(costs)
-        if found < least:
-            best, least = dealt, found
+        dealt = _dealt(costs, ranks, count).weighed(costs)
+        best = min(best, dealt, key=lambda cut: cut.imbalance)
     return best
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron.attention.documents import Documents
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, has_own_splits, parse_split, split_words
+from megatron.config.model import ModelConfig
 from megatron.data.datasets import Datasets, open_datasets
 from megatron.data.history import Phase, describe_phases, go_on
 from megatron.data.loader import StepLoader
@@ -42,6 +43,8 @@ class Cutting:
     """Tokens of a sample."""
     shares: Mapping[int | None, float]
     """Part of each window in the attention of a sample (`attention_shares`): what pieces are weighed by."""
+    depths: int
+    """Depths of multi-token prediction, which need what lies as many places further on."""
 
     @functools.cached_property
     def of_samples(self) -> Cut:
@@ -57,7 +60,10 @@ class Cutting:
         if microbatch.bounds is not None:
             cut = balanced(token_costs(self.length, self.shares, microbatch.bounds), self.group.size)
         places = cut.places(self.group.index)
-        if microbatch.positions is None and cut != self.of_samples:
+        for k in range(1, self.depths + 1):
+            arrays[f"labels ahead {k}"] = np.roll(microbatch.labels, -k, 1)
+            arrays[f"mask ahead {k}"] = np.pad(microbatch.loss_mask[:, k:], ((0, 0), (0, k)))
+        if microbatch.positions is None and cut.pieces != self.of_samples.pieces:
             arrays["positions"] = np.broadcast_to(places, (len(microbatch.tokens), len(places)))
         return cut, {name: each[:, places] if each.shape == microbatch.tokens.shape else each for name, each in arrays.items()}
 
@@ -92,6 +98,7 @@ class BatchMaker:
         micro_batch_size: samples in a microbatch.
         rules: the meaning of the end of a document.
         attention_shares: part of each window in the attention of a sample, by which context ranks share it evenly.
+        depths: those of multi-token prediction.
     """
 
     context: ParallelContext
@@ -100,6 +107,14 @@ class BatchMaker:
     micro_batch_size: int
     rules: DocumentRules
     attention_shares: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
+    depths: int = 0
+
+    @classmethod
+    def for_model(
+        cls, model: ModelConfig, context: ParallelContext, seed: int, micro_batch_size: int, rules: DocumentRules
+    ) -> BatchMaker:
+        """Make the inputs that a model takes."""
+        return cls(context, seed, model.seq_length, micro_batch_size, rules, attention_shares(model), model.mtp_num_layers)
 
     def steps(
         self,
@@ -182,6 +197,7 @@ class BatchMaker:
             tensors["loss_mask"],
             key,
             self._samples if bounds is None else Documents(bounds, tensors["bounds"], self.micro_batch_size, host.cut),
+            ahead=[(tensors[f"labels ahead {k + 1}"], tensors[f"mask ahead {k + 1}"]) for k in range(self.depths) if host.cut],
         )
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +207,7 @@ class BatchMaker:
     @functools.cached_property
     def cutting(self) -> Cutting:
         """How samples are divided among the context ranks."""
-        return Cutting(self.context.context_group, self.seq_length, self.attention_shares)
+        return Cutting(self.context.context_group, self.seq_length, self.attention_shares, self.depths)
 
     @functools.cached_property
     def _positions(self) -> torch.Tensor:
@@ -353,8 +369,7 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
                 need_validation=evaluates,
                 need_test=tests,
             )
-        shares = attention_shares(config.model)
-        maker = BatchMaker(context, training.seed, seq_length, training.micro_batch_size, rules, shares)
+        maker = BatchMaker.for_model(config.model, context, training.seed, training.micro_batch_size, rules)
         return RunData(config, embedding_rows(tokenizer, data), maker, datasets, tests)
 
     return together(context, build)

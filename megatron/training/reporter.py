@@ -44,6 +44,8 @@ class _Interval:
     z_losses: list[float] = field(default_factory=list)
     noises: list[NoiseEstimate] = field(default_factory=list)
     mtp_losses: list[float] = field(default_factory=list)
+    imbalances: list[float] = field(default_factory=list)
+    """Imbalances of the work of context ranks."""
 
 
 class Reporter:
@@ -100,6 +102,7 @@ class Reporter:
                 sums.z_losses += [] if result.z_loss is None else [result.z_loss]
                 sums.noises += [] if result.noise is None else [result.noise]
                 sums.mtp_losses += [] if result.mtp_loss is None else [result.mtp_loss]
+                sums.imbalances += [] if result.context_imbalance is None else [result.context_imbalance]
         now = time.perf_counter()
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
@@ -156,7 +159,7 @@ class Reporter:
         seconds = time.perf_counter() - sums.started
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
         loss, z_loss, mtp_loss = _mean(sums.losses), _mean(sums.z_losses), _mean(sums.mtp_losses)
-        noise = noise_scale(sums.noises)
+        noise, imbalance = noise_scale(sums.noises), _mean(sums.imbalances)
         self.say(
             training_log_line(
                 time=datetime.now(),
@@ -177,6 +180,7 @@ class Reporter:
                 num_zeros=result.num_zeros if result else None,
                 params_norm=extras.get("params_norm"),
                 gradient_noise=noise,
+                context_imbalance=imbalance,
             )
         )
         values = {
@@ -198,6 +202,8 @@ class Reporter:
             values["mtp_loss"] = mtp_loss
         if noise is not None:
             values["gradient_noise"] = noise
+        if imbalance is not None:
+            values["context_imbalance"] = imbalance
         if result is not None:
             values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
         if result is not None and result.num_zeros is not None:

@@ -63,6 +63,8 @@ class StepResult:
     """The cross entropy of multi-token prediction, a mean over its depths, divided by the same number of tokens as `loss`."""
     attended_sequences: float | None = None
     """How many samples of one document each need as much attention, where attention stays within documents."""
+    context_imbalance: float | None = None
+    """What the busiest context rank attends to in a microbatch, as a multiple of the mean over these; a mean over microbatches."""
     exit_votes: tuple[bool, bool] = (False, False)
     """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
 
@@ -186,6 +188,7 @@ class TrainStep:
             loss_scale=scale,
             noise=self._noise_of(sums, batch, scale),
             attended_sequences=sums.attended if batch[0].documents is not None else None,
+            context_imbalance=sums.context_imbalance / (len(batch) * self.context.data_group.size) or None,
             exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
         )
         if not overflow:
@@ -222,22 +225,23 @@ class TrainStep:
         zeros = torch.zeros_like(squares)
         if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
             zeros = count_zeros(self._counted_grads, device) - self._num_padding
-        numbers = [
-            torch.full_like(squares, number) for number in (*exit_votes, self._attended(batch))
-        ]  # on the device, so nothing waits
+        # Made on the device, so nothing waits.
+        numbers = [torch.full_like(squares, number) for number in (*exit_votes, *self._of_documents(batch))]
         noise = [torch.zeros_like(squares)] * 3
         if self._noise is not None:
             noise = [*self._noise.sums(self.counted_squares), self._mask_sum(batch[:1] if self._noise.has_first else ())]
         sums = torch.stack([loss_sum, *self._sums_beside, count, squares, zeros, *numbers, *noise])
         return StepSums(*all_reduce(sums, self.context.world).tolist())
 
-    def _attended(self, batch: Sequence[ModelInputs]) -> float:
-        """This rank's share of a step's attended sequences: of the ranks with the same samples, one counts them, others have 0."""
+    def _of_documents(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
+        """This rank's share of a step's attended sequences and of the imbalances of its microbatches: of the ranks with the same
+        samples, one counts them, others have 0."""
         counts = self.model.computes_loss and self._counts_loss and self.context.context_group.index == 0
         if not counts:
-            return 0.0
+            return 0.0, 0.0
         documents = [inputs.documents for inputs in batch if inputs.documents is not None]
-        return sum(one.attended_sequences(self._attention_shares) for one in documents)
+        attended = sum(one.attended_sequences(self._attention_shares) for one in documents)
+        return attended, sum(one.cut.imbalance for one in documents if one.cut is not None)
 
     def gradients(self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.

@@ -78,7 +78,7 @@ class _Feed:
         self.task, self.plan, self.step, self.data = task, plan, step, context.data_group
         training, self.num_workers = task.config.training, task.config.data.num_workers
         self.micro_batch_size = training.micro_batch_size
-        self.maker = BatchMaker(context, training.seed, task.config.model.seq_length, self.micro_batch_size, task.rules)
+        self.maker = BatchMaker.for_model(task.config.model, context, training.seed, self.micro_batch_size, task.rules)
         self.reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], task.rules)
 
     def training(self, consumed: int) -> Iterator[list[ModelInputs]]:

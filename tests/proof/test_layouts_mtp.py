@@ -14,6 +14,7 @@ import torch
 
 from megatron.config.memory import MemoryConfig
 from megatron.data.samples import DocumentRules
+from megatron.model.gpt import ModelInputs
 from megatron.model.multi_token import shifted
 from megatron.spec.schedules import SCHEDULES
 from megatron.verification.reference.model import Batch, Rules, beyond_next, hidden_states
@@ -27,6 +28,7 @@ from tests.support.warm import run_warm_ranks
 EOD = 5
 AXES: dict[str, list[Any]] = {
     "sizes": [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 3, 1)],
+    "cp": [1, 2],
     "depths": [1, 2, 3],
     "style": ["gpt2 tied", "llama", "llama tied"],
     "sequence_parallel": [False, True],
@@ -88,7 +90,14 @@ def reference(*key: Any) -> ReferenceRun:
 
 
 def name(case: dict[str, Any]) -> str:
-    words = ["tp{}-pp{}-dp{}".format(*case["sizes"]), f"depths{case['depths']}", case["style"], case["schedule"], case["sharding"]]
+    words = [
+        "tp{}-pp{}-dp{}".format(*case["sizes"]),
+        f"cp{case['cp']}",
+        f"depths{case['depths']}",
+        case["style"],
+        case["schedule"],
+        case["sharding"],
+    ]
     words += [f"chunk{case['chunk']}", str(case["documents"])]
     return "-".join([*words, *(name for name in ("sequence_parallel", "recompute", "beside") if case[name])])
 
@@ -111,6 +120,7 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any], full: bool)
         tp=tp,
         pp=pp,
         dp=dp,
+        cp=case["cp"],
         micro_batch_size=1,
         bucket_size=700,
         virtual_stages=chunks,
@@ -123,7 +133,7 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any], full: bool)
 def _step_results(rank: int, recipe: Recipe, layout: Layout) -> tuple[float, float | None, float]:
     context = context_of(layout, rank)
     step = build_step(context, recipe, layout)
-    batch = microbatches(recipe.batches[0], context, layout.micro_batch_size)
+    batch = microbatches(recipe.batches[0], context, layout.micro_batch_size, recipe.shape.mtp_depths)
     evaluated, count = step.evaluate(batch)
     result = step.run(batch, iteration=1, learning_rate=0.0, weight_decay=0.0)
     return result.loss, result.mtp_loss, evaluated / count
@@ -138,7 +148,7 @@ def test_the_loss_is_told_apart(style: str) -> None:
     x = hidden_states(r.shape, r.weights, tokens)
     added = beyond_next(replace(r.shape, smoothing=0.0, mtp_factor=1.0), r.weights, x, labels, None, None, mask)
     expected = ((added * mask).sum() / mask.sum()).item()
-    layout = Layout(tp=2, pp=2, dp=2, micro_batch_size=1, sequence_parallel=True)
+    layout = Layout(tp=2, pp=2, cp=2, micro_batch_size=1, sequence_parallel=True)
     for loss, found, evaluated in run_warm_ranks(8, _step_results, r, layout, timeout=120.0):
         assert found == pytest.approx(expected, rel=1e-12)
         assert loss == pytest.approx(evaluated, rel=1e-12) == pytest.approx(reference(*key).losses[0], rel=1e-12)
@@ -146,7 +156,7 @@ def test_the_loss_is_told_apart(style: str) -> None:
 
 def test_a_chain_ends_where_a_label_does_not_count() -> None:
     labels, mask = torch.arange(10, 16).unsqueeze(1), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]).unsqueeze(1)
-    first, second = shifted(labels, mask, 2)
+    first, second = shifted(ModelInputs(torch.zeros(6, 1), labels=labels, loss_mask=mask), 2)
     assert first[0].flatten().tolist() == [10, 11, 12, 13, 14, 15]
     assert first[1].flatten().tolist()[:5] == second[0].flatten().tolist()[:5] == [11, 12, 13, 14, 15]
     assert second[1].flatten().tolist()[:4] == [12, 13, 14, 15]

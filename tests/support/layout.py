@@ -28,7 +28,6 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.activations import FLAGS
 from megatron.spec.attention_backends import AttentionBackend
-from megatron.spec.counts import attention_shares
 from megatron.spec.layer_pattern import pattern_text
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
@@ -303,11 +302,11 @@ def build_step(context: ParallelContext, recipe: Recipe, layout: Layout) -> Trai
     return step
 
 
-def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int) -> list[ModelInputs]:
+def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int, depths: int = 0) -> list[ModelInputs]:
     """This rank's microbatches of a global batch: those in turn that belong to its data rank."""
     tokens, labels, mask = batch
     ranks, mine = context.topology.dp, context.coordinates["dp"]
-    maker = BatchMaker(context, 1, tokens.shape[1], micro_batch_size, DocumentRules(0))
+    maker = BatchMaker(context, 1, tokens.shape[1], micro_batch_size, DocumentRules(0), depths=depths)
     found = []
     for start in range(mine * micro_batch_size, len(tokens), ranks * micro_batch_size):
         ids, following, counted = (tensor[start : start + micro_batch_size].numpy() for tensor in (tokens, labels, mask))
@@ -320,9 +319,8 @@ def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rule
     tokens, labels, mask = batch
     assert mask.all(), "masks come from the rules"
     stages = [chunk.stage for chunk in step.model.layer_table]
-    shares = attention_shares(step.model.config)
     source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if reads_samples(step.context, stages, rules) else None
-    maker = BatchMaker(step.context, 1, tokens.shape[1], micro_batch_size, rules, shares)
+    maker = BatchMaker.for_model(step.model.config, step.context, 1, micro_batch_size, rules)
     return next(maker.evaluation(source, global_batch_size=len(tokens), num_batches=1))
 
 
@@ -360,7 +358,7 @@ def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None)
 
     def inputs_of(batch: Batch) -> list[ModelInputs]:
         if recipe.rules is None:
-            return microbatches(batch, context, layout.micro_batch_size)
+            return microbatches(batch, context, layout.micro_batch_size, recipe.shape.mtp_depths)
         return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules)
 
     def look() -> None:

@@ -73,13 +73,3 @@ def noise_is_of_whole_samples(config: Config, world_size: int) -> Iterator[Findi
             f"{shown(config, 'log_gradient_noise')} is not built with {shown(config, _CP)}.",
             [without(config, "log_gradient_noise"), change(context_parallel_size=1)],
         )
-
-
-@rule("mtp_num_layers", _CP)
-def depths_have_their_tokens(config: Config, world_size: int) -> Iterator[Finding]:
-    """Multi-token prediction needs tokens further on, which another context rank holds."""
-    if config.model.mtp_num_layers and config.parallel.context_parallel_size > 1:
-        yield Finding(
-            f"{shown(config, 'mtp_num_layers')} is not built with {shown(config, _CP)}.",
-            [without(config, "mtp_num_layers"), change(context_parallel_size=1)],
-        )

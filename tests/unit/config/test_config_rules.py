@@ -275,13 +275,6 @@ CASES: list[Case] = [
         ["not built"],
         ["--no-log-gradient-noise", "--context-parallel-size 1"],
     ),
-    (
-        "--context-parallel-size 2 --mtp-num-layers 1",
-        2,
-        {"--mtp-num-layers", "--context-parallel-size"},
-        ["not built", "further on"],
-        ["--mtp-num-layers 0", "--context-parallel-size 1"],
-    ),
     ("--expert-model-parallel-size 2", 2, {"--expert-model-parallel-size"}, ["refused"], ["--expert-model-parallel-size 1"]),
     (
         "--device cpu --distributed-backend nccl",

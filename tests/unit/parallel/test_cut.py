@@ -37,7 +37,7 @@ def test_mirrored_pieces_share_causal_work_evenly() -> None:
         cut = mirrored(length, ranks)
         check(cut, length, ranks)
         costs = token_costs(length, {None: 1.0})
-        assert cut.imbalance(costs) == 1.0 and balanced(costs, ranks) == cut
+        assert balanced(costs, ranks) == cut.weighed(costs) and cut.weighed(costs).imbalance == 1.0
     assert mirrored(16, 4).runs(3) == ((6, 10),) and mirrored(16, 4).runs(0) == ((0, 2), (14, 16))
     with pytest.raises(ValueError, match="20 tokens does not divide into 2 equal pieces for each of 4"):
         mirrored(20, 4)
@@ -62,7 +62,8 @@ def test_documents_are_dealt_by_what_they_cost() -> None:
         costs = token_costs(length, {None: 1.0}, np.unique(np.array(bounds, dtype=np.int32)))
         cut = balanced(costs, ranks)
         check(cut, length, ranks)
-        zigzag = mirrored(length, ranks).imbalance(costs)
-        assert cut.imbalance(costs) <= min(zigzag, 1.25), (bounds[:3], zigzag)
+        zigzag = mirrored(length, ranks).weighed(costs).imbalance
+        assert cut.imbalance <= min(zigzag, 1.25), (bounds[:3], zigzag)
+        assert cut.imbalance == max(costs[cut.places(rank)].sum() for rank in range(ranks)) * ranks / costs.sum()
     odd = token_costs(24, {None: 1.0}, np.array([0, 20, 24], dtype=np.int32))
     assert balanced(odd, 4).piece == 3, "no finer cut divides it"
