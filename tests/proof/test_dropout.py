@@ -61,6 +61,7 @@ def test_every_part_of_the_key_changes_the_mask() -> None:
         mask(layer=4),
         mask(site="attention_output"),
         mask(coordinate=1),
+        mask(replace(KEY, context_rank=1)),
     ]
     for a, b in itertools.combinations(masks, 2):
         both = ((a == 0) & (b == 0)).double().mean().item()
@@ -91,6 +92,7 @@ def train(
         dtype=torch.float64,
         vocab_size=VOCAB,
         sequence_parallel=sequence_parallel,
+        ways=("p2p",),
         seed=5,
         table=table_of(model, parallel, VOCAB, memory),
     )
@@ -139,7 +141,7 @@ def one() -> dict[str, Any]:
 
 
 def on_two_ranks(rank: int) -> dict[str, Any]:
-    layouts = {"dp": Topology(dp=2), "pp": Topology(pp=2), "tp": Topology(tp=2)}
+    layouts = {"dp": Topology(dp=2), "pp": Topology(pp=2), "tp": Topology(tp=2), "cp": Topology(cp=2)}
     contexts = {name: make_context(topology, rank, CPU) for name, topology in layouts.items()}
     found = {name: train(context) for name, context in contexts.items()}
     found["sp"] = train(contexts["tp"], sequence_parallel=True, steps=1)
@@ -227,7 +229,12 @@ def test_tensor_ranks_draw_other_masks_for_their_heads_and_the_same_on_replicas(
     assert not (set(split[0]["hidden"]) | set(split[0]["attention"])) & (set(split[1]["hidden"]) | set(split[1]["attention"]))
 
 
-@pytest.mark.parametrize("layout", ["tp", "sp"])
+def test_context_ranks_draw_other_masks_for_their_tokens(two: list[dict[str, Any]]) -> None:
+    first, second = (set(found["cp"]["seeds"]["hidden"]) for found in two)
+    assert len(first) == len(second) > 0 and not first & second
+
+
+@pytest.mark.parametrize("layout", ["tp", "sp", "cp"])
 def test_replicas_stay_replicas_under_dropout(two: list[dict[str, Any]], layout: str) -> None:
     first, second = two[0][layout]["replicated"], two[1][layout]["replicated"]
     assert first.keys() == second.keys() and "final_norm.weight" in first

@@ -1,0 +1,177 @@
+"""Attention over context ranks by itself: equal to plain attention over whole samples, forward and backward, in every form.
+
+In float64, against products that share no code. Every pair of settings occurs; `--full` takes every case.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.attention.documents import Documents
+from megatron.config.parallel import ContextWay
+from megatron.context_parallel.attention import Sharers, _Call, context_attention
+from megatron.parallel.context import Group, ParallelContext, make_context
+from megatron.parallel.cut import Cut, balanced, mirrored, token_costs
+from megatron.parallel.topology import Topology
+from megatron.spec.layers import ScoreSpec
+from tests.support.covering import covering, product
+from tests.support.warm import run_warm_ranks
+
+S, B, G = 32, 2, 4
+ENDS: dict[str, list[list[int]]] = {
+    "whole": [[], []],
+    "at cuts": [[8, 16, 24], [4, 8, 12, 16, 20, 24, 28]],
+    "beside cuts": [[7, 9, 15, 17], [3, 5, 23, 25]],
+    "of one token": [list(range(1, S)), [1, 2, 3, 30, 31]],
+    "one over all": [[], [1]],
+}
+"""Where documents end in each of two samples."""
+SCORES = {
+    "plain": ScoreSpec(),
+    "window": ScoreSpec(window=5),
+    "no reach": ScoreSpec(window=0),
+    "capped": ScoreSpec(scale=0.7, softcap=0.5),
+    "sinks": ScoreSpec(softmax="learnable"),
+    "window, one": ScoreSpec(window=9, softmax="off-by-one"),
+}
+AXES: dict[str, list[Any]] = {
+    "ranks": [2, 4],
+    "way": list(get_args(ContextWay)),
+    "ends": [*ENDS],
+    "scores": [*SCORES],
+    "sizes": [(1, 6, 6), (2, 6, 6), (1, 5, 3)],
+    "cut": ["mirrored", "balanced", "scattered"],
+}
+
+
+def documents_of(ends: str, cut: Cut | None) -> Documents:
+    """Two samples whose documents end there."""
+    bounds = [S * sample + place for sample, places in enumerate(ENDS[ends]) for place in (0, *places)]
+    array = np.array([*bounds, S * B], dtype=np.int32)
+    return Documents(array, torch.from_numpy(array), B, cut)
+
+
+def cut_of(kind: str, ends: str, ranks: int) -> Cut:
+    """A cut; a scattered one has no order that helps."""
+    if kind == "mirrored":
+        return mirrored(S, ranks)
+    if kind == "balanced":
+        return balanced(token_costs(S, {None: 1.0}, documents_of(ends, None).bounds), ranks)
+    pieces = np.random.default_rng(3).permutation(S // 2).reshape(ranks, -1)
+    return Cut(2, tuple(tuple(sorted(numbers)) for numbers in pieces.tolist()))
+
+
+def tensors(sizes: tuple[int, int, int]) -> list[torch.Tensor]:
+    """Queries, keys, values and sinks, and the gradient of the result."""
+    r, d, e = sizes
+    random = torch.Generator().manual_seed(1)
+    shapes = [(S, B, G, r, d), (S, B, G, d), (S, B, G, e), (G * r,), (S, B, G * r * e)]
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+@functools.cache
+def plain(ends: str, scores: str, sizes: tuple[int, int, int]) -> list[torch.Tensor]:
+    """Result and gradients of the whole, by a mask of [s, s]."""
+    q, k, v, sinks, grad = tensors(sizes)
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
+    spec = SCORES[scores]
+    found = torch.einsum("qbgrd,kbgd->bgrqk", q, k) * (spec.scale or sizes[1] ** -0.5)
+    if spec.softcap is not None:
+        found = spec.softcap * torch.tanh(found / spec.softcap)
+    numbers = [[sum(end <= place for end in places) for place in range(S)] for places in ENDS[ends]]
+    same = torch.tensor(numbers)[:, :, None] == torch.tensor(numbers)[:, None, :]
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    seen = same & (distance >= 0) & (distance <= (S if spec.window is None else spec.window))
+    found = found.masked_fill(~seen[:, None, None], -torch.inf)
+    beside = {"vanilla": -torch.inf * torch.ones(G, sizes[0]), "off-by-one": torch.zeros(G, sizes[0])}
+    column = sinks.view(G, sizes[0]) if spec.softmax == "learnable" else beside[spec.softmax]
+    joined = torch.cat([found, column.double()[None, :, :, None, None].expand(B, -1, -1, S, 1)], -1)
+    out = torch.einsum("bgrqk,kbge->qbgre", joined.softmax(-1)[..., :-1], v).flatten(2)
+    out.backward(grad)
+    return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)]
+
+
+def sharers(context: ParallelContext, way: ContextWay) -> Sharers:
+    return Sharers(way, context.context_group, context.context_rings)
+
+
+def on_a_rank(rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
+    """Result and gradients of a rank's tokens; of the sinks its share."""
+    context = make_context(Topology(cp=case["ranks"]), rank, torch.device("cpu"))
+    cut = cut_of(case["cut"], case["ends"], case["ranks"])
+    *inputs, sinks, grad = tensors(case["sizes"])
+    places = torch.from_numpy(cut.places(rank))
+    own = [x[places].requires_grad_() for x in inputs]
+    learnt = sinks.requires_grad_() if SCORES[case["scores"]].softmax == "learnable" else None
+    documents = documents_of(case["ends"], cut)
+    out = context_attention(sharers(context, case["way"]), *own, documents, SCORES[case["scores"]], learnt)
+    out.backward(grad[places])
+    of_sinks = torch.zeros_like(sinks) if learnt is None or learnt.grad is None else learnt.grad
+    return [out.detach(), *(x.grad for x in own if x.grad is not None), of_sinks]
+
+
+def error(case: dict[str, Any]) -> float:
+    """The largest difference to plain attention."""
+    cut = cut_of(case["cut"], case["ends"], case["ranks"])
+    found = run_warm_ranks(case["ranks"], on_a_rank, case, timeout=60.0)
+    order = torch.from_numpy(np.argsort(cut.order))
+    *joined, sinks = zip(*found, strict=True)
+    whole = [torch.cat(parts)[order] for parts in joined]
+    differences = zip([*whole, torch.stack(sinks).sum(0)], plain(case["ends"], case["scores"], case["sizes"]), strict=True)
+    return max((mine - other).abs().max().item() for mine, other in differences)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = product(AXES) if metafunc.config.getoption("--full") else covering(AXES, 3)
+        metafunc.parametrize("case", cases, ids=lambda case: "-".join(map(str, case.values())))
+
+
+def test_shared_attention_equals_plain_attention(case: dict[str, Any]) -> None:
+    assert error(case) < 1e-13
+
+
+# ---- dropout
+
+
+def loss_with_dropout(rank: int, way: ContextWay, seed: int, moved: float) -> tuple[float, float]:
+    """A rank's part of a sum over the result, and of its derivative along a direction."""
+    context = make_context(Topology(cp=2), rank, torch.device("cpu"))
+    cut = mirrored(S, 2)
+    places = torch.from_numpy(cut.places(rank))
+    *inputs, _, weights = tensors((2, 6, 6))
+    random = torch.Generator().manual_seed(9)
+    directions = [torch.randn(x.shape, generator=random, dtype=x.dtype)[places] for x in inputs]
+    own = [(x[places] + moved * along).requires_grad_() for x, along in zip(inputs, directions, strict=True)]
+    documents = documents_of("beside cuts", cut)
+    out = context_attention(sharers(context, way), *own, documents, ScoreSpec(window=11), dropout=0.4, seed=seed + rank)
+    total = (out * weights[places]).sum()
+    total.backward()
+    return total.item(), sum((x.grad * along).sum().item() for x, along in zip(own, directions, strict=True) if x.grad is not None)
+
+
+@pytest.mark.parametrize("way", get_args(ContextWay))
+def test_dropout_has_one_mask_forward_and_backward(way: ContextWay) -> None:
+    """The derivative along a direction is that of the difference quotient, which holds only if both draw the same masks."""
+
+    def both(seed: int, moved: float) -> tuple[float, float]:
+        first, second = run_warm_ranks(2, loss_with_dropout, way, seed, moved, timeout=60.0)
+        return first[0] + second[0], first[1] + second[1]
+
+    step = 1e-5
+    slope = (both(5, step)[0] - both(5, -step)[0]) / (2 * step)
+    assert both(5, 0.0)[1] == pytest.approx(slope, rel=1e-7)
+    assert abs(both(5, 0.0)[0] - both(77, 0.0)[0]) > 1e-3, "another seed, other masks"
+
+
+def test_parts_draw_different_masks() -> None:
+    for rank in range(2):
+        group = Group("cp", (0, 1), rank)
+        call = _Call(Sharers("p2p", group, (group, group)), documents_of("whole", mirrored(S, 2)), ScoreSpec(), 0.5, 3)
+        seeds = [part.seed for holder in range(2) for part in call.parts(holder)]
+        assert len(set(seeds)) == len(seeds) > 1
