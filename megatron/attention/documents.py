@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ _ALL = -1
 """In a window of `varlen_attn`: every token."""
 
 
+Run = tuple[int, int]
+"""The first place of neighbouring tokens in their sequence, and the one behind the last."""
+Made = TypeVar("Made")
+
+
 class Documents:
     """Where the documents of one microbatch lie. It is made once and shared by all layers.
 
@@ -39,6 +44,7 @@ class Documents:
     def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int, cut: Cut | None = None) -> None:
         self.bounds, self.on_device, self.batch, self.cut = bounds, on_device, batch, cut
         self.longest = int(np.diff(bounds).max())
+        self._pairs: dict[tuple[Run, Run], Any] = {}
 
     @property
     def length(self) -> int:
@@ -55,7 +61,23 @@ class Documents:
         """Place in the sequence of the tokens of all context ranks, one rank after the other, and where each place is then: [s]."""
         assert self.cut is not None, "one rank holds all tokens"
         order, device = self.cut.order, self.on_device.device
-        return _to_device(order, device), _to_device(np.argsort(order), device)
+        return to_device(order, device), to_device(np.argsort(order), device)
+
+    def within(self, first: int, end: int) -> NDArray[np.int64]:
+        """How far behind `first` documents begin between two tokens, of the samples laid end to end."""
+        low, high = np.searchsorted(self.bounds, [first + 1, end])
+        return self.bounds[low:high].astype(np.int64) - first
+
+    def around(self, token: int) -> tuple[int, int]:
+        """The document of a token of the samples laid end to end: its first token, and the one behind its last."""
+        number = int(np.searchsorted(self.bounds, token, side="right"))
+        return int(self.bounds[number - 1]), int(self.bounds[number])
+
+    def pairs(self, queries: Run, keys: Run, make: Callable[[Run, Run, Documents], Made]) -> Made:
+        """What is made of two runs of tokens, once for all layers."""
+        if (queries, keys) not in self._pairs:
+            self._pairs[queries, keys] = make(queries, keys, self)
+        return self._pairs[queries, keys]  # type: ignore[no-any-return]
 
     def attended_sequences(self, shares: Mapping[int | None, float]) -> float:
         """How many samples of one document each need as much attention.
@@ -78,7 +100,7 @@ class Documents:
     @functools.cached_property
     def starts(self) -> torch.Tensor:
         """Place in its sample at which the document of each token starts, int32 [s, b]."""
-        return _to_device(self._starts, self.on_device.device)
+        return to_device(self._starts, self.on_device.device)
 
     def lowest_start(self, place: int) -> int:
         """The first place at which, in any sample, the document of a place begins."""
@@ -128,7 +150,7 @@ class ByLength(NamedTuple):
             for count, length in zip(counts.tolist(), distinct.tolist(), strict=True)
             for done in range(0, count, MOST_AT_ONCE)
         ]
-        return cls(_to_device(order, device), _to_device(places, device), groups)
+        return cls(to_device(order, device), to_device(places, device), groups)
 
 
 def attention_within_documents(
@@ -257,6 +279,6 @@ def _varlen() -> tuple[Callable[..., Any], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _to_device(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def to_device(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.attention import flash_parts
 from megatron.attention.blocks import Call, Grads, Reach, attend_by_blocks, differentiate_by_blocks
-from megatron.attention.documents import Documents
+from megatron.attention.documents import Documents, Run
 from megatron.spec.layers import ScoreSpec
-
-Run = tuple[int, int]
-"""The first place of neighbouring tokens in their sequence, and the one behind the last."""
 
 
 class RunPair(NamedTuple):
@@ -88,9 +86,11 @@ def attend_part(part: RunPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     """Attention of [q, b, g, r, d] to [k, b, g, d] and [k, b, g, e].
 
     Returns:
-        the result in at least float32, [q, b, g, r, e], and the logarithm of each row's sum, [q, b, g, r]: minus infinity where a
-        query sees no key.
+        the result [q, b, g, r, e], in at least float32 or as flash attention gives it, and the logarithm of each row's sum,
+        [q, b, g, r]: minus infinity where a query sees no key.
     """
+    if flash_parts.takes(part.queries, part.keys, q, v, part.scores, part.dropout):
+        return flash_parts.attend(part.queries, part.keys, part.documents, part.scores, q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((*q.shape[:4], v.shape[-1]), dtype=wide)
     log_sums = q.new_full(q.shape[:4], -torch.inf, dtype=wide)
@@ -115,4 +115,11 @@ def differentiate_part(
         out: the merged result.
         log_sums: of all keys that a query sees.
     """
-    differentiate_by_blocks(grad, q, k, v, part.call, out, log_sums, grads, adds=True)
+    if not flash_parts.takes(part.queries, part.keys, q, v, part.scores, part.dropout):
+        differentiate_by_blocks(grad, q, k, v, part.call, out, log_sums, grads, adds=True)
+        return
+    runs = (part.queries, part.keys, part.documents, part.scores)
+    of_q, of_k, of_v = flash_parts.differentiate(*runs, grad, q, k, v, out, log_sums)
+    grads.q.add_(of_q)
+    for total, of_keys in ((grads.k, of_k), (grads.v, of_v)):
+        total.unflatten(0, (q.shape[1], -1)).add_(of_keys.permute(1, 2, 0, 3))

@@ -94,6 +94,7 @@ _OWN_MEMORY: dict[str, Callable[..., int]] = {
     "aten::_index_put_impl_": _sorted_ids,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "torch_attn::_varlen_attn_backward": _varied_flash_backward,
+    "aten::_flash_attention_backward": _varied_flash_backward,
     "symm_mem::fused_all_gather_matmul": _gathered,
     "symm_mem::fused_matmul_reduce_scatter": scattered_bytes,
 }

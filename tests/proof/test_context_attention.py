@@ -6,13 +6,16 @@ In float64, against products that share no code. Every pair of settings occurs; 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.attention import flash_parts
 from megatron.attention.documents import Documents
+from megatron.attention.flash_parts import Sequences
 from megatron.config.parallel import ContextWay
 from megatron.context_parallel.attention import Sharers, _Call, context_attention
 from megatron.parallel.context import Group, ParallelContext, make_context
@@ -46,7 +49,13 @@ AXES: dict[str, list[Any]] = {
     "scores": [*SCORES],
     "sizes": [(1, 6, 6), (2, 6, 6), (1, 5, 3)],
     "cut": ["mirrored", "balanced", "scattered"],
+    "kernel": ["blocks", "flash"],
 }
+
+
+def fits(case: dict[str, Any]) -> bool:
+    """Heads that flash attention could take."""
+    return case["kernel"] == "blocks" or case["sizes"][1] == case["sizes"][2]
 
 
 def documents_of(ends: str, cut: Cut | None) -> Documents:
@@ -100,8 +109,71 @@ def sharers(context: ParallelContext, way: ContextWay) -> Sharers:
     return Sharers(way, context.context_group, context.context_rings)
 
 
+def seen_by(seen: Sequences, window: tuple[int, int], scale: float, q: torch.Tensor, k: torch.Tensor) -> Iterator[Any]:
+    """For each sequence of a call of flash attention: its rows and keys, and scores [n, q, k], as torch's kernel sees them."""
+    assert q.dim() == 3 and q.shape[1] % k.shape[1] == 0 and window[1] == (0 if seen.causal else -1)
+    for side, x in ((seen.queries, q), (seen.keys, k)):
+        lengths = side.bounds.diff()
+        assert side.bounds.dtype == torch.int32 and int(side.bounds[-1]) == len(x) and int(lengths.min()) > 0
+        assert side.longest == int(lengths.max())
+    for number in range(len(seen.queries.bounds) - 1):
+        rows, keys = (slice(*side.bounds[number : number + 2].tolist()) for side in (seen.queries, seen.keys))
+        wide = k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("qnd,knd->nqk", q[rows], wide) * scale
+        if seen.causal:
+            back = torch.arange(scores.shape[1])[:, None] - torch.arange(scores.shape[2])
+            scores = scores.masked_fill((back < 0) | (back > (S if window[0] == -1 else window[0])), -torch.inf)
+        yield rows, keys, wide, scores
+
+
+def plain_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Sequences, window: tuple[int, int], scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch's flash attention computes on CUDA."""
+    out, sums = torch.empty_like(q), q.new_empty((q.shape[1], len(q)))
+    for rows, keys, _, scores in seen_by(seen, window, scale or q.shape[-1] ** -0.5, q, k):
+        wide = v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[rows], sums[:, rows] = torch.einsum("nqk,knd->qnd", scores.softmax(-1), wide), scores.logsumexp(-1)
+    return out, sums
+
+
+def plain_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    seen: Sequences,
+    window: tuple[int, int],
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its backward, which takes sums and result as they are given."""
+    scale, heads = scale or q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
+    assert sums.is_contiguous()
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, keys, wide_k, scores in seen_by(seen, window, scale, q, k):
+        shares = (scores - sums[:, rows, None]).exp()
+        wide_v = v[keys].repeat_interleave(heads, 1)
+        delta = (grad[rows] * out[rows]).sum(-1).t()[..., None]
+        slopes = shares * (torch.einsum("qnd,knd->nqk", grad[rows], wide_v) - delta) * scale
+        grad_q[rows] = torch.einsum("nqk,knd->qnd", slopes, wide_k)
+        grad_k[keys] += torch.einsum("nqk,qnd->knd", slopes, q[rows]).unflatten(1, (-1, heads)).sum(2)
+        grad_v[keys] += torch.einsum("nqk,qnd->knd", shares, grad[rows]).unflatten(1, (-1, heads)).sum(2)
+    return grad_q, grad_k, grad_v
+
+
 def on_a_rank(rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
     """Result and gradients of a rank's tokens; of the sinks its share."""
+    with pytest.MonkeyPatch.context() as patch:
+        if case["kernel"] == "flash":
+            patch.setattr(flash_parts, "flash_takes", lambda q, v, dropout: True)
+            patch.setattr(flash_parts, "flash_forward", plain_forward)
+            patch.setattr(flash_parts, "flash_backward", plain_backward)
+        return run_on_a_rank(rank, case)
+
+
+def run_on_a_rank(rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
     context = make_context(Topology(cp=case["ranks"]), rank, torch.device("cpu"))
     cut = cut_of(case["cut"], case["ends"], case["ranks"])
     *inputs, sinks, grad = tensors(case["sizes"])
@@ -109,7 +181,8 @@ def on_a_rank(rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
     own = [x[places].requires_grad_() for x in inputs]
     learnt = sinks.requires_grad_() if SCORES[case["scores"]].softmax == "learnable" else None
     documents = documents_of(case["ends"], cut)
-    out = context_attention(sharers(context, case["way"]), *own, documents, SCORES[case["scores"]], learnt)
+    q, k, v = own
+    out = context_attention(sharers(context, case["way"]), q, k, v, documents, SCORES[case["scores"]], learnt)
     out.backward(grad[places])
     of_sinks = torch.zeros_like(sinks) if learnt is None or learnt.grad is None else learnt.grad
     return [out.detach(), *(x.grad for x in own if x.grad is not None), of_sinks]
@@ -128,7 +201,7 @@ def error(case: dict[str, Any]) -> float:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = product(AXES) if metafunc.config.getoption("--full") else covering(AXES, 3)
+        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, fits)
         metafunc.parametrize("case", cases, ids=lambda case: "-".join(map(str, case.values())))
 
 
@@ -149,7 +222,8 @@ def loss_with_dropout(rank: int, way: ContextWay, seed: int, moved: float) -> tu
     directions = [torch.randn(x.shape, generator=random, dtype=x.dtype)[places] for x in inputs]
     own = [(x[places] + moved * along).requires_grad_() for x, along in zip(inputs, directions, strict=True)]
     documents = documents_of("beside cuts", cut)
-    out = context_attention(sharers(context, way), *own, documents, ScoreSpec(window=11), dropout=0.4, seed=seed + rank)
+    q, k, v = own
+    out = context_attention(sharers(context, way), q, k, v, documents, ScoreSpec(window=11), dropout=0.4, seed=seed + rank)
     total = (out * weights[places]).sum()
     total.backward()
     return total.item(), sum((x.grad * along).sum().item() for x, along in zip(own, directions, strict=True) if x.grad is not None)
