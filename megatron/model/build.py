@@ -49,6 +49,8 @@ class Model:
     """How products overlap with the tensor ranks' communication, if they do."""
     precision: PrecisionConfig = PrecisionConfig()  # noqa: RUF009 (frozen)
     """Which layers compute in 8 bits."""
+    context_ways: tuple[ContextWay, ...] = ()
+    """How context ranks share keys and values in each layer, where there are several."""
 
     @property
     def computes_loss(self) -> bool:
@@ -154,4 +156,4 @@ def build_model(
             materialize(module, params, context.device)
         for entry in params:
             initialize(entry.param, entry.record, context, seed)
-    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap, precision)
+    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap, precision, tuple(ways))

@@ -209,13 +209,7 @@ def connect(config: ParallelConfig) -> ParallelContext:
         # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
         # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
         dist.init_process_group(world_backend(backend), timeout=timeout)
-    topology = Topology.from_world(
-        job.world_size,
-        tp=config.tensor_model_parallel_size,
-        cp=config.context_parallel_size,
-        pp=config.pipeline_model_parallel_size,
-        pp_before_dp=config.use_tp_pp_dp_mapping,
-    )
+    topology = Topology.of(config, job.world_size)
     return make_context(
         topology,
         job.rank,

@@ -23,6 +23,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from megatron.config.parallel import ParallelConfig
+
 AXES = ("tp", "cp", "dp", "pp")
 DATA_AXES = ("dp",)
 """The data group: its ranks read different samples. The ranks along cp read the same ones, and share each sequence."""
@@ -61,6 +63,21 @@ class Topology:
         if world_size < 1 or world_size % (tp * cp * pp):
             raise ValueError(f"world size {world_size} does not divide by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
         return cls(tp=tp, cp=cp, dp=world_size // (tp * cp * pp), pp=pp, pp_before_dp=pp_before_dp)
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, world_size: int) -> Topology:
+        """The topology that the settings ask for.
+
+        Raises:
+            ValueError: as in `from_world`.
+        """
+        return cls.from_world(
+            world_size,
+            tp=parallel.tensor_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            pp_before_dp=parallel.use_tp_pp_dp_mapping,
+        )
 
     def __str__(self) -> str:
         """As "tensor 2 x pipeline 4 x data 8", with the context size where there is one."""

@@ -8,35 +8,32 @@ second stands for those between. That is exact, since each of them begins and en
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.attention.blocks import BLOCK_BY_BLOCK
-from megatron.attention.documents import ByLength, Documents
 from megatron.config.data import DataConfig
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ContextWay
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.memory.host import HostBuffer, HostMemory
 from megatron.memory.kept import Kept, keeping
 from megatron.model.build import Model
-from megatron.model.gpt import GPTChunk, ModelInputs
+from megatron.model.gpt import GPTChunk
 from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
-from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.planner.kernel_memory import CudaKernels
+from megatron.planner.planned_inputs import PlaceOfDocuments, PlannedDocuments, make_inputs
 from megatron.planner.storages import MemorySpan, StorageLedger, joined
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
@@ -54,10 +51,6 @@ _ATTENTION = {
     "aten::_safe_softmax": "attention by plain products, which keeps its probabilities",
     "aten::amax": BLOCK_BY_BLOCK,  # only `block_attention` calls it in this form
 }
-
-
-PlaceOfDocuments = Literal["order", "starts"]
-"""The order of the tokens by the lengths of their documents, both ways; or where the document of each token starts."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ def trace_chunks(
         cache: traces made before with these settings, by kind of chunk.
     """
     cache = {} if cache is None else cache
-    found, kinds = {}, layer_kinds(model.config, model.precision)
+    found, kinds = {}, layer_kinds(model.config, model.precision, model.context_ways)
     for index in model.chunks:
         chunk = model.layer_table[index]
         key = kind_of(chunk, kinds)
@@ -148,14 +141,15 @@ def trace_chunks(
     return found
 
 
-LayerKind = tuple[LayerSpec, Fp8 | None]
-"""What a layer is, and how it computes in 8 bits."""
+LayerKind = tuple[LayerSpec, Fp8 | None, ContextWay | None]
+"""What a layer is, how it computes in 8 bits, and how context ranks share its keys and values."""
 
 
-def layer_kinds(model: ModelConfig, precision: PrecisionConfig) -> list[LayerKind]:
+def layer_kinds(model: ModelConfig, precision: PrecisionConfig, ways: Sequence[ContextWay] = ()) -> list[LayerKind]:
     """The kind of each layer of the model."""
     specs = layers(model)
-    return [(spec, precision.fp8_of(layer, len(specs))) for layer, spec in enumerate(specs)]
+    each: Sequence[ContextWay | None] = ways or [None] * len(specs)
+    return [(spec, precision.fp8_of(layer, len(specs)), way) for layer, (spec, way) in enumerate(zip(specs, each, strict=True))]
 
 
 SegmentKind = tuple[tuple[LayerKind, ...], frozenset[RecomputeModule], bool, bool, str]
@@ -197,9 +191,10 @@ def _trace(
     back_soon: bool = False,
 ) -> ChunkTrace:
     on_cuda = device_type == "cuda"
-    stand_ins = segments_that_stand(kind_of(chunk, layer_kinds(model.config, model.precision))[-1])
+    stand_ins = segments_that_stand(kind_of(chunk, layer_kinds(model.config, model.precision, model.context_ways))[-1])
     run = sorted(set(stand_ins))
-    ledger = StorageLedger(context.group("tp").process_group)
+    shared = ((group.process_group, "cp") for group in (context.context_group, *context.context_rings))
+    ledger = StorageLedger([(context.group("tp").process_group, "tp"), *shared])
     with CudaKernels() if on_cuda else _CpuKernels(), ledger:
         device = torch.device("meta" if on_cuda else device_type)
         chunk_run = ChunkRun(
@@ -278,6 +273,7 @@ class ChunkRun:
             model.dtype,
             model.sequence_parallel,
             model.overlap,
+            context_ways=model.context_ways,
             chunk=chunk.index,
             num_chunks=chunk.num_chunks,
         )
@@ -290,7 +286,7 @@ class ChunkRun:
             sink = GradSink(dtype, partial(self._wrote, entry.record.name), provide)
             sink.main_grad = provide()
             entry.param.grad_sink = sink  # type: ignore[attr-defined]
-        self._inputs = make_inputs(model, data, micro_batch_size, device)
+        self._inputs = make_inputs(model, data, micro_batch_size, context.context_group, device)
         hidden = model.boundary(micro_batch_size, context.topology)["hidden"]
         boundary = partial(torch.empty, hidden.shape, dtype=hidden.dtype, device=device)
         self._received = None if chunk.first else boundary(requires_grad=True)
@@ -349,7 +345,7 @@ class ChunkRun:
     def kept_of_documents(self) -> frozenset[PlaceOfDocuments]:
         """As in `ChunkTrace`."""
         documents = self._inputs.documents
-        return frozenset(documents.asked) if isinstance(documents, _PlannedDocuments) else frozenset()
+        return frozenset(documents.asked) if isinstance(documents, PlannedDocuments) else frozenset()
 
     def _change(self, action: Callable[[], None]) -> int:
         """Bytes alive after it less those alive before."""
@@ -374,64 +370,3 @@ class ChunkRun:
     def _wrote(self, name: str) -> None:
         if self._kind is OpKind.WEIGHT_GRAD and name in self._first_products:
             self._cut()
-
-
-_TOKEN, _MASK = torch.int64.itemsize, torch.float32.itemsize
-_OF_DOCUMENTS: dict[PlaceOfDocuments, int] = {"order": 2 * _TOKEN, "starts": torch.int32.itemsize}
-
-
-def make_inputs(model: Model, data: DataConfig, micro_batch_size: int, device: torch.device) -> ModelInputs:
-    """A microbatch as a training step hands it to the model, on a device without memory."""
-    shape = (model.config.seq_length, micro_batch_size)
-    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-    documents = _documents(shape, device) if data.reset_attention_mask else None
-    return ModelInputs(tokens, tokens, tokens, torch.zeros(shape, device=device), DropoutKey(0, 0, 0), documents)
-
-
-def input_bytes(
-    model: Model, data: DataConfig, num_sequences: int, kept_of_documents: Collection[PlaceOfDocuments] = frozenset()
-) -> int:
-    """What the inputs of a step take on this rank, all of whose microbatches are there from its beginning.
-
-    Args:
-        num_sequences: of all microbatches of a data rank.
-        kept_of_documents: what attention keeps of where they lie.
-    """
-    whole_positions = 0 if data.reset_position_ids else model.config.seq_length * _TOKEN
-    each = 0
-    if 0 in model.chunks or model.computes_loss or data.reset_position_ids or data.reset_attention_mask:
-        each = 2 * _TOKEN + _MASK + _TOKEN * data.reset_position_ids
-        each += sum(_OF_DOCUMENTS[kept] for kept in kept_of_documents)
-    return num_sequences * model.config.seq_length * each + whole_positions
-
-
-class _PlannedDocuments(Documents):
-    """Notes which of its tensors attention asks for, and gives some without memory."""
-
-    def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int) -> None:
-        super().__init__(bounds, on_device, batch)
-        self.asked: set[PlaceOfDocuments] = set()
-        shape, device = (int(bounds[-1]) // batch, batch), on_device.device
-        order, places = (torch.empty(int(bounds[-1]), dtype=torch.int64, device=device) for _ in range(2))
-        self._sorted = ByLength(order, places, ByLength.of(bounds, batch, torch.device("cpu")).groups)
-        self._begun = torch.empty(shape, dtype=torch.int32, device=device)
-
-    @property
-    def by_length(self) -> ByLength:  # type: ignore[override]
-        """See `Documents`."""
-        self.asked.add("order")
-        return self._sorted
-
-    @property
-    def starts(self) -> torch.Tensor:  # type: ignore[override]
-        """See `Documents`."""
-        self.asked.add("starts")
-        return self._begun
-
-
-def _documents(shape: tuple[int, int], device: torch.device) -> _PlannedDocuments:
-    """Two documents of different lengths in each sample. How many there are and how long hardly changes what attention keeps."""
-    length, batch = shape
-    starts = np.arange(batch)[:, None] * length + np.array(sorted({0, length // 3}))
-    bounds = np.append(starts.ravel(), batch * length).astype(np.int32)
-    return _PlannedDocuments(bounds, torch.empty(len(bounds), dtype=torch.int32, device=device), batch)

@@ -16,7 +16,7 @@ from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory
-from megatron.parallel.topology import DATA_AXES, GRADIENT_AXES, Topology
+from megatron.parallel.topology import DATA_AXES, Topology
 from megatron.pipeline_parallel.exchange import ReceivePlan
 from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
 from megatron.pipeline_parallel.simulate import Timeline, simulate
@@ -37,7 +37,7 @@ from megatron.planner.peak import Held, held_over_step, peak_activations, receiv
 from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import check_count
-from megatron.spec.layers import alike
+from megatron.spec.layers import alike, context_ways
 from megatron.spec.operations import Costs, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
@@ -136,13 +136,7 @@ class Planner:
     ) -> None:
         self._config, self._dry_run, self._vocab_size = config, dry_run, vocab_size
         parallel = config.parallel
-        self._topology = Topology.from_world(
-            dry_run.world_size,
-            tp=parallel.tensor_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            pp_before_dp=parallel.use_tp_pp_dp_mapping,
-        )
+        self._topology = Topology.of(parallel, dry_run.world_size)
         self._links = Links(self._topology, dry_run.gpus_per_node)
         self._table = table_of(config.model, parallel, vocab_size, config.memory)
         self._chunks = [[chunk for chunk in self._table if chunk.stage == stage] for stage in range(self._topology.pp)]
@@ -217,7 +211,7 @@ class Planner:
 
     def step(self, stage: int) -> PlannedStep:
         """How the activations of a stage come and go."""
-        context = connect_fake(self._topology, self._topology.rank(pp=stage), self._config.parallel.fsdp_shard_size)
+        context = self._rank_of(stage)
         try:
             model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
             walked = self._trace(model, context), model, self._config, context, self._schedule, self._receives
@@ -226,6 +220,12 @@ class Planner:
             disconnect()
         costs = self._costs()
         return PlannedStep(simulate(self._schedule, lambda op: costs[op.chunk].of(op)), held)
+
+    def _rank_of(self, stage: int) -> ParallelContext:
+        """Take the place of a rank of a stage. Of the context ranks it is the last, whose pieces lie side by side: its attention
+        has the largest products, and so the highest peak."""
+        rank = self._topology.rank(cp=self._topology.cp - 1, pp=stage)
+        return connect_fake(self._topology, rank, self._config.parallel.fsdp_shard_size)
 
     def _costs(self) -> list[Costs]:
         again = loss_again(self._config, self._vocab_size)
@@ -241,7 +241,7 @@ class Planner:
         found: dict[int, StagePlan] = {}
         counted: dict[int, int] = {}
         for same in self._stages_alike():
-            context = connect_fake(self._topology, self._topology.rank(pp=same[0]), self._config.parallel.fsdp_shard_size)
+            context = self._rank_of(same[0])
             try:
                 groups = named_groups(context, self._links)
                 model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
@@ -281,7 +281,8 @@ class Planner:
 
     def _stages_alike(self) -> Iterable[list[int]]:
         """Groups of stages whose chunks have the same parts. A model built for one stage is that of all but for names."""
-        kinds = layer_kinds(self._config.model, self._config.precision)
+        ways = context_ways(self._config.model, self._config.parallel.cp_comm_type)
+        kinds = layer_kinds(self._config.model, self._config.precision, ways)
         return alike(tuple(kind_of(chunk, kinds) for chunk in chunks) for chunks in self._chunks).values()
 
     def _lay_out(self, stages: Sequence[int], model: Model, context: ParallelContext) -> Iterator[tuple[int, StagePlan]]:
@@ -332,8 +333,9 @@ class Planner:
             gpus_per_node=self._dry_run.gpus_per_node,
             nodes=-(-topology.world_size // self._dry_run.gpus_per_node),
             tensor=topology.tp,
+            context=topology.cp,
             pipeline=topology.pp,
-            data=topology.size(*GRADIENT_AXES),
+            data=topology.size(*DATA_AXES),
             sequence_parallel=parallel.sequence_parallel and topology.tp > 1,
             device=self._device_type,
             dtype=str(model_dtype(config.precision)).removeprefix("torch."),

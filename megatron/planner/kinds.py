@@ -62,7 +62,7 @@ def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
     topology, shard = context.topology, context.fsdp_shard.size
     data, last = axes_in_words(GRADIENT_AXES, context), topology.pp - 1
     replicas = topology.size(*GRADIENT_AXES) // shard
-    rings = (("tp", *GRADIENT_AXES), GRADIENT_AXES, ("tp",))
+    rings = (("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
     return {
         "world": (topology.world_size, links.world),
         f"{shard} ranks of {data}": (shard, partial(links.parts, shard_size=shard)),

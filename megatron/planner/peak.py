@@ -17,7 +17,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges
 from megatron.pipeline_parallel.queues import choose_receives
 from megatron.pipeline_parallel.returns import back_soon, fetched_during
-from megatron.planner.chunk_trace import ChunkTrace, PlaceOfDocuments, input_bytes
+from megatron.planner.chunk_trace import ChunkTrace
+from megatron.planner.planned_inputs import PlaceOfDocuments, input_bytes
 from megatron.planner.storages import Transfer, added
 from megatron.spec.operations import Message, Op, OpKind, Schedule
 
@@ -77,8 +78,8 @@ def peak_activations(
         num_microbatches: those of a step, of which the schedule may have only the first; by default all that it has.
     """
     kept = frozenset[PlaceOfDocuments]().union(*(trace.kept_of_documents for trace in traces.values()))
-    num_sequences = (num_microbatches or schedule.num_microbatches) * config.training.micro_batch_size
-    inputs = input_bytes(model, config.data, num_sequences, kept)
+    sizes = (num_microbatches or schedule.num_microbatches, config.training.micro_batch_size, context.topology.cp)
+    inputs = input_bytes(model, config.data, *sizes, kept)
     held = list(held_over_step(traces, model, config, context, schedule, plans, device_type=device_type))
     peak, host = max((one.peak for one in held), default=0), max((one.host for one in held), default=0)
     return Activations(inputs, peak, host, sum(one.to_host for one in held))

@@ -39,8 +39,10 @@ class Job:
     gpus_per_node: int
     nodes: int
     tensor: int
+    context: int
     pipeline: int
     data: int
+    """Data ranks; with the context ranks of each they share the state."""
     sequence_parallel: bool
     device: str
     dtype: str

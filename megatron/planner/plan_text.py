@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, describe_offload, describe_recompute
 from megatron.planner.plan import Plan, RankKind
 from megatron.planner.state_report import amount, device_parts, host_parts, in_units
@@ -122,7 +123,7 @@ def _job(plan: Plan) -> Iterator[str]:
     job = plan.job
     yield (
         f"{_count(job.world_size, 'rank')} on {_count(job.nodes, 'node')} of {job.gpus_per_node}: "
-        f"tensor {job.tensor} x pipeline {job.pipeline} x data {job.data}"
+        f"{Topology(tp=job.tensor, cp=job.context, pp=job.pipeline, dp=job.data)}"
         + (", sequence parallel" if job.sequence_parallel else "")
         + f"; {job.sharding}"
     )

@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.planner.kernel_memory import bytes_inside, gathered_bytes, resolved, scattered_bytes
 
-Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
+Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
 _OPERATIONS: dict[str, tuple[Operation, int, Callable[..., int]]] = {
     "c10d::allreduce_": ("all-reduce", 2, lambda tensors, *_: tensors[0].nbytes),
     "c10d::_allgather_base_": ("all-gather", 1, lambda out, *_: out.nbytes),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, lambda out, tensor, *_: tensor.nbytes),
+    "c10d::alltoall_base_": ("all-to-all", 1, lambda out, tensor, *_: tensor.nbytes),
     "symm_mem::fused_all_gather_matmul": ("all-gather", 1, gathered_bytes),
     "symm_mem::fused_matmul_reduce_scatter": ("reduce-scatter", 1, scattered_bytes),
 }
@@ -61,7 +62,7 @@ class MemorySpan:
     change: int
     """Bytes alive at its end less those alive when it began."""
     sent: tuple[Transfer, ...] = ()
-    """What it sent over the tensor group."""
+    """What it sent over the tensor and the context group."""
 
 
 def joined(spans: Iterable[MemorySpan]) -> MemorySpan:
@@ -79,15 +80,15 @@ class StorageLedger(TorchDispatchMode):
     """While it is entered, counts the bytes of each storage from the operation that makes it until it is freed.
 
     Args:
-        tensor_group: the only group over which collectives may be called.
+        groups: the only groups over which collectives may be called, each with its axis.
     """
 
-    def __init__(self, tensor_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, groups: Iterable[tuple[dist.ProcessGroup | None, str]] = ()) -> None:
         super().__init__()
         self.alive = 0
         self.kernels: set[str] = set()
         """Names of operations that ran."""
-        self._tensor_group = tensor_group
+        self._groups = list(groups)
         self._known: set[int] = set()
         self._begin = self._peak = 0
         self._sent: list[Transfer] = []
@@ -151,8 +152,9 @@ class StorageLedger(TorchDispatchMode):
             raise NotImplementedError(f"what {name} sends is not known")
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         group = resolved(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)
-        assert group == self._tensor_group, "a layer communicates outside of its tensor group"
+        over = next((axis for known, axis in self._groups if known == group), None)
+        assert over is not None, "a layer communicates outside of its tensor and context groups"
         if name == "c10d::send":
-            return Transfer("tp", "send", 1, args[0][0].nbytes)
+            return Transfer(over, "send", 1, args[0][0].nbytes)
         operation, rounds, whole = _OPERATIONS[name]
-        return Transfer("tp", operation, 1, rounds * (group.size() - 1) * whole(*args) // group.size())
+        return Transfer(over, operation, 1, rounds * (group.size() - 1) * whole(*args) // group.size())

@@ -237,7 +237,7 @@ def test_a_lost_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _HELD = {"parameters": 2, "gradients": 4, "main_params": 1, "moments": 2, "activations": 40}
 _MEMORY = RankMemory(**{name: Bytes(gigabytes * 10**9) for name, gigabytes in _HELD.items()})
-_JOB = Job(16, 8, 2, 4, 2, 2, True, "cuda", "bfloat16", "optim", "1f1b", 1, 1, 8, 4, 2048, 1000, 1024)
+_JOB = Job(16, 8, 2, 4, 1, 2, 2, True, "cuda", "bfloat16", "optim", "1f1b", 1, 1, 8, 4, 2048, 1000, 1024)
 _SENT = (
     Traffic("tp", "activations", 9 * 10**9, 4, 0.0),
     Traffic("dp", "gradients", 3 * 10**9, 2, 0.25),

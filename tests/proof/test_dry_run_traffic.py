@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
 from megatron.data.samples import DocumentRules
+from megatron.data_parallel.traffic import axes_in_words
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
@@ -33,7 +34,8 @@ def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int
     collectives: Counter[tuple[int, ...]] = Counter()
     for call in calls:
         to_a_stage = call.what == "send" and call.ranks == context.group("pp").ranks
-        key = () if to_a_stage else (-1,) if call.what == "all-to-all" else call.ranks
+        of_matrices = call.what == "all-to-all" and call.ranks != context.context_group.ranks
+        key = () if to_a_stage else (-1,) if of_matrices else call.ranks
         collectives[key] += call.sent * call.itemsize  # type: ignore[assignment]
     messages, matrices = collectives.pop((), 0), collectives.pop((-1,), 0)
     return dict(collectives), messages, matrices
@@ -45,17 +47,16 @@ def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -
     size = training.global_batch_size or 0
     tokens = torch.randint(1, step.model.vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(1))
     reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], rules)
-    maker = BatchMaker(context, 1, length, training.micro_batch_size, rules)
+    maker = BatchMaker.for_model(step.model.config, context, 1, training.micro_batch_size, rules)
     return next(maker.evaluation(Windows(tokens.numpy()) if reads else None, global_batch_size=size, num_batches=1))
 
 
 def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups, by the words of the plan."""
-    data, shard, replica = context.gradient_group, context.fsdp_shard, context.fsdp_replica
+    shard, replica = context.fsdp_shard, context.fsdp_replica
+    several = (GRADIENT_AXES, ("cp",), ("tp",), ("tp", *GRADIENT_AXES))
     return {
-        "dp": data.ranks,
-        "tp": context.group("tp").ranks,
-        "tp x dp": context.group("tp", *GRADIENT_AXES).ranks,
+        **{axes_in_words(axes, context): context.group(*axes).ranks for axes in several},
         "pipeline ends": context.pipeline_ends.ranks,
         "world": context.world.ranks,
         f"{shard.size} ranks of dp": shard.ranks,
@@ -86,6 +87,20 @@ CASES: dict[str, dict[str, Any]] = {
         "fsdp_reduce_once": True,
         "fsdp_params_cpu": True,
         "log_num_zeros_in_grad": True,
+    },
+    "context ranks that gather": {
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "cp_comm_type": ("all_gather",),
+        "sequence_parallel": True,
+        "data_parallel_sharding_strategy": "optim",
+    },
+    "context ranks in a ring": {**GRID, "context_parallel_size": 2, "cp_comm_type": ("p2p",)},
+    "context ranks by heads": {
+        "context_parallel_size": 4,
+        "cp_comm_type": ("a2a", "p2p"),
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "recompute_granularity": "full",
     },
     "adafactor": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "adafactor"},
     "muon, optim": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "muon"},

@@ -36,6 +36,7 @@ FULL = {"recompute_granularity": "full"}
 BLOCK = {**FULL, "recompute_method": "block", "recompute_num_layers": 2}
 OFFLOAD = {"cpu_offload_activations": True}
 TP2 = {"tensor_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 OVERLAPPING = {"sequence_parallel": True, "tp_comm_overlap": True}
 EIGHT_BITS_WITHIN = {"fp8_format": "e4m3", "fp8_recipe": "rowwise", "first_last_layers_bf16": True}
 FOUR_GROUPS = {**LLAMA, "num_query_groups": 4}
@@ -226,6 +227,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"window_size": "99,0", "qk_layernorm": True, "qk_layernorm_all_heads": True, **OFFLOAD, **TP2, **LLAMA},
     ),
+    "llama, context ranks that gather": (2, {**CP2, "cp_comm_type": ("all_gather",), **LLAMA}),
+    "gpt, context ranks in a ring, documents, dropout": (2, {**CP2, "cp_comm_type": ("p2p",), **PACKED, **DROPOUT}),
+    "llama, context ranks by heads, documents, full": (2, {**CP2, "cp_comm_type": ("a2a",), **PACKED, **FULL, **LLAMA}),
+    "llama, context ranks in several ways, windows, tensor parallelism": (
+        4,
+        {**CP2, "cp_comm_type": ("p2p", "all_gather") * 2, "window_size": "60,0", **TP2, **LLAMA, "sequence_parallel": True},
+    ),
     "gpt, optim_grads": (2, {SHARDING: "optim_grads"}),
     "llama, optim_grads_params": (2, {SHARDING: "optim_grads_params", **LLAMA}),
 }
@@ -239,7 +247,7 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any]) -> None:
     planned = [plan.beside_inputs for plan in plans]
     # What the plan misses is memory inside of products, and the copies that collectives make in shared memory; and what a sharded
     # unit takes is planned for its worst moment.
-    has_collectives = bool({"tensor_model_parallel_size", SHARDING} & set(changes))
+    has_collectives = bool({*TP2, *CP2, SHARDING} & set(changes))
     allowed = 0.03 if has_collectives else 0.005
     if changes.get("bf16") and products_take_more(torch.bfloat16):
         allowed = 0.1

@@ -158,7 +158,7 @@ def build(config: Config, context: ParallelContext, overlap: Overlap | None = No
 def _batches(config: Config, context: ParallelContext, model: Model) -> Any:
     data, length, eod = config.data, config.model.seq_length, _vocabulary(config) - 1
     rules = DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    maker = BatchMaker(context, 1, length, config.training.micro_batch_size, rules)
+    maker = BatchMaker.for_model(config.model, context, 1, config.training.micro_batch_size, rules)
     count = config.training.global_batch_size
     assert count is not None
     rows = np.random.default_rng(0).integers(0, eod, (count, length + 1))
@@ -170,7 +170,7 @@ def _batches(config: Config, context: ParallelContext, model: Model) -> Any:
 
 def _topology(config: Config, world_size: int) -> Topology:
     parallel = config.parallel
-    return Topology.from_world(world_size, tp=parallel.tensor_model_parallel_size, cp=1, pp=parallel.pipeline_model_parallel_size)
+    return Topology.of(parallel, world_size)
 
 
 def _num_microbatches(config: Config, context: ParallelContext) -> int:

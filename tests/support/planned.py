@@ -52,12 +52,7 @@ def kind_of(plan: Plan, topology: Topology, rank: int) -> RankKind:
 def topology_of(config: Config, world_size: int) -> Topology:
     """The grid of a run."""
     parallel = config.parallel
-    return Topology.from_world(
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        pp_before_dp=parallel.use_tp_pp_dp_mapping,
-    )
+    return Topology.of(parallel, world_size)
 
 
 def real_context(config: Config, rank: int, world_size: int) -> ParallelContext:

@@ -230,7 +230,7 @@ def test_no_device_is_hard_wired() -> None:
                 found.append(f"{file}:{call.lineno}")
     # The generator of a device that was given without a number is the current one's; a plan sorts documents on the host; and
     # --fsdp-params-cpu is asked to take host memory.
-    allowed = {"megatron/parallel/random.py", "megatron/planner/chunk_trace.py", "megatron/data_parallel/fsdp.py"}
+    allowed = {"megatron/parallel/random.py", "megatron/planner/planned_inputs.py", "megatron/data_parallel/fsdp.py"}
     assert {place.rpartition(":")[0] for place in found} == allowed, found
 
 

@@ -39,13 +39,7 @@ class Job:
     def topology(self) -> Topology:
         """Its grid."""
         parallel = self.config.parallel
-        return Topology.from_world(
-            self.world_size,
-            tp=parallel.tensor_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            pp_before_dp=parallel.use_tp_pp_dp_mapping,
-        )
+        return Topology.of(parallel, self.world_size)
 
     @property
     def vocab_size(self) -> int:

@@ -47,13 +47,7 @@ def _plan(config: Config, world_size: int, stage: int) -> tuple[RankKind, Planne
 
 def _topology(config: Config, world_size: int) -> Topology:
     parallel = config.parallel
-    return Topology.from_world(
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        pp_before_dp=parallel.use_tp_pp_dp_mapping,
-    )
+    return Topology.of(parallel, world_size)
 
 
 def draw_table(panels: Sequence[Panel]) -> list[str]:
