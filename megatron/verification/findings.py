@@ -100,6 +100,17 @@ def _parameter_findings(runs: Comparison) -> Iterator[ProofFinding]:
 # ---- forward and loss
 
 
+def _times_computed(runs: Comparison, joined: JoinedTensor) -> Counter[tuple[int, int]]:
+    """How often each microbatch, as (data rank, number), was computed: by the tokens that one tensor rank of each pipeline has."""
+    parallel = runs.config.parallel
+    tokens = runs.config.model.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    seen: Counter[tuple[int, int]] = Counter()
+    for each in joined.held:
+        if each.coordinates["tp"] == 0:
+            seen[_microbatch(runs, each.part.offsets[0])] += each.part.values.shape[1]
+    return Counter({place: -(-count // tokens) if count >= tokens else 0 for place, count in seen.items()})
+
+
 _PARTS = {"embedding": "what the embedding gives", "attention": "what the attention gives", "mlp": "what the MLP gives"}
 
 
@@ -108,7 +119,7 @@ def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
     seen = runs.activations
     for name in forward_order(runs.config.model.num_layers, compiled=runs.config.speed.compile):
         joined = seen.joined.get(name, JoinedTensor(name, ()))
-        times = Counter(_microbatch(runs, each.part.offsets[0]) for each in joined.held if each.coordinates["tp"] == 0)
+        times = _times_computed(runs, joined)
         if wrong := [place for place in runs.plain.microbatches if times[place] != 1]:
             text = "it is never computed: dropped from the forward"
             if times:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.verification.observation import RankObservation, TensorPart
 from megatron.verification.wording import NEGLIGIBLE, ROUNDING, TOLERANCE, relative, relative_words, short
 
-AXES = {"tp": "tensor", "dp": "data", "pp": "pipeline"}
+AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 """The field's names for the ranks along an axis."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -20,9 +19,9 @@ from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
+from megatron.verification.joined import AXES
 from megatron.verification.late import late_delivery
 from megatron.verification.observation import EVALUATED_BATCHES, ProofTask, RankObservation
-from megatron.verification.random_samples import RandomSamples
 from megatron.verification.recording import StepRecorder, parts_of_shards, set_weights
 
 
@@ -62,7 +61,7 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
             test_batches=None,
             started_at=time.monotonic(),
         ).run(Progress())
-    coordinates = {axis: context.coordinates[axis] for axis in ("tp", "cp", "dp", "pp")}
+    coordinates = {axis: context.coordinates[axis] for axis in AXES}
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations)
 
 
@@ -72,13 +71,12 @@ def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> Tr
 
 
 class _Feed:
-    """The batches of this rank, with loss masks that do not come from the rules of documents."""
+    """The batches of this rank."""
 
     def __init__(self, task: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
-        self.task, self.plan, self.step, self.data = task, plan, step, context.data_group
+        self.task, self.plan, self.step = task, plan, step
         training, self.num_workers = task.config.training, task.config.data.num_workers
-        self.micro_batch_size = training.micro_batch_size
-        self.maker = BatchMaker.for_model(task.config.model, context, training.seed, self.micro_batch_size, task.rules)
+        self.maker = BatchMaker.for_model(task.config.model, context, training.seed, training.micro_batch_size, task.rules)
         self.reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], task.rules)
 
     def training(self, consumed: int) -> Iterator[list[ModelInputs]]:
@@ -91,23 +89,10 @@ class _Feed:
             num_workers=self.num_workers,
             dropout=False,
         )
-        for batch in steps:
-            yield self._masked(batch, self.task.samples, consumed)
-            consumed += self.plan.global_batch_size(consumed)
+        yield from steps
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches."""
         size, samples = self.plan.final_global_batch_size, self.task.held_out
         batches = self.maker.evaluation(samples if self.reads else None, global_batch_size=size, num_batches=EVALUATED_BATCHES)
-        return evaluate(self.step, (self._masked(batch, samples, number * size) for number, batch in enumerate(batches)))
-
-    def _masked(self, batch: list[ModelInputs], samples: RandomSamples, first: int) -> list[ModelInputs]:
-        """This rank's microbatches of the global batch that begins with sample `first`."""
-        found = []
-        for number, inputs in enumerate(batch):
-            if inputs.loss_mask is not None:
-                own = first + (number * self.data.size + self.data.index) * self.micro_batch_size
-                mask = torch.from_numpy(samples.masks(own, self.micro_batch_size)).t()
-                inputs = dataclasses.replace(inputs, loss_mask=inputs.loss_mask * mask)
-            found.append(inputs)
-        return found
+        return evaluate(self.step, batches)

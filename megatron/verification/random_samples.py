@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.loss_mask import ENDS_IF_EOD, LEARNED, MARK_TYPE
 from megatron.data.samples import SamplePiece
 
 _DOCUMENTS = 3
@@ -45,8 +46,11 @@ class RandomSamples:
         """
         return np.stack([self._mask(number) for number in range(first, first + count)])
 
-    def marks(self, first: int, count: int) -> None:
-        """None: a run's masks are put in by hand (`masks`)."""
+    def marks(self, first: int, count: int) -> NDArray[np.uint8]:
+        """The masks as the loader takes them: a mark of the token to predict, [count, s + 1]."""
+        marks = np.full((count, self.seq_length + 1), ENDS_IF_EOD, dtype=MARK_TYPE)
+        marks[:, 1:] |= LEARNED * self.masks(first, count).astype(MARK_TYPE)
+        return marks
 
     def lineage(self, number: int) -> list[SamplePiece]:
         """One piece for each sample."""

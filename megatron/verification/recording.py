@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -39,6 +40,7 @@ class StepRecorder:
     _gradients: list[TensorPart] = field(default_factory=list)
     _shares: tuple[float, float] = (0.0, 0.0)
     _op: Op = _BEFORE_ALL
+    _batch: Sequence[ModelInputs] = ()
 
     def __post_init__(self) -> None:
         self._run, self._sums = self.step.run, self.step.gradients
@@ -94,6 +96,7 @@ class StepRecorder:
     def _recorded_gradients(self, batch: Sequence[ModelInputs], **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if named.get("inspect") is not None:  # the step run once more, for others to observe
             return self._sums(batch, **named)
+        self._batch = batch
         with nullcontext() if self.steps else self._watched(len(batch)):
             loss_sum, count = self._sums(batch, **named)
         self._shares = (loss_sum.item(), count.item())
@@ -130,11 +133,17 @@ class StepRecorder:
         split = self.step.context.group("tp") if self.step.model.sequence_parallel else None
         positions, samples, hidden = out.shape
         values = out.detach().transpose(0, 1).cpu().to(torch.float64, copy=True).contiguous()
-        data = self.step.context.data_group
+        data, sharers = self.step.context.data_group, self.step.context.context_group
         first = (self._op.microbatch * data.size + data.index) * samples
-        offsets = first, positions * (split.index if split else 0), 0
-        shape = num_microbatches * data.size * samples, positions * (split.size if split else 1), hidden
-        self.activations.append(TensorPart(name, offsets, shape, values))
+        own = positions * (split.index if split else 0)
+        whole = positions * (split.size if split else 1) * sharers.size
+        documents = self._batch[self._op.microbatch].documents
+        cut = None if documents is None else documents.cut
+        places = np.arange(whole) if cut is None else cut.places(sharers.index)
+        places = places[own : own + positions]
+        for run in np.split(np.arange(positions), np.flatnonzero(np.diff(places) != 1) + 1):  # of tokens that are neighbours
+            offsets, shape = (first, int(places[run[0]]), 0), (num_microbatches * data.size * samples, whole, hidden)
+            self.activations.append(TensorPart(name, offsets, shape, values[:, run[0] : run[-1] + 1]))
 
 
 def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:

@@ -159,6 +159,69 @@ FAULTS = {
         ("the gradient is right, the update is not",),
         step=2,
     ),
+    "places in a sample of another context rank": Fault(
+        (("self.cutting.of_samples.places(self.cutting.group.index))", "self.cutting.of_samples.places(0))"),),
+        "--world-size 4 --context-parallel-size 2",
+        "forward",
+        "embedding",
+        None,
+        ("positions 4 to 11 differ, the others agree; only on context rank 1",),
+    ),
+    "the halves of a context rank swapped": Fault(
+        (
+            (
+                "        places = cut.places(self.group.index)\n",
+                "        places = np.roll(cut.places(self.group.index), cut.piece)\n",
+            ),
+        ),
+        "--world-size 2 --context-parallel-size 2",
+        "forward",
+        "embedding",
+        None,
+        ("what the embedding gives differs",),
+    ),
+    "bounds of documents lost where context ranks cut": Fault(
+        (
+            (
+                "self.documents if self.documents.bounded else None",
+                "self.documents if self.documents.bounded and self.queries == self.keys else None",
+            ),
+        ),
+        "--world-size 2 --context-parallel-size 2 --reset-attention-mask",
+        "forward",
+        "layers.0.attention (layer 0)",
+        None,
+        ("what the attention gives differs, though all before it agrees", "the scale or the mask"),
+    ),
+    "parts of attention added as if their sums were one": Fault(
+        (("out.mul_(old).addcmul_(found, new)", "out.add_(found)"),),
+        "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p",
+        "forward",
+        "layers.0.attention (layer 0)",
+        None,
+        ("positions 4 to 15 differ, the others agree",),
+    ),
+    "gradients of keys that are not added on their way round": Fault(
+        (("                summed += pending.wait()\n", "                pending.wait()\n"),),
+        "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p",
+        "gradient",
+        "layers.1.attention.qkv.bias (layer 1)",
+        None,
+        ("16 rows from 4 on of 24",),
+    ),
+    "gradients summed over data ranks alone": Fault(
+        (
+            (
+                "weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES",
+                "weight.partial_over_tp(sequence_parallel) else ('dp',)",
+            ),
+        ),
+        "--world-size 4 --context-parallel-size 2",
+        "gradient",
+        "final_norm.bias",
+        "context",
+        ("the sum over the context group is missing",),
+    ),
     "a layer dropped": Fault(
         (
             (
@@ -410,7 +473,7 @@ FAULTS = {
         ("so are the gradients of all parameters",),
     ),
     "labels of a depth one too few ahead": Fault(
-        (("labels, labels.roll(-1, 0)", "labels, labels.roll(0, 0)"),),
+        (("labels, ahead = labels.roll(-1, 0)", "labels, ahead = labels.roll(0, 0)"),),
         "--world-size 2 --mtp-num-layers 1",
         "gradient",
         "mtp.0.layer.mlp.down.bias",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ Prove = Callable[..., Observation]
 """Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""
 
 _ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "tp_comm_overlap": False}
+_ONE_CONTEXT: dict[str, Any] = {"context_parallel_size": 1, "cp_comm_type": ()}
 _ONE_STAGE: dict[str, Any] = {**NO_SPLIT, "pipeline_model_parallel_size": 1, "pipeline_schedule": None}
 _UNSHARDED: dict[str, Any] = {
     "data_parallel_sharding_strategy": "no_shard",
@@ -30,6 +33,7 @@ _UNSHARDED: dict[str, Any] = {
     "overlap_param_gather": False,
 }
 _LEFT_OUT: dict[str, dict[str, Any]] = {
+    "--cp-comm-type (all layers gather)": {"cp_comm_type": ("all_gather",)},
     "--sequence-parallel": {"sequence_parallel": False, "tp_comm_overlap": False},
     "--tp-comm-overlap": {"tp_comm_overlap": False},
     "--overlap-grad-reduce": {"overlap_grad_reduce": False},
@@ -102,17 +106,24 @@ def isolate(config: Config, world_size: int, prove: Prove, *, seconds: float) ->
 
 def one_process(config: Config, world_size: int) -> Variant | None:
     """The settings in one process. If these differ too, the layout is not the cause. None if they are so already, or cannot be."""
-    return _variant("one rank", config, world_size, _ONE_TENSOR | _ONE_STAGE | _UNSHARDED, 1)
+    return _variant("one rank", config, world_size, _ONE_TENSOR | _ONE_CONTEXT | _ONE_STAGE | _UNSHARDED, 1)
 
 
 def axes_alone(config: Config, world_size: int) -> Iterator[Variant]:
     """Each axis by itself, if there are several."""
     sizes = sizes_of(config, world_size)
-    axes = [
-        (sizes.tp, f"--tensor-model-parallel-size {sizes.tp} alone (pipeline and data size 1)", _ONE_STAGE | _UNSHARDED),
-        (sizes.pp, f"--pipeline-model-parallel-size {sizes.pp} alone (tensor and data size 1)", _ONE_TENSOR | _UNSHARDED),
-        (sizes.dp, f"data size {sizes.dp} alone (tensor and pipeline size 1)", _ONE_TENSOR | _ONE_STAGE),
-    ]
+    one = {"tensor": _ONE_TENSOR, "context": _ONE_CONTEXT, "pipeline": _ONE_STAGE, "data": _UNSHARDED}
+    axes = []
+    for axis, size, flag in (
+        ("tensor", sizes.tp, "--tensor-model-parallel-size"),
+        ("context", sizes.cp, "--context-parallel-size"),
+        ("pipeline", sizes.pp, "--pipeline-model-parallel-size"),
+        ("data", sizes.dp, "data size"),
+    ):
+        others = [other for other in one if other != axis and (other != "context" or sizes.cp > 1)]
+        words = f"{flag} {size} alone ({', '.join(others[:-1])} and {others[-1]} size 1)" if len(others) > 2 else ""
+        words = words or f"{flag} {size} alone ({' and '.join(others)} size 1)"
+        axes.append((size, words, functools.reduce(operator.or_, (one[other] for other in one if other != axis))))
     several = [axis for axis in axes if axis[0] > 1]
     for size, words, fields in several if len(several) > 1 else ():
         if (variant := _variant(words, config, world_size, fields, size)) is not None:

@@ -71,15 +71,15 @@ def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int =
         ValueError: nothing smaller is valid.
     """
     whole = sizes_of(config, world_size)
-    hybrid = (config.parallel.fsdp_shard_size or whole.dp) < whole.dp
+    hybrid = (config.parallel.fsdp_shard_size or whole.sharing) < whole.sharing
     return [_reduced(config, whole, vocab_size, sizes, steps) for sizes in reduced_sizes(whole, max_ranks, hybrid=hybrid)]
 
 
 def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes, steps: int) -> Reduced:
     parallel = _ranks(config.parallel, whole, sizes)
     even = parallel.sharding == "optim_grads_params" and divides_evenly(config, whole, vocab_size)
-    shards = (parallel.fsdp_shard_size or sizes.dp) if even else 1
-    cuts = Cuts(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision))
+    shards = (parallel.fsdp_shard_size or sizes.sharing) if even else 1
+    cuts = Cuts(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision), sizes.cp, "a2a" in parallel.cp_comm_type)
     rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
     before = pattern_of(config.model, config.parallel, vocab_size)
     precision = reduced_precision(config.precision)
@@ -92,12 +92,13 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         num_layers = max(min(2, config.model.num_layers), least)
         model = reduced_model(config.model, num_layers, multiple, whole.tp, cuts)
         parallel, same_split = dataclasses.replace(parallel, **{**NO_SPLIT, "pipeline_schedule": None}), True
+    parallel = _ways(parallel, config.model.num_layers, model.num_layers)
     training = reduced_training(config.training, whole.pp, whole.dp, sizes.pp, sizes.dp, steps)
     parallel = dataclasses.replace(
         parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
     )
     after = pattern_of(model, parallel, rows)
-    chunk = reduced_loss(config, vocab_size, training.micro_batch_size * model.seq_length)
+    chunk = reduced_loss(config, vocab_size, training.micro_batch_size * model.seq_length // sizes.cp)
     small = dataclasses.replace(
         config,
         model=model,
@@ -133,7 +134,7 @@ def reduced_precision(precision: PrecisionConfig) -> PrecisionConfig:
 
 def divides_evenly(config: Config, sizes: RankSizes, vocab_size: int) -> bool:
     """Whether the data ranks that share a copy of the parameters each hold as many rows of each, without padding."""
-    ranks = config.parallel.fsdp_shard_size or sizes.dp
+    ranks = config.parallel.fsdp_shard_size or sizes.sharing
     for weight in model_weights(config.model, vocab_size):
         record = ParamRecord.of(weight, tensor_size=sizes.tp, sequence_parallel=False, chunks=())
         shape = record.local_shape({"tp": sizes.tp})
@@ -144,11 +145,23 @@ def divides_evenly(config: Config, sizes: RankSizes, vocab_size: int) -> bool:
 
 def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> ParallelConfig:
     shard = parallel.fsdp_shard_size
-    if shard is not None and sizes.dp != whole.dp:
-        shard = 2 if shard < whole.dp and sizes.dp > 2 else None
+    if shard is not None and sizes.sharing != whole.sharing:
+        shard = 2 if shard < whole.sharing and sizes.sharing > 2 else None
     return dataclasses.replace(
-        parallel, tensor_model_parallel_size=sizes.tp, pipeline_model_parallel_size=sizes.pp, fsdp_shard_size=shard
+        parallel,
+        tensor_model_parallel_size=sizes.tp,
+        context_parallel_size=sizes.cp,
+        pipeline_model_parallel_size=sizes.pp,
+        fsdp_shard_size=shard,
     )
+
+
+def _ways(parallel: ParallelConfig, num_layers: int, small: int) -> ParallelConfig:
+    """Ways to share keys and values for fewer layers: those of layers spread over the model."""
+    given = parallel.cp_comm_type
+    if len(given) < 2:
+        return parallel
+    return dataclasses.replace(parallel, cp_comm_type=tuple(given[layer * num_layers // small] for layer in range(small)))
 
 
 def _bucket(config: Config, vocab_size: int, whole: RankSizes, small_parameters: int, sizes: RankSizes) -> int | None:
@@ -201,7 +214,8 @@ def _notes(
         rows: rows of the word embedding before and after.
     """
     kept, changed = [], []
-    for what, old, new in (("tensor", whole.tp, sizes.tp), ("pipeline", whole.pp, sizes.pp), ("data", whole.dp, sizes.dp)):
+    axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+    for what, old, new in ((what, getattr(whole, axis), getattr(sizes, axis)) for what, axis in axes.items()):
         if old != new:
             changed.append(f"{what} size {old} -> {new}")
         elif old > 1:

@@ -15,6 +15,7 @@ from megatron.config.flags import flag_for
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.layers import alike, layers
 from megatron.spec.schedules import placement
@@ -34,17 +35,27 @@ class RankSizes:
     tp: int
     pp: int
     dp: int
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks on all axes together."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def sharing(self) -> int:
+        """Ranks over which the gradients of a parameter are summed and its state is shared."""
+        return self.cp * self.dp
+
+    def __str__(self) -> str:
+        """In words, as `tensor 2 x pipeline 2 x data 1`."""
+        return str(Topology(self.tp, self.cp, self.dp, self.pp))
 
 
 def sizes_of(config: Config, world_size: int) -> RankSizes:
     """The number of ranks on each axis for these settings."""
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    return RankSizes(tp, pp, world_size // (tp * pp))
+    topology = Topology.of(config.parallel, world_size)
+    return RankSizes(topology.tp, topology.pp, topology.dp, topology.cp)
 
 
 def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[RankSizes]:
@@ -60,10 +71,10 @@ def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[Ran
     """
     if whole.world_size <= max_ranks:
         return [whole]
-    small = (min(whole.tp, 2), min(whole.pp, 2), min(whole.dp, 4 if hybrid else 2))
+    small = (min(whole.tp, 2), min(whole.pp, 2), min(whole.dp, 4 if hybrid else 2), min(whole.cp, 2))
     chosen = [RankSizes(*sizes) for sizes in product(*(dict.fromkeys((size, 1)) for size in small))]
-    for several in (3, 2, 1):
-        found = [each for each in chosen if (each.tp > 1) + (each.pp > 1) + (each.dp > 1) == several]
+    for several in (4, 3, 2, 1):
+        found = [each for each in chosen if sum(size > 1 for size in (each.tp, each.pp, each.dp, each.cp)) == several]
         if found and all(each.world_size <= max_ranks for each in found):
             break
     else:
@@ -79,8 +90,8 @@ def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[Ran
 
 def _with_middle(sizes: RankSizes, whole: RankSizes, max_ranks: int) -> RankSizes:
     """The sizes with as many stages as there is room for, up to the number that shows a middle."""
-    room = max_ranks // (sizes.tp * sizes.dp)
-    return RankSizes(sizes.tp, max(sizes.pp, min(whole.pp, _MOST_STAGES, room)), sizes.dp)
+    room = max_ranks // (sizes.tp * sizes.sharing)
+    return dataclasses.replace(sizes, pp=max(sizes.pp, min(whole.pp, _MOST_STAGES, room)))
 
 
 _MOST_CHUNKS = 3

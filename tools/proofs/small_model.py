@@ -38,6 +38,10 @@ class Cuts:
     """Whether the tensor ranks cut the sequence too."""
     blocks: int = 1
     """What the dimensions of products on a rank are multiples of: more than 1 where they are computed in 8 bits."""
+    context: int = 1
+    """Number of context ranks, which cut the sequence first."""
+    shares_heads: bool = False
+    """Whether context ranks share the heads of a tensor rank among each other."""
 
     @property
     def multiple(self) -> int:
@@ -92,6 +96,7 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
     """
     sharing = max(1, tp // model.num_key_value_heads)  # ranks to a key-value head
     groups = min(2, model.num_key_value_heads // tp) * cuts.tp if sharing == 1 else max(1, cuts.tp // sharing)
+    groups = _up(groups, cuts.tp * cuts.context) if cuts.shares_heads else groups
     queries = min(_MOST_QUERIES, model.num_attention_heads // model.num_key_value_heads)
     queries = _up(queries, cuts.tp // groups) if sharing > 1 else queries
     latents = _latents(model, cuts)
@@ -100,9 +105,10 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
     wider = model.head_size * model.num_attention_heads
     if model.hidden_size != wider and not latents:  # heads that do not make up the hidden size
         hidden = _up(hidden * 3 // 2, 2 * cuts.multiple) if model.hidden_size > wider else _up(hidden // 2 + 1, 2 * cuts.multiple)
-    sequence = _up(_SEQUENCE, math.lcm(cuts.tp if cuts.sequence else 1, cuts.multiple))
+    unit = math.lcm(cuts.tp if cuts.sequence else 1, cuts.multiple)
     if latents and cuts.sequence:  # latents are products of a rank's tokens
-        sequence = _up(sequence, cuts.tp * cuts.blocks)
+        unit = math.lcm(unit, cuts.tp * cuts.blocks)
+    sequence = _up(_SEQUENCE, unit if cuts.context == 1 else cuts.context * math.lcm(2, unit))
     positions = None if model.max_position_embeddings is None else sequence
     if model.num_positions > model.seq_length:
         positions = sequence + _up(_SPARE_POSITIONS, cuts.parts)

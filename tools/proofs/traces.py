@@ -119,6 +119,7 @@ def _other_masks(header: TraceHeader, other: TraceHeader) -> str | None:
         return None
     for what, of in (
         ("tensor size", lambda each: each.layout["tp"]),
+        ("context size", lambda each: each.layout["cp"]),
         ("micro-batch size", lambda each: each.settings["training"]["micro_batch_size"]),
     ):
         if of(header) != of(other):

@@ -105,8 +105,7 @@ def vocabulary_of(data: DataConfig) -> int:
 
 def title_of(config: Config, world_size: int) -> str:
     """The layout in words: `tensor 2 x pipeline 2 x data 1`."""
-    sizes = sizes_of(config, world_size)
-    return f"tensor {sizes.tp} x pipeline {sizes.pp} x data {sizes.dp}"
+    return str(sizes_of(config, world_size))
 
 
 def trace_of(observation: Observation) -> TraceRun:
@@ -115,7 +114,7 @@ def trace_of(observation: Observation) -> TraceRun:
     config = observation.config
     header = TraceHeader(
         settings=to_dict(config),
-        layout={"cp": 1, **runs.sizes},
+        layout=runs.sizes,
         layers=[(chunk.stage, list(chunk.layers)) for chunk in runs.table],
         dtype="float64",
         torch=torch.__version__,
