@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.config.checks.each import LARGEST_WORLD
+from megatron.config.checks.finding import RANKS
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.given import check_output, is_count, split
@@ -161,7 +163,7 @@ def settings(rest: Sequence[str], own: Own) -> tuple[LoadedConfig, int]:
     if world_size is None:
         try:
             parallel = parse(rest).parallel
-            world_size = max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+            world_size = max(1, math.prod(getattr(parallel, field) for field in RANKS))
         except ConfigError:
             world_size = 1  # `load` tells of this and of all else
     loaded = load(rest, world_size)

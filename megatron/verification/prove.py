@@ -52,7 +52,7 @@ def prove(
     tokenizer = build_tokenizer(data)
     rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     vocab_size = embedding_rows(tokenizer, data)
-    data_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    data_size = Topology.of(parallel, world_size).dp
     micro, ramp = config.training.micro_batch_size, config.training.rampup_batch_size
     several = (ramp[0] if ramp else config.training.final_batch_size(data_size)) > micro
     samples = RandomSamples(_SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, empty_masks=several)

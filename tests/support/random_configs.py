@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.spec.schedules import SCHEDULES
 from tests.support.random_attention import draw_attention
 from tests.support.random_draws import Draw, chance, number, one_of
-from tests.support.random_layout import draw_layout
+from tests.support.random_layout import draw_context, draw_layout
 from tests.support.random_model import draw_model
 from tests.support.random_training import draw_eight_bits, draw_logging, draw_rule, draw_training
 
@@ -55,6 +55,8 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     ranks = one_of(draw, 2, 1, 2, 3, 4, 1, 4, 4, 5, 6, 6, 7, 8, 8)
     tp, pp, dp = draw(st.sampled_from([sizes for sizes in _SIZES if math.prod(sizes) == ranks]))
     settings = draw_layout(draw, tp, pp, dp)
+    cp = one_of(draw, *(size for size in (2, 4) if dp % size == 0)) if dp % 2 == 0 and chance(draw, 2) else 1
+    dp //= cp
     settings |= draw_model(draw, tp, bool(settings.get("sequence_parallel")))
     settings |= draw_attention(draw, settings)
     settings |= draw_training(draw, dp)
@@ -64,7 +66,8 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     if chance(draw, 5) and settings.get("data_parallel_sharding_strategy") != "optim_grads_params":
         settings["mtp_num_layers"] = one_of(draw, 1, 2)
         settings["mtp_loss_scaling_factor"] = one_of(draw, None, 0.5)
-    return settings | draw_logging(draw), tp * pp * dp
+    settings |= draw_logging(draw)
+    return settings | draw_context(draw, settings, cp), tp * cp * pp * dp
 
 
 @st.composite
@@ -96,7 +99,8 @@ _SIZES = sorted(
 _OTHERS: dict[str, tuple[Any, ...]] = {
     "tensor_model_parallel_size": (2, 3, 5),
     "pipeline_model_parallel_size": (2, 3, 5),
-    "context_parallel_size": (2,),
+    "context_parallel_size": (2, 3),
+    "cp_comm_type": (("a2a",), ("p2p", "all_gather")),
     "expert_model_parallel_size": (2,),
     "sequence_parallel": (True,),
     "tp_comm_overlap": (True,),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.random_draws import Draw, chance, number, one_of, switches
@@ -28,6 +29,24 @@ def draw_layout(draw: Draw, tp: int, pp: int, dp: int) -> dict[str, Any]:
     if chance(draw, 4):
         settings |= {"compile": True, "compile_backend": "aot_eager"}
     return settings
+
+
+def draw_context(draw: Draw, settings: Mapping[str, Any], cp: int) -> dict[str, Any]:
+    """How context ranks share sequences, which are grown so that they can."""
+    if cp == 1:
+        return {}
+    tp = settings.get("tensor_model_parallel_size", 1) if settings.get("sequence_parallel") else 1
+    unit = cp * math.lcm(2, tp * (16 if "fp8_format" in settings else 1))
+    length = -(-settings["seq_length"] // unit) * unit
+    found: dict[str, Any] = {"context_parallel_size": cp, "seq_length": length, "log_gradient_noise": None}
+    if settings.get("max_position_embeddings"):
+        found["max_position_embeddings"] = length + 1
+    heads = settings["num_attention_heads"]
+    heads = settings.get("num_query_groups") or heads if settings.get("group_query_attention") else heads
+    fits = heads % (settings.get("tensor_model_parallel_size", 1) * cp) == 0
+    ways = ("all_gather", "p2p", *(["a2a"] if fits else []))
+    each = tuple(one_of(draw, *ways) for _ in range(settings["num_layers"]))
+    return found | {"cp_comm_type": one_of(draw, None, *((way,) for way in ways), each)}
 
 
 def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:

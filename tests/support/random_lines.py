@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase
 from megatron.config.given import split
 from tests.support.random_configs import CommandLine, command_lines
 
-_SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size")
+_SIZES = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
 
 
 def line_of(number: int) -> CommandLine:
@@ -78,5 +78,5 @@ def _joined(parts: list[tuple[str, ...]], before: CommandLine) -> CommandLine:
 
 
 def _ranks(argv: tuple[str, ...]) -> int:
-    """Tensor size x pipeline size."""
+    """Tensor size x context size x pipeline size."""
     return math.prod(max(1, int(item.values[0])) for item in split(argv)[1] if item.name in _SIZES)

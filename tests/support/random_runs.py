@@ -11,6 +11,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of
+from megatron.parallel.topology import Topology
 from megatron.training.progress import BatchSizePlan
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.prove import prove
@@ -72,7 +73,7 @@ def judge(line: CommandLine, timeout: float = 60.0, *, started: bool = False) ->
 def makes_a_step(config: Config, world_size: int) -> bool:
     """Whether --iterations-to-skip leaves one."""
     parallel, training = config.parallel, config.training
-    data_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    data_size = Topology.of(parallel, world_size).dp
     iterations = BatchSizePlan(training, data_size).total_iterations
     return not {*range(1, iterations + 1)} <= {*training.iterations_to_skip}
 

@@ -14,6 +14,7 @@ from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_yaml
+from megatron.parallel.topology import Topology
 from tests.support.random_configs import CommandLine
 from tests.support.runs import read_metrics, run
 
@@ -63,7 +64,7 @@ def rehearse(line: CommandLine) -> None:
 def in_one_process(config: Config, world_size: int) -> Config:
     """The same training without a layout, in float64."""
     parallel, training = config.parallel, config.training
-    data_size = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    data_size = Topology.of(parallel, world_size).dp
     batch = training.global_batch_size or training.micro_batch_size * data_size
     precision = PrecisionConfig(fp64=True)
     if config.precision.fp8_format is not None:
