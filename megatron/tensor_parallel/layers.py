@@ -56,7 +56,7 @@ class ColumnParallelLinear(LinearLayer):
     """
 
     def __init__(self, scope: Scope) -> None:
-        products = products_of(scope.fp8, scope.tp, "outputs")
+        products = products_of(scope.fp8, scope.tp, "outputs", scope.context.context_group)
         input_mode: InputMode = "gather" if scope.sequence_parallel else "copy"
         super().__init__(scope, Form(scope.tp, input_mode, overlap=scope.overlap, products=products))
         self.halves = len(self.weight) if self.weight.dim() == 3 else 1
@@ -73,7 +73,7 @@ class RowParallelLinear(LinearLayer):
     def __init__(self, scope: Scope) -> None:
         over_ranks: OutputMode = "scatter" if scope.sequence_parallel else "sum"
         output_mode: OutputMode = "plain" if scope.tp.size == 1 else over_ranks
-        products = products_of(scope.fp8, scope.tp, "inputs")
+        products = products_of(scope.fp8, scope.tp, "inputs", scope.context.context_group)
         super().__init__(scope, Form(scope.tp, output_mode=output_mode, overlap=scope.overlap, products=products))
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
@@ -97,7 +97,7 @@ class ReplicatedLinear(LinearLayer):
     def __init__(self, scope: Scope, *, for_heads: bool = False) -> None:
         split = scope.sequence_parallel
         output_mode: OutputMode = ("gather" if split else "share") if for_heads and scope.tp.size > 1 else "plain"
-        products = products_of(scope.fp8, scope.tp, "tokens" if split else "nothing")
+        products = products_of(scope.fp8, scope.tp, "tokens" if split else "nothing", scope.context.context_group)
         super().__init__(scope, Form(scope.tp, output_mode=output_mode, products=products))
 
     def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:

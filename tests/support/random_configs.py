@@ -55,8 +55,6 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     ranks = one_of(draw, 2, 1, 2, 3, 4, 1, 4, 4, 5, 6, 6, 7, 8, 8)
     tp, pp, dp = draw(st.sampled_from([sizes for sizes in _SIZES if math.prod(sizes) == ranks]))
     settings = draw_layout(draw, tp, pp, dp)
-    cp = one_of(draw, *(size for size in (2, 4) if dp % size == 0)) if dp % 2 == 0 and chance(draw, 2) else 1
-    dp //= cp
     settings |= draw_model(draw, tp, bool(settings.get("sequence_parallel")))
     settings |= draw_attention(draw, settings)
     settings |= draw_training(draw, dp)
@@ -67,7 +65,7 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
         settings["mtp_num_layers"] = one_of(draw, 1, 2)
         settings["mtp_loss_scaling_factor"] = one_of(draw, None, 0.5)
     settings |= draw_logging(draw)
-    return settings | draw_context(draw, settings, cp), tp * cp * pp * dp
+    return settings | draw_context(draw, settings, dp), tp * pp * dp
 
 
 @st.composite

@@ -31,10 +31,15 @@ def draw_layout(draw: Draw, tp: int, pp: int, dp: int) -> dict[str, Any]:
     return settings
 
 
-def draw_context(draw: Draw, settings: Mapping[str, Any], cp: int) -> dict[str, Any]:
-    """How context ranks share sequences, which are grown so that they can."""
-    if cp == 1:
+def draw_context(draw: Draw, settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """How context ranks share sequences, which are grown so that they can.
+
+    Args:
+        ranks: context and data ranks together.
+    """
+    if ranks % 2 or chance(draw, 3):
         return {}
+    cp = one_of(draw, *(size for size in (2, 4) if ranks % size == 0))
     tp = settings.get("tensor_model_parallel_size", 1) if settings.get("sequence_parallel") else 1
     unit = cp * math.lcm(2, tp * (16 if "fp8_format" in settings else 1))
     length = -(-settings["seq_length"] // unit) * unit

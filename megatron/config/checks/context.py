@@ -73,3 +73,14 @@ def noise_is_of_whole_samples(config: Config, world_size: int) -> Iterator[Findi
             f"{shown(config, 'log_gradient_noise')} is not built with {shown(config, _CP)}.",
             [without(config, "log_gradient_noise"), change(context_parallel_size=1)],
         )
+
+
+@rule("fp8_recipe", _CP, reads=("fp8_format",))
+def strips_of_tokens_stay_whole(config: Config, world_size: int) -> Iterator[Finding]:
+    """Context ranks divide the tokens, of which 128 neighbours have a scale in common."""
+    precision = config.precision
+    if precision.fp8_format and precision.fp8_recipe == "blockwise" and config.parallel.context_parallel_size > 1:
+        yield Finding(
+            f"{shown(config, 'fp8_recipe')} is not built with {shown(config, _CP)}.",
+            [change(fp8_recipe="rowwise"), change(context_parallel_size=1)],
+        )

@@ -269,6 +269,13 @@ CASES: list[Case] = [
         ["--cp-comm-type all_gather", "--context-parallel-size 1"],
     ),
     (
+        "--context-parallel-size 2 --bf16 --fp8-format e4m3 --fp8-recipe blockwise --hidden-size 384 --seq-length 256",
+        2,
+        {"--fp8-recipe", "--context-parallel-size"},
+        ["is not built", "128 neighbours"],
+        ["--fp8-recipe rowwise", "--context-parallel-size 1"],
+    ),
+    (
         "--context-parallel-size 2 --log-gradient-noise",
         2,
         {"--log-gradient-noise", "--context-parallel-size"},
