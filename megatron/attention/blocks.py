@@ -126,6 +126,22 @@ def attention_of_a_token(
     return _product(shares.flatten(0, 2), v.flatten(0, 1)).view(*q.shape[:3], -1)
 
 
+def largest_scores(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
+    """The largest score of each head over all samples and all pairs in reach: [g * r], in at least float32.
+
+    Args:
+        q: [s, b, g, r, d].
+        k: [keys, b, g, d].
+    """
+    s, b, g, r, _ = q.shape
+    found = q.new_full((g, r), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for queries, keys in call.reach.blocks(s, len(k), b * g * r):
+        scores = _scores(q[queries], k[keys], call)
+        _hide(scores, call, queries, keys)
+        torch.maximum(found, scores.view(b, g, -1, r, scores.shape[-1]).amax((0, 2, 4)), out=found)
+    return found.flatten()
+
+
 class _BlockAttention(torch.autograd.Function):
     """Keeps its inputs, its result and a log of a sum a row."""
 

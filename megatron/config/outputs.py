@@ -63,6 +63,9 @@ class LoggingConfig:
     log_gradient_noise: bool = False
     """Add the gradient's noise scale to the log line: about the batch size, in sequences, beyond which larger ones gain little
     (McCandlish et al. 2018). It compares the step's first microbatch with the whole batch."""
+    log_max_attention_logit: bool = False
+    """Add the largest score of attention (scaled, before any cap) to the log line, over all layers, heads and samples. It costs one
+    more product of queries and keys in each forward; with --qk-clip it is taken anyway."""
     log_layer_norms: bool = setting(False, acts=acts_with(metrics_file=GIVEN, tensorboard_dir=GIVEN, wandb_project=GIVEN))
     """Log gradient and weight norms of each layer (TensorBoard and metrics file)."""
     metrics_file: str | None = None

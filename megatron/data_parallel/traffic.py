@@ -64,6 +64,8 @@ class StepSums(NamedTuple):
     """Squares of the whole gradient of these."""
     first_mask: float
     """The loss mask of the first microbatch."""
+    max_logit: float
+    """The largest score of attention, if it is asked for; all ranks know it, and one gives it."""
 
 
 NUM_SCALARS = 1 + len(StepSums._fields)

@@ -125,6 +125,11 @@ def recomputed(
     return region.run(inputs)
 
 
+def is_remade() -> bool:
+    """Whether what runs now has run before, in the forward."""
+    return _remaking is not None
+
+
 def about_to_save(x: torch.Tensor) -> None:
     """Called by an operation that saves x for its backward, and nothing else, before it computes. Ends a remake that needs no
     more."""

@@ -33,6 +33,7 @@ def training_log_line(
     params_norm: float | None = None,
     gradient_noise: float | None = None,
     context_imbalance: float | None = None,
+    max_attention_logit: float | None = None,
 ) -> str:
     """One line of progress, without a newline.
 
@@ -57,6 +58,7 @@ def training_log_line(
         context_imbalance: What the busiest context rank attends to, as a multiple of the mean; shown where documents make it
             uneven.
         gradient_noise: Noise scale of the gradient over the interval in sequences, with --log-gradient-noise.
+        max_attention_logit: Largest score of attention over the interval, with --log-max-attention-logit.
     """
     fields = [
         f" [{time:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iterations:8d}",
@@ -83,6 +85,8 @@ def training_log_line(
         fields.append(f"gradient noise scale: {gradient_noise:.1f}")
     if context_imbalance is not None and context_imbalance > 1.0:
         fields.append(f"context imbalance: {context_imbalance:.3f}")
+    if max_attention_logit is not None:
+        fields.append(f"max attention logit: {max_attention_logit:.3f}")
     fields += [f"number of skipped iterations: {skipped:3d}", f"number of nan iterations: {nans:3d}"]
     return " | ".join(fields) + " |"
 

@@ -16,8 +16,8 @@ class Sink(Protocol):
     """Takes numbers by name. Only the rank that logs opens one.
 
     Names are those of the metrics file: lm_loss, z_loss, mtp_loss, grad_norm, learning_rate, loss_scale, skipped, elapsed_ms,
-    tokens_per_s, tflops_per_device, global_batch_size, num_zeros, params_norm, gradient_noise, context_imbalance, validation_loss,
-    test_loss, and any other.
+    tokens_per_s, tflops_per_device, global_batch_size, num_zeros, params_norm, gradient_noise, context_imbalance,
+    max_attention_logit, validation_loss, test_loss, and any other.
     """
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.attention.largest import LargestScores
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ContextWay, ParallelConfig
@@ -51,6 +52,8 @@ class Model:
     """Which layers compute in 8 bits."""
     context_ways: tuple[ContextWay, ...] = ()
     """How context ranks share keys and values in each layer, where there are several."""
+    largest: LargestScores | None = None
+    """What takes the largest scores of attention, where a run asks for them."""
 
     @property
     def computes_loss(self) -> bool:
@@ -109,6 +112,7 @@ def model_of(
         precision=config.precision,
         compiler=BlockCompiler.of(config.speed, defers=SCHEDULES[config.parallel.schedule].splits_backward),
         ways=context_ways(config.model, config.parallel.cp_comm_type),
+        watches_scores=config.logging.log_max_attention_logit,
     )
 
 
@@ -127,6 +131,7 @@ def build_model(
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     compiler: BlockCompiler | None = None,
     ways: Sequence[ContextWay] = (),
+    watches_scores: bool = False,
 ) -> Model:
     """Build this rank's chunks on the meta device, then give them memory and initial values.
 
@@ -138,6 +143,7 @@ def build_model(
         precision: which layers compute in 8 bits. (The dtype is that given here.)
         ways: how context ranks share keys and values in each layer, where there are several.
         compiler: compiles the layers, if they are; not on the meta device, on which a plan looks at their operations.
+        watches_scores: the largest scores of attention are asked for.
     """
     table = table or layer_table(config.num_layers, loop(context.topology.pp))
     params = ParamTable()
@@ -156,4 +162,10 @@ def build_model(
             materialize(module, params, context.device)
         for entry in params:
             initialize(entry.param, entry.record, context, seed)
-    return Model(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap, precision, tuple(ways))
+    largest = LargestScores.of(config, dtype, context.device) if watches_scores else None
+    if largest is not None:
+        for module in chunks.values():
+            module.watch_scores(largest)
+    return Model(
+        config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap, precision, tuple(ways), largest
+    )

@@ -1,7 +1,8 @@
 """Layers through torch's compiler: their operations beside products, attention and communication fused to few kernels.
 
 Compiled is a layer without its hooks. Where attention is one kernel of torch, the whole layer is one graph. Attention with dropout,
-within documents, with a window, a cap or sinks stays as it is, between two graphs: what lies before it, and what lies after.
+within documents, with a window, a cap or sinks, or whose largest scores are asked for stays as it is, between two graphs: what lies
+before it, and what lies after.
 
 Equal layers share one compilation: parameters are inputs, linear layers enter by their handles (`megatron.tensor_parallel.linear`),
 seeds of dropout masks in a tensor. In evaluation and generation, without a backward, layers run as they are.
@@ -99,6 +100,7 @@ class CompiledBlock:
         block, masks = self._block, None if seeds is None else torch.tensor(seeds)
         attention = block.attention
         one = one_kernel(attention.scores, len(x) * attention.sequence_ranks)
+        one = one and attention.largest is None
         if one and documents is None and not attention.recomputes_core and (key is None or attention.dropout == 0.0):
             with entered(self._users):
                 return self._whole(block, x, rotary, masks)

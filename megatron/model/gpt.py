@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron.attention.documents import Documents
+from megatron.attention.largest import LargestScores
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.memory.offload import chosen_layer
@@ -195,6 +196,12 @@ class GPTChunk(nn.Module):
     def units(self) -> list[nn.Module]:
         """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole."""
         return [module for module in (self.embedding, *self.layers, self.final_norm, self.output, self.mtp) if module is not None]
+
+    def watch_scores(self, largest: LargestScores) -> None:
+        """Let the attention of each layer give its largest scores; that of multi-token prediction does not, since its last tokens
+        are none of the sample."""
+        for block in self.blocks:
+            block.attention.largest = largest
 
     def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the chunk.

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.attention.blocks import BLOCK_BY_BLOCK
+from megatron.attention.largest import LargestScores
 from megatron.config.data import DataConfig
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
@@ -49,7 +50,7 @@ _ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention": "cuDNN's attention",
     "aten::_scaled_dot_product_efficient_attention": "memory-efficient attention",
     "aten::_safe_softmax": "attention by plain products, which keeps its probabilities",
-    "aten::amax": BLOCK_BY_BLOCK,  # only `block_attention` calls it in this form
+    "aten::log_": BLOCK_BY_BLOCK,  # only `block_attention` calls it in this form
 }
 
 
@@ -278,6 +279,9 @@ class ChunkRun:
             num_chunks=chunk.num_chunks,
         )
         self._module = GPTChunk(scope, model.config, chunk, segments, loss=model.loss, precision=model.precision)
+        self._largest = None if model.largest is None else LargestScores.of(model.config, model.dtype, device)
+        if self._largest is not None:
+            self._module.watch_scores(self._largest)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:
@@ -317,7 +321,8 @@ class ChunkRun:
         """
         backward = OpKind.INPUT_GRAD if splits else OpKind.BACKWARD
         kept = Kept(host=self._host, back_soon=back_soon, living=[] if self._received is None else [self._received])
-        with self._operation(OpKind.FORWARD), keeping(kept):
+        watching = contextlib.nullcontext() if self._largest is None else self._largest.watching()
+        with self._operation(OpKind.FORWARD), keeping(kept), watching:
             out = self._module(self._inputs, self._received)
             # As the executor does: only the gradient edge is kept.
             edge = get_gradient_edge(out if self._gradient is not None else minimised(out) * self._scale)

@@ -292,7 +292,8 @@ class Planner:
         parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
         state = OptimizerState(config.optimizer, context.axis_sizes, self._device_type)
         traces = self._trace(model, context)
-        scalars = [Sending("world", "scalars", 2 * (ranks - 1) * NUM_SCALARS * 8 // ranks)] if ranks > 1 else []
+        largest = 0 if model.largest is None else model.largest.found.nbytes
+        scalars = [Sending("world", "scalars", 2 * (ranks - 1) * (NUM_SCALARS * 8 + largest) // ranks)] if ranks > 1 else []
         layouts: dict[object, tuple[dict[RankContent, list[Places]], list[Sending]]] = {}
         for stage in stages:
             # The operations of the stage, on the chunks of the one that the model is built for.

@@ -46,6 +46,7 @@ class _Interval:
     mtp_losses: list[float] = field(default_factory=list)
     imbalances: list[float] = field(default_factory=list)
     """Imbalances of the work of context ranks."""
+    max_logits: list[float] = field(default_factory=list)
 
 
 class Reporter:
@@ -103,6 +104,7 @@ class Reporter:
                 sums.noises += [] if result.noise is None else [result.noise]
                 sums.mtp_losses += [] if result.mtp_loss is None else [result.mtp_loss]
                 sums.imbalances += [] if result.context_imbalance is None else [result.context_imbalance]
+                sums.max_logits += [] if result.max_attention_logit is None else [result.max_attention_logit]
         now = time.perf_counter()
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
@@ -160,6 +162,7 @@ class Reporter:
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
         loss, z_loss, mtp_loss = _mean(sums.losses), _mean(sums.z_losses), _mean(sums.mtp_losses)
         noise, imbalance = noise_scale(sums.noises), _mean(sums.imbalances)
+        max_logit = max(sums.max_logits, default=None)
         self.say(
             training_log_line(
                 time=datetime.now(),
@@ -181,6 +184,7 @@ class Reporter:
                 params_norm=extras.get("params_norm"),
                 gradient_noise=noise,
                 context_imbalance=imbalance,
+                max_attention_logit=max_logit,
             )
         )
         values = {
@@ -204,6 +208,8 @@ class Reporter:
             values["gradient_noise"] = noise
         if imbalance is not None:
             values["context_imbalance"] = imbalance
+        if max_logit is not None:
+            values["max_attention_logit"] = max_logit
         if result is not None:
             values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
         if result is not None and result.num_zeros is not None:
@@ -226,6 +232,7 @@ class Reporter:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
             values |= {} if result.z_loss is None else {"z_loss": result.z_loss}
             values |= {} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}
+            values |= {} if result.max_attention_logit is None else {"max_attention_logit": result.max_attention_logit}
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
         if self._config.log_memory_to_tensorboard and torch.cuda.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.config.config import Config
@@ -61,6 +63,8 @@ class StepResult:
     """What the step says of the noise of the gradient, where it is measured."""
     mtp_loss: float | None = None
     """The cross entropy of multi-token prediction, a mean over its depths, divided by the same number of tokens as `loss`."""
+    max_attention_logit: float | None = None
+    """The largest score of attention over all layers and heads, where it is asked for."""
     attended_sequences: float | None = None
     """How many samples of one document each need as much attention, where attention stays within documents."""
     context_imbalance: float | None = None
@@ -187,6 +191,7 @@ class TrainStep:
             skipped=overflow,
             loss_scale=scale,
             noise=self._noise_of(sums, batch, scale),
+            max_attention_logit=sums.max_logit if self.model.largest is not None else None,
             attended_sequences=sums.attended if batch[0].documents is not None else None,
             context_imbalance=sums.context_imbalance / (len(batch) * self.context.data_group.size) or None,
             exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
@@ -230,8 +235,16 @@ class TrainStep:
         noise = [torch.zeros_like(squares)] * 3
         if self._noise is not None:
             noise = [*self._noise.sums(self.counted_squares), self._mask_sum(batch[:1] if self._noise.has_first else ())]
-        sums = torch.stack([loss_sum, *self._sums_beside, count, squares, zeros, *numbers, *noise])
+        logit = self._max_logit() if self.model.largest is not None else torch.zeros_like(squares)
+        sums = torch.stack([loss_sum, *self._sums_beside, count, squares, zeros, *numbers, *noise, logit])
         return StepSums(*all_reduce(sums, self.context.world).tolist())
+
+    def _max_logit(self) -> torch.Tensor:
+        """Find the largest score of each head over the whole batch, and give this rank's share of the sum that is the largest of
+        all: float64."""
+        assert self.model.largest is not None
+        found = all_reduce(self.model.largest.found, self.context.world, dist.ReduceOp.MAX).amax().double()
+        return found if self.context.world.index == 0 else torch.zeros_like(found)
 
     def _of_documents(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """This rank's share of a step's attended sequences and of the imbalances of its microbatches: of the ranks with the same
@@ -267,7 +280,8 @@ class TrainStep:
             self._noise.start(measures=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
-        with self._timers("forward-backward", level=1):
+        largest = self.model.largest
+        with self._timers("forward-backward", level=1), contextlib.nullcontext() if largest is None else largest.watching():
             loss_sum, self._sums_beside = self._run(batch, scaled)
         pending.wait()
         if inspect is None:

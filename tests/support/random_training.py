@@ -92,7 +92,8 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
     settings: dict[str, Any] = {"eval_iters": one_of(draw, 0, 0, 1, 2), "log_interval": 1}
     if settings["eval_iters"] and chance(draw, 2):
         settings["eval_interval"] = 1
-    settings |= switches(draw, "log_params_norm", "log_num_zeros_in_grad", "log_throughput", "deterministic_mode", one_in=6)
+    logged = ("log_params_norm", "log_num_zeros_in_grad", "log_throughput", "log_max_attention_logit", "deterministic_mode")
+    settings |= switches(draw, *logged, one_in=6)
     if chance(draw, 6):
         settings["timing_log_level"] = number(draw, 1, 2)
         settings["timing_log_option"] = one_of(draw, None, "max", "all")

@@ -14,7 +14,9 @@ from megatron.attention import blocks
 from megatron.attention.blocks import Call, Reach
 from megatron.attention.core import core_attention
 from megatron.attention.documents import Documents, varlen_attention
+from megatron.attention.largest import LargestScores
 from megatron.config.model import SoftmaxType
+from megatron.parallel.context import SELF_GROUP
 from megatron.spec.layers import PLAIN, ScoreSpec
 from tests.unit.attention.test_documents import CASES, Largest, documents_of, plain_varlen
 
@@ -38,18 +40,23 @@ def dense(
     k, v = (x.repeat_interleave(r, 2) for x in (k, v))
     scores = torch.einsum("ibnd,jbnd->bnij", q.flatten(2, 3), k) * (1 / math.sqrt(d) if spec.scale is None else spec.scale)
     scores = scores if spec.softcap is None else spec.softcap * torch.tanh(scores / spec.softcap)
-    i, j = torch.arange(s)[:, None], torch.arange(s)
-    hidden = (j > i).expand(b, s, s)
-    if spec.window is not None:
-        hidden = hidden | (i - j > spec.window)
-    if documents is not None:
-        numbers = torch.bucketize(torch.arange(b * s).view(b, s), documents.on_device[1:], right=True)
-        hidden = hidden | (numbers[:, :, None] != numbers[:, None, :])
-    scores = scores.masked_fill(hidden[:, None], -math.inf)
+    scores = scores.masked_fill(out_of_reach(s, b, spec.window, documents)[:, None], -math.inf)
     if spec.softmax != "vanilla":
         column = torch.zeros(g * r, dtype=q.dtype) if sinks is None else sinks
         scores = torch.cat([scores, column.view(1, -1, 1, 1).expand(b, -1, s, 1)], -1)
     return torch.einsum("bnij,jbnd->ibnd", scores.softmax(-1)[..., :s], v).flatten(2)
+
+
+def out_of_reach(s: int, b: int, window: int | None, documents: Documents | None) -> torch.Tensor:
+    """Which keys a query does not see, [b, s, s]."""
+    i, j = torch.arange(s)[:, None], torch.arange(s)
+    hidden = (j > i).expand(b, s, s)
+    if window is not None:
+        hidden = hidden | (i - j > window)
+    if documents is not None:
+        numbers = torch.bucketize(torch.arange(b * s).view(b, s), documents.on_device[1:], right=True)
+        hidden = hidden | (numbers[:, :, None] != numbers[:, None, :])
+    return hidden
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 128])
@@ -70,6 +77,25 @@ def test_it_equals_a_dense_mask(size: int, monkeypatch: pytest.MonkeyPatch) -> N
         gradients = (torch.autograd.grad((out * weights).sum(), inputs) for out in (found, expected))
         for gradient, wanted in zip(*gradients, strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12, msg=str(spec))
+
+
+def test_the_largest_scores_are_those_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each head, over pairs in reach alone, however the queries are cut; a cap does not change them."""
+    for size, window, documents, r, scale in itertools.product(
+        (3, 128), (None, 2), (None, documents_of(ROWS)), (1, 3), (None, 0.3)
+    ):
+        monkeypatch.setattr(blocks, "_MOST_QUERIES", size)
+        q, k, _ = heads(r)
+        largest = LargestScores(2, G * r + 1, torch.float64, q.device)
+        with largest.watching():
+            largest.take(1, 1, q, k, ScoreSpec(scale, 0.1, window), documents, SELF_GROUP)
+            largest.take(1, 1, 0.5 * q, k, ScoreSpec(scale, None, window), documents, SELF_GROUP)
+        largest.take(0, 1, q, k, PLAIN, documents, SELF_GROUP)  # nobody watches
+        scores = torch.einsum("ibnd,jbnd->nbij", q.flatten(2, 3), k.repeat_interleave(r, 2)) * (D**-0.5 if scale is None else scale)
+        scores = scores.masked_fill(out_of_reach(S, B, window, documents), -math.inf)
+        expected = torch.full((2, G * r + 1), -math.inf, dtype=torch.float64)
+        expected[1, 1:] = torch.maximum(scores.amax((1, 2, 3)), 0.5 * scores.amax((1, 2, 3)))
+        torch.testing.assert_close(largest.found, expected, rtol=0, atol=1e-12)
 
 
 def test_a_window_over_the_whole_sequence_is_none() -> None:

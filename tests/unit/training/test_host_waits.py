@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lamb": {"bf16": True, "optimizer": "lamb"},
     "muon": {
         "bf16": True,
+        "log_max_attention_logit": True,
         "tensor_model_parallel_size": 2,
         "use_distributed_optimizer": True,
         "optimizer": "muon",
