@@ -66,7 +66,7 @@ def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
 
 GRID: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "bf16": True}
 CASES: dict[str, dict[str, Any]] = {
-    "no_shard": {**GRID, "sequence_parallel": True},
+    "no_shard": {**GRID, "sequence_parallel": True, "log_max_attention_logit": True},
     "no_shard, overlapping tensor ranks": {**GRID, "sequence_parallel": True, "tp_comm_overlap": True},
     "optim, tp-pp-dp": {**GRID, "data_parallel_sharding_strategy": "optim", "use_tp_pp_dp_mapping": True},
     "optim_grads, virtual stages": {
@@ -95,12 +95,13 @@ CASES: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "data_parallel_sharding_strategy": "optim",
     },
-    "context ranks in a ring": {**GRID, "context_parallel_size": 2, "cp_comm_type": ("p2p",)},
+    "context ranks in a ring": {**GRID, "context_parallel_size": 2, "cp_comm_type": ("p2p",), "log_max_attention_logit": True},
     "context ranks by heads": {
         "context_parallel_size": 4,
         "cp_comm_type": ("a2a", "p2p"),
         "data_parallel_sharding_strategy": "optim_grads_params",
         "recompute_granularity": "full",
+        "log_max_attention_logit": True,
     },
     "adafactor": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "adafactor"},
     "muon, optim": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "muon"},

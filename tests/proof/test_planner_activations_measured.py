@@ -108,6 +108,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama, zb-h1, bf16": (2, {"num_layers": 8, "pipeline_schedule": "zb-h1", "bf16": True, **PP2, **LLAMA}),
     "gpt, zb-v": (2, {"pipeline_schedule": "zb-v", **PP2}),
     "gpt, tensor parallel": (2, TP2),
+    "llama, largest scores, run again, bf16": (1, {"bf16": True, "log_max_attention_logit": True, **FULL, **LLAMA}),
     "llama, sequence parallel, bf16": (2, {"sequence_parallel": True, "bf16": True, **TP2, **LLAMA}),
     "gpt, sequence parallel, zb-h1": (4, {"sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2}),
     "llama, overlapping tensor ranks, bf16": (4, {**OVERLAPPING, "bf16": True, "tensor_model_parallel_size": 4, **FOUR_GROUPS}),
