@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.attention import flash_parts
-from megatron.attention.blocks import Call, Grads, Reach, attend_by_blocks, differentiate_by_blocks
+from megatron.attention.blocks import BLOCK_BY_BLOCK, Call, Grads, Reach, attend_by_blocks, differentiate_by_blocks
 from megatron.attention.documents import Documents, Run
 from megatron.spec.layers import ScoreSpec
 
@@ -48,6 +48,16 @@ class RunPair(NamedTuple):
         first, origin = self.queries[0] - self.keys[0], self.keys[0]
         reach = Reach(self.scores.window, self.documents if self.documents.bounded else None, first, origin)
         return Call(self.scores, reach, self.dropout, self.seed, partial=True)
+
+
+def kernel_in_words(scores: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: float) -> str:
+    """What computes the parts.
+
+    Args:
+        q, v: any tensors of the dtype, device and size of a head.
+    """
+    run = (0, 1)
+    return "flash attention" if flash_parts.takes(run, run, q, v, scores, dropout) else BLOCK_BY_BLOCK
 
 
 def visible(queries: Run, keys: Run, documents: Documents, window: int | None) -> bool:

@@ -15,6 +15,7 @@ from megatron.model.build import Model
 from megatron.optimizer.matrix_plan import STAGE_AXES
 from megatron.optimizer.state_size import OptimizerState, stage_size
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import Topology
 from megatron.spec.operations import Op, OpKind, Schedule
 
 
@@ -94,7 +95,7 @@ def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
 
 
 def describe_state(
-    reports: Sequence[StateReport], parallel: ParallelConfig, num_data_ranks: int, num_microbatches: int
+    reports: Sequence[StateReport], parallel: ParallelConfig, topology: Topology, num_microbatches: int
 ) -> list[str]:
     """Lines of the start-up log: the state of the fullest stage, and what a step sends there.
 
@@ -104,7 +105,8 @@ def describe_state(
     """
     stage = max(range(len(reports)), key=lambda stage: reports[stage].memory.total.device)
     memory, where = reports[stage].memory, f"a rank of stage {stage}, the fullest" if len(reports) > 1 else "each rank"
-    among = "one data rank" if num_data_ranks == 1 else f"{parallel.sharding} over {num_data_ranks} data ranks"
+    sharers = f"{topology.cp} context x {topology.dp} data ranks" if topology.cp > 1 else f"{topology.dp} data ranks"
+    among = "one data rank" if topology.cp * topology.dp == 1 else f"{parallel.sharding} over {sharers}"
     if parallel.sharding == "optim_grads_params" and parallel.fsdp_shard_size is not None:
         among += f" in groups of {parallel.fsdp_shard_size}"
     total = memory.total

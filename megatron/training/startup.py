@@ -11,6 +11,7 @@ import torch
 
 from megatron.attention.backends import chosen_kernel, use_backend
 from megatron.attention.core import one_kernel, shaped_kernel
+from megatron.attention.parts import kernel_in_words
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
@@ -93,9 +94,11 @@ def describe_attention(config: Config, model: Model, context: ParallelContext) -
         raise ValueError(f"--attention-backend {backend} has no kernel that runs on this {context.device.type} device. Use auto.")
     head = torch.empty(sizes.head_size, dtype=model.dtype, device=context.device)
     found: dict[str, int] = {}
-    for spec in layers(sizes):
+    for spec, way in zip(layers(sizes), context_ways(sizes, config.parallel.cp_comm_type), strict=True):
         scores = spec.attention.scores
         own = kernel if one_kernel(scores, sizes.seq_length) else shaped_kernel(scores, head, head, sizes.attention_dropout)
+        if context.topology.cp > 1 and way != "a2a":
+            own = kernel_in_words(scores, head, head, sizes.attention_dropout)
         found[own] = found.get(own, 0) + 1
     words = [kernel if count == sizes.num_layers else f"{kernel} in {count} layers" for kernel, count in found.items()]
     return f"attention is computed by {' and '.join(words)} (--attention-backend {backend})"
@@ -177,7 +180,7 @@ def describe(
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
     report = state_report(model, context, config.parallel, config.optimizer, schedule)
     reports = gather_objects(report, context.group("pp"))
-    lines += describe_state(reports, config.parallel, context.gradient_group.size, schedule.num_microbatches)
+    lines += describe_state(reports, config.parallel, topology, schedule.num_microbatches)
     if context.device.type == "cuda" and peak is None:
         lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
     if topology.pp > 1:

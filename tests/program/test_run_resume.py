@@ -56,20 +56,26 @@ SCALER_AT_STOP = {
     "float16, shrinking": {"clean_steps": 2, "hysteresis_left": 1},
 }
 # Partial sums of two tensor ranks overflow earlier than the whole.
-GROWING_SCALE = {1: 2**21, 4: 2**19}
+GROWING_SCALE = {1: 2**21, 2: 2**21, 4: 2**19}
 OVERFLOWS = (2, STOP + 1)
 
-LAYOUTS = {
+LAYOUTS: dict[int, dict[str, Any]] = {
     1: {},
+    2: {"context_parallel_size": 2, "cp_comm_type": ("p2p",), "reset_attention_mask": True},
     4: {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """At the layout of four ranks float64 and float32 have nothing that bfloat16 has not: those are for --full."""
+    """At the layouts of several ranks float64 and float32 have nothing that bfloat16 has not: those are for --full."""
     if "precision" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
-        cases = [(ranks, name) for ranks in LAYOUTS for name in PRECISIONS if full or ranks == 1 or "16" in name]
+        cases = [
+            (ranks, name)
+            for ranks in LAYOUTS
+            for name in PRECISIONS
+            if full or ranks == 1 or (ranks == 4 and "16" in name) or name == "bfloat16"
+        ]
         metafunc.parametrize(("world_size", "precision"), cases)
 
 
@@ -109,9 +115,11 @@ def test_a_run_goes_on_with_8_bits_and_without(tmp_path: Path) -> None:
         assert ("differs from the checkpoint: --fp8-format" in said) == (steps > 1)
 
 
-@pytest.mark.parametrize("eight", [{}, {"fp8_format": "hybrid"}], ids=["", "8 bits"])
-def test_a_run_goes_on_at_another_layout(tmp_path: Path, eight: dict[str, Any]) -> None:
-    """In float64: begun at TP 2, continued at PP 2 x DP 2, it ends as the run of one process does."""
+@pytest.mark.parametrize(
+    ("eight", "then"), [({}, {}), ({"fp8_format": "hybrid"}, {"context_parallel_size": 2})], ids=["", "8 bits"]
+)
+def test_a_run_goes_on_at_another_layout(tmp_path: Path, eight: dict[str, Any], then: dict[str, Any]) -> None:
+    """In float64: begun at TP 2, continued at PP 2 x DP 2 or PP 2 x CP 2, it ends as the run of one process does."""
     settings = {"fp64": True, "train_iters": STEPS, "lr_decay_style": "cosine", **eight}
     run(arguments(**settings, save=tmp_path / "one", metrics_file=tmp_path / "one.jsonl"))
     run(
@@ -129,6 +137,7 @@ def test_a_run_goes_on_at_another_layout(tmp_path: Path, eight: dict[str, Any]) 
         arguments(
             **settings,
             pipeline_model_parallel_size=2,
+            **then,
             load=tmp_path / "moved",
             save=tmp_path / "moved",
             metrics_file=tmp_path / "moved.jsonl",

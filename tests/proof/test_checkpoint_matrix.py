@@ -43,6 +43,7 @@ ON_HOST = "optim_grads_params on the host"
 REST: dict[str, tuple[Any, ...]] = {
     "sharding": ("no_shard", "optim", "optim_grads", "optim_grads_params", ON_HOST),
     "sequence_parallel": (False, True),
+    "cp": (1, 2),
 }
 MOST_RANKS, MOST_RANKS_IN_FULL = 4, 8
 
@@ -102,7 +103,8 @@ def _name(layout: Layout) -> str:
         else f" ({layout.first_stage_layers})" * bool(layout.first_stage_layers)
     )
     sequence = " sp" * bool(layout.sequence_parallel)
-    return f"tp{layout.tp}{sequence} pp{layout.pp}{chunks} dp{layout.dp} {layout.sharding}{' host' * layout.params_cpu}"
+    context = f" cp{layout.cp}" * (layout.cp > 1)
+    return f"tp{layout.tp}{sequence}{context} pp{layout.pp}{chunks} dp{layout.dp} {layout.sharding}{' host' * layout.params_cpu}"
 
 
 def stretch(rank: int, layout: Layout, done: int, steps: int, source: Path | None, folder: Path) -> list[float]:

@@ -293,7 +293,7 @@ def test_the_fullest_stage_is_told() -> None:
         memory = StateMemory(Bytes(2 * size, padding=size // 100), Bytes(4 * size), moments=Bytes(host=8 * size))
         return StateReport(memory, (Sent("dp", "gradients", 4 * size), Sent("dp", "parameters", 2 * size)))
 
-    lines = describe_state([stage(10**6), stage(10**9)], strategy("optim_grads_params", fsdp_shard_size=2), 8, 3)
+    lines = describe_state([stage(10**6), stage(10**9)], strategy("optim_grads_params", fsdp_shard_size=2), Topology(dp=8), 3)
     assert lines == [
         "state of the model, optim_grads_params over 8 data ranks in groups of 2: 6 GB on a rank of stage 1, the fullest: "
         "parameters 2 GB, gradients 4 GB; 10 MB of it padding",
@@ -301,7 +301,7 @@ def test_the_fullest_stage_is_told() -> None:
         "in a step of 3 microbatches such a rank sends 6 GB over dp (gradients 4 GB, parameters 2 GB)",
     ]
     small = StateReport(StateMemory(Bytes(2000), Bytes(4000)), ())
-    assert describe_state([small], strategy("optim"), 1, 1) == [
+    assert describe_state([small], strategy("optim"), Topology(), 1) == [
         "state of the model, one data rank: 6 kB on each rank: parameters 2 kB, gradients 4 kB"
     ]
 
