@@ -208,6 +208,15 @@ class OptimizerConfig:
     """Orthogonalise each head of queries, keys and values by itself."""
     muon_dtype: Literal["bf16", "fp32"] = setting("bf16", acts=_MUON, idle=idle_with("--fp64 has all in float64", fp64=True))
     """In which format matrices travel between ranks and are orthogonalised."""
+    qk_clip: bool = False
+    """After each update scale down the query and key weights of heads whose largest score in the step was above
+    --qk-clip-threshold (MuonClip, Kimi K2)."""
+    qk_clip_threshold: float = setting(
+        100.0, above=0, unit="score of attention, scaled, before any cap", acts=acts_with(qk_clip=True)
+    )
+    """Largest score that --qk-clip leaves alone."""
+    qk_clip_alpha: float = setting(0.5, above=0, below=1, unit="exponent", acts=acts_with(qk_clip=True))
+    """Share of queries in that scaling, as an exponent of the factor; the rest is the keys'."""
     ema_decay: float | None = setting(None, above=0, below=1, unit="share that is kept from one update to the next")
     """Keep, beside the weights, their exponential moving average with this decay, often 0.999 or 0.9999. It begins at the first
     weights and is saved; tools take it with --ema."""

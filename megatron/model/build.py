@@ -112,7 +112,7 @@ def model_of(
         precision=config.precision,
         compiler=BlockCompiler.of(config.speed, defers=SCHEDULES[config.parallel.schedule].splits_backward),
         ways=context_ways(config.model, config.parallel.cp_comm_type),
-        watches_scores=config.logging.log_max_attention_logit,
+        watches_scores=config.logging.log_max_attention_logit or config.optimizer.qk_clip,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.placement import Link, OnDevice, OnHost, StatePlacement, choose_offloaded
+from megatron.optimizer.qk_clip import QKClip
 from megatron.optimizer.rule import Update, UpdateRule
 from megatron.optimizer.rules import rules_of
 from megatron.optimizer.statistics import WholeNumbers
@@ -33,13 +34,20 @@ class ShardedOptimizer:
         context: gives the shapes of parameters, and the groups over which a rule may communicate.
         staged: whether the gradients and weights of offloaded shards are copied from and to the device; by default on every device
             but the CPU, whose memory is the host's.
+        largest: the largest scores of a step, [layers, query heads]; only --qk-clip needs them.
 
     Raises:
         ValueError: a package that the settings need is not installed.
     """
 
     def __init__(
-        self, groups: Sequence[ShardGroup], config: OptimizerConfig, context: ParallelContext, *, staged: bool | None = None
+        self,
+        groups: Sequence[ShardGroup],
+        config: OptimizerConfig,
+        context: ParallelContext,
+        *,
+        staged: bool | None = None,
+        largest: torch.Tensor | None = None,
     ) -> None:
         self.groups = list(groups)
         self.shards = [shard for group in self.groups for shard in group.shards]
@@ -57,6 +65,10 @@ class ShardedOptimizer:
         """Ends of the learning rate's courses that differ from the run's."""
         params = [param for group in self.groups for param in group.params]
         self._numbers = WholeNumbers(params, lambda param: rule_of(param.record).statistics(param, context), context)
+        self._clip: QKClip | None = None
+        if config.qk_clip:
+            assert largest is not None, "they were watched"
+            self._clip = QKClip(largest, config.qk_clip_threshold, config.qk_clip_alpha, context)
         self._placements: list[list[StatePlacement]] = []
         for group in self.groups:
             # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.
@@ -65,9 +77,9 @@ class ShardedOptimizer:
                 together.setdefault((id(shard) in chosen, rule_of(shard.record)), []).append(shard)
             self._placements.append(
                 [
-                    OnHost(group, shards, rule, group_of, context, self._numbers, config.ema_decay, link)
+                    OnHost(group, shards, rule, group_of, context, self._numbers, config.ema_decay, link, self._clip)
                     if offloaded and link is not None
-                    else OnDevice(shards, rule, group_of, context, self._numbers, config.ema_decay)
+                    else OnDevice(shards, rule, group_of, context, self._numbers, config.ema_decay, self._clip)
                     for (offloaded, rule), shards in together.items()
                 ]
             )
@@ -120,6 +132,8 @@ class ShardedOptimizer:
             own_rates: the learning rates of groups whose course ends elsewhere.
         """
         update = Update(learning_rate, weight_decay, factor, self.num_updates + 1, own_rates)
+        if self._clip is not None:
+            self._clip.begin()
         running = [[placement.update(update) for placement in placements] for placements in self._placements]
         self._numbers.begin()
         for number in range(max(self._numbers.num_rounds, int(bool(self._stage_works)))):

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.optimizer.rule import KeptState, Target, Update, UpdateRule
+from megatron.optimizer.qk_clip import QKClip
+from megatron.optimizer.rule import KeptState, Target, Update, Updater, UpdateRule
 from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.collectives import Pending
@@ -57,6 +58,7 @@ class StatePlacement(ABC):
         group_of: gives the group of each parameter.
         numbers: those of whole parameters.
         ema_decay: that of the average of the weights, if one is kept.
+        qk_clip: scales what makes scores of attention too large, if anything does.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class StatePlacement(ABC):
         context: ParallelContext,
         numbers: WholeNumbers,
         ema_decay: float | None,
+        qk_clip: QKClip | None,
     ) -> None:
         self.shards, self.main_params = list(shards), list(main_params)
         dtypes = {(shard.weights.dtype, shard.grad.dtype) for shard in self.shards}
@@ -105,11 +108,12 @@ class StatePlacement(ABC):
         self.rule = rule
         self.targets: list[Target] = []
         """What the rule is given."""
-        self._batches = [
-            (rule.make([target(span) for span in spans], context), self._averager(spans, ema_decay), self.writer(spans))
-            for spans in batches([main.numel() for main in self.main_params], limit)
-        ]
-        """Targets that are updated together, averaged, and then written to the weights."""
+        self._batches: list[tuple[Updater, Callable[[], None], Callable[[], None], Callable[[], None]]] = []
+        """Targets that are updated together, clipped, averaged, and then written to the weights."""
+        for spans in batches([main.numel() for main in self.main_params], limit):
+            some = [target(span) for span in spans]
+            clip = (lambda: None) if qk_clip is None else qk_clip.clipper(some)
+            self._batches.append((rule.make(some, context), clip, self._averager(spans, ema_decay), self.writer(spans)))
         self.num_rounds = max(numbers.rounds_of(shard.record.name for shard in self.shards), int(rule.works_with_stage))
         """In how many rounds the rule asks for numbers of whole parameters."""
 
@@ -117,8 +121,9 @@ class StatePlacement(ABC):
         """Make one update; yields at the end of each round in which the rule asks for numbers of whole parameters. The weights
         follow, in the order of the current stream."""
         self.fetch()
-        for step, average, write in self._batches:
+        for step, clip, average, write in self._batches:
             yield from step(update) or ()
+            clip()
             average()
             write()
         self.finish()
@@ -167,11 +172,14 @@ class OnDevice(StatePlacement):
         context: ParallelContext,
         numbers: WholeNumbers,
         ema_decay: float | None,
+        qk_clip: QKClip | None = None,
     ) -> None:
         self._copies = shards[0].weights.dtype != shards[0].grad.dtype
         weights = [shard.weights for shard in shards]
         main_params = copies_of_weights(shards, weights[0].device) if self._copies else weights
-        super().__init__(shards, main_params, [shard.grad for shard in shards], rule, group_of, context, numbers, ema_decay)
+        super().__init__(
+            shards, main_params, [shard.grad for shard in shards], rule, group_of, context, numbers, ema_decay, qk_clip
+        )
 
     def writer(self, spans: Sequence[MainSpan]) -> Callable[[], None]:
         """A function that rounds main parameters to the model's dtype, where they are not the weights."""
@@ -197,13 +205,14 @@ class OnHost(StatePlacement):
         numbers: WholeNumbers,
         ema_decay: float | None,
         link: Link,
+        qk_clip: QKClip | None = None,
     ) -> None:
         self._link = link
         self._wait: Callable[[], None] | None = None
         self._sources = [shard.grad for shard in shards]
         room = torch.empty(room_for(self._sources), dtype=self._sources[0].dtype, pin_memory=link.pins)
         self._grads = flat_views(room, self._sources)
-        super().__init__(shards, copies_of_weights(shards), self._grads, rule, group_of, context, numbers, ema_decay)
+        super().__init__(shards, copies_of_weights(shards), self._grads, rule, group_of, context, numbers, ema_decay, qk_clip)
         group.on_reduced.append(self._bring)
 
     def fetch(self) -> None:

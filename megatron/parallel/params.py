@@ -60,6 +60,7 @@ class ParamRecord(ParamFacts):
             tied=weight.tied,
             width=weight.width,
             heads=weight.heads,
+            scores=weight.scores,
         )
 
     @property

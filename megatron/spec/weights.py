@@ -50,6 +50,16 @@ class FusedHeads:
 
 
 @dataclass(frozen=True)
+class ScoreRows:
+    """How rows make the scores of heads, unit after unit: that of a query head, or of a key-value head with its query heads."""
+
+    queries: int
+    """Query heads of a unit."""
+    runs: tuple[tuple[int, Literal["query", "key", "both", "none"]], ...]
+    """(rows, what they are) within a unit. Both: rotated channels of queries, whose key is not the head's own."""
+
+
+@dataclass(frozen=True)
 class ParamFacts:
     """What is true of one parameter of the whole model, whoever holds it."""
 
@@ -67,6 +77,8 @@ class ParamFacts:
     """How many times as wide as the base of muP the model is; 1 without muP."""
     heads: FusedHeads | None = field(default=None, kw_only=True)
     """The heads that its rows are, where it projects to queries, keys and values at once."""
+    scores: ScoreRows | None = field(default=None, kw_only=True)
+    """What its rows, or the elements of a bias, are in the scores of heads, where they are of heads and no norm comes after."""
 
     @property
     def role(self) -> Role:
@@ -207,7 +219,8 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int, name: str |
 def _attention(name: str, attention: AttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:
     """What comes before attention."""
     heads = FusedHeads(attention.heads // attention.kv_heads, attention.head_size)
-    yield from column(f"{name}.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std, heads=heads)
+    scores = ScoreRows(heads.queries, ((heads.queries * heads.size, "query"), (heads.size, "key"), (heads.size, "none")))
+    yield from column(f"{name}.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std, heads=heads, scores=scores)
     for which, count in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
         if attention.qk_norm == "each_head":
             yield from norm(f"{name}.{which}", kind, attention.head_size, on_own_heads=True)
@@ -219,19 +232,22 @@ def _latent_attention(name: str, attention: LatentAttentionSpec, kind: NormSpec,
     """What comes before latent attention: queries of the hidden state, or of a latent of it; the latent of keys and values; the
     rotated channels that all keys share. Rows of a head are in `q` and `q_up` its plain channels, then its rotated ones, in `kv_up`
     the plain channels of its key, then its value."""
+    queries = ScoreRows(1, ((attention.plain_size, "query"), (attention.rotary_size, "both")))
+    keys = ScoreRows(1, ((attention.plain_size, "key"), (attention.value_size, "none")))
     if attention.query_rank is None:
-        yield from column(f"{name}.q", hidden, attention.heads * attention.head_size, bias=False, std=std)
+        yield from column(f"{name}.q", hidden, attention.heads * attention.head_size, bias=False, std=std, scores=queries)
     else:
         yield whole(f"{name}.q_down", hidden, attention.query_rank, std=std)
         if attention.latent_norm:
             yield from norm(f"{name}.q_latent_norm", kind, attention.query_rank)
-        yield from column(f"{name}.q_up", attention.query_rank, attention.heads * attention.head_size, bias=False, std=std)
+        size = attention.heads * attention.head_size
+        yield from column(f"{name}.q_up", attention.query_rank, size, bias=False, std=std, scores=queries)
     yield whole(f"{name}.kv_down", hidden, attention.rank, std=std)
     yield whole(f"{name}.k_rotary", hidden, attention.rotary_size, std=std)
     if attention.latent_norm:
         yield from norm(f"{name}.kv_latent_norm", kind, attention.rank)
     rows = attention.heads * (attention.plain_size + attention.value_size)
-    yield from column(f"{name}.kv_up", attention.rank, rows, bias=False, std=std)
+    yield from column(f"{name}.kv_up", attention.rank, rows, bias=False, std=std, scores=keys)
 
 
 def whole(name: str, inputs: int, outputs: int, *, std: float) -> Weight:
@@ -240,15 +256,23 @@ def whole(name: str, inputs: int, outputs: int, *, std: float) -> Weight:
 
 
 def column(
-    name: str, inputs: int, outputs: int, *, bias: bool, std: float, halves: int = 1, heads: FusedHeads | None = None
+    name: str,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool,
+    std: float,
+    halves: int = 1,
+    heads: FusedHeads | None = None,
+    scores: ScoreRows | None = None,
 ) -> Iterator[Weight]:
     """A column-parallel linear layer, whose outputs are split: [out, in]. For the two halves of a gated MLP it is [halves, out,
     in], each half split by itself, so that a tensor rank's part is one slice of one dimension."""
     lead = (halves,) if halves > 1 else ()
     splits = ((len(lead), "tp"),)
-    yield Weight(f"{name}.weight", (*lead, outputs, inputs), splits, init=Init(std), heads=heads)
+    yield Weight(f"{name}.weight", (*lead, outputs, inputs), splits, init=Init(std), heads=heads, scores=scores)
     if bias:
-        yield Weight(f"{name}.bias", (*lead, outputs), splits, kind="vector")
+        yield Weight(f"{name}.bias", (*lead, outputs), splits, kind="vector", scores=scores)
 
 
 def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[Weight]:

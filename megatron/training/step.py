@@ -113,7 +113,8 @@ class TrainStep:
         self._attention_shares = attention_shares(model.config)
         self.providers = make_providers(model, context, parallel)
         groups = [group for provider in self.providers for group in provider.groups]
-        self.optimizer = ShardedOptimizer(groups, optimizer, context)
+        largest = None if model.largest is None else model.largest.found
+        self.optimizer = ShardedOptimizer(groups, optimizer, context, largest=largest)
         self.executor = Executor(
             context,
             model.boundary(micro_batch_size, context.topology),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.eight_bits import EightBits
 from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
 from megatron.verification.reference.muon import MuonUpdate
+from megatron.verification.reference.qk_clip import ScoreClip
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from megatron.verification.reference.training import Again, Course, Rule, State, batch_size, update
@@ -38,6 +40,8 @@ class _Reference:
         self.shape = reference_shape(self.config.model, task.vocab_size, self.config.training, self.config.precision)
         self.state = State(task.start)
         training = task.config.training
+        self._largest: dict[str, Tensor] = {}
+        """The largest scores of the heads of each layer in the batch."""
         self.full_batch = training.global_batch_size or training.micro_batch_size * task.data_size  # after any ramp-up
 
     def run(self) -> PlainRun:
@@ -45,6 +49,9 @@ class _Reference:
         total = training.train_samples or sum(self._batch_sizes())
         rates, decays = learning_rate_course(self.config, self._samples_of, total), decay_course(self.config.optimizer, total)
         rule = update_rule(self.config.optimizer, self.config.model)
+        if self.config.optimizer.qk_clip:
+            clip = ScoreClip(self.shape, self.config.optimizer.qk_clip_threshold, self.config.optimizer.qk_clip_alpha)
+            rule = replace(rule, clips_scores=clip)
         own = own_updates(self.state.weights, self.config.optimizer, rule, rates, decays, self.shape.width)
         found = PlainRun([], [self._evaluate()], {}, [], [], {})
         consumed = updated = 0
@@ -62,7 +69,7 @@ class _Reference:
                 found.activations.update(outputs)
             gradients = {name: each.sum(dim=0) for name, each in contributions.items()}
             rate, decay = rates.at(updated), decays.at(updated)
-            norm = update(self.state, gradients, rule, rate, decay, {name: at(updated) for name, at in own.items()})
+            norm = update(self.state, gradients, rule, rate, decay, {name: at(updated) for name, at in own.items()}, self._largest)
             updated += size
             weights, (loss_sum, count) = dict(self.state.weights), (sum(losses), sum(tokens))
             found.steps.append(PlainStep(iteration, size, loss_sum / count, norm, rate, decay, loss_sum, count, gradients, weights))
@@ -104,7 +111,14 @@ class _Reference:
         leaves = {name: w.detach().requires_grad_() for name, w in self.state.weights.items()}
         seen: dict[str, list[Tensor]] = {}
 
+        self._largest = {}
+
         def keep(name: str, values: Tensor) -> None:
+            layer, _, what = name.rpartition(".")
+            if what == "scores":
+                values = values.detach()
+                self._largest[layer] = torch.maximum(values, self._largest.get(layer, values))
+                return
             seen.setdefault(name, []).append(values.detach())
 
         micro = self.config.training.micro_batch_size

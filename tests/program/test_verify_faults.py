@@ -142,6 +142,14 @@ FAULTS = {
         None,
         ("the gradient is right, the update is not",),
     ),
+    "scores clipped by what one data rank has seen": Fault(
+        (("all_reduce(self.model.largest.found, self.context.world, dist.ReduceOp.MAX)", "self.model.largest.found"),),
+        "--world-size 2 --qk-clip --qk-clip-threshold 1e-4",
+        "update",
+        "layers.0.attention.qkv.weight (layer 0)",
+        "data",
+        ("the gradient is right, the update is not",),
+    ),
     "momentum of another slice": Fault(
         (("given[inside.start : inside.stop]", "given[: inside.stop - inside.start]"),),
         "--world-size 2 --use-distributed-optimizer --optimizer muon --swiglu",

@@ -282,6 +282,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         materialized=False,
         loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss, recipe.shape.smoothing, recipe.shape.mtp_factor),
         precision=precision_config(recipe.shape),
+        watches_scores=bool(recipe.update.get("qk_clip")),
         compiler=layout.compiler,
         ways=tuple(itertools.islice(itertools.cycle(layout.ways), config.num_layers)),
     )

@@ -46,6 +46,8 @@ def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
         settings.pop("mup_base_width", None)
     if rule in ("lion", "adafactor"):  # they make noise of gradients whose true value is zero, such as that of a key's bias
         settings |= {"disable_bias_linear": True, "add_qkv_bias": None, "normalization": "RMSNorm"}
+    if not settings.get("qk_layernorm") and chance(draw, 3):
+        settings |= {"qk_clip": True, "qk_clip_threshold": one_of(draw, 1e-3, 0.02), "qk_clip_alpha": one_of(draw, None, 0.3)}
     if rule == "lion":
         settings |= {"lion_beta1": one_of(draw, None, 0.5), "lion_beta2": one_of(draw, None, 0.9)}
     elif rule == "muon":

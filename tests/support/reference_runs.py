@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron.verification.reference.model import Batch, Rules, losses_with_rules, spans, token_losses
+from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules, spans, token_losses
+from megatron.verification.reference.qk_clip import ScoreClip
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from megatron.verification.reference.training import Rule, State, update
 from megatron.verification.reference.update_rules import Numbers
@@ -69,11 +71,11 @@ class ReferenceRun:
     """Averages of the weights after the last step, if they were kept."""
 
 
-def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch) -> Tensor:
+def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch, seen: Seen = by_nobody) -> Tensor:
     """Mean cross entropy over the tokens of the batch that the mask keeps."""
     tokens, labels, mask = batch
     mask = mask.to(torch.float64)
-    return (token_losses(shape, weights, tokens, labels, mask=mask) * mask).sum() / mask.sum()
+    return (token_losses(shape, weights, tokens, labels, seen=seen, mask=mask) * mask).sum() / mask.sum()
 
 
 Loss = Callable[[ReferenceShape, Weights, Batch], Tensor]
@@ -93,6 +95,7 @@ def train(
     eps: float = 1e-8,
     numbers: Numbers = Numbers(),  # noqa: B008 (frozen)
     ema: float | None = None,
+    clips_scores: ScoreClip | None = None,
 ) -> ReferenceRun:
     """One step on every batch.
 
@@ -109,11 +112,21 @@ def train(
         eps: of adam.
         numbers: what other rules have of their own.
         ema: decay of the average of the weights.
+        clips_scores: what is done to heads with large scores; with `mean_loss` alone.
     """
     assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
     rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
     assert len(rates) == len(batches)
-    rule = Rule(optimizer, clip, betas, eps, numbers, ema)
+    rule = Rule(optimizer, clip, betas, eps, numbers, ema, clips_scores)
+    largest: dict[str, Tensor] = {}
+
+    def watch(name: str, values: Tensor) -> None:
+        if name.endswith(".scores"):
+            largest[name.removesuffix(".scores")] = values.detach()
+
+    if clips_scores is not None:
+        assert loss is mean_loss
+        loss = partial(mean_loss, seen=watch)
     state = State(weights)
     losses: list[float] = []
     grad_norms: list[float] = []
@@ -123,7 +136,7 @@ def train(
         value, gradients = loss_and_gradients(shape, state.weights, batch, loss)
         losses.append(value)
         first_gradients = first_gradients or gradients
-        grad_norms.append(update(state, gradients, rule, rate, weight_decay))
+        grad_norms.append(update(state, gradients, rule, rate, weight_decay, largest=largest))
     return ReferenceRun(losses, grad_norms, first_gradients, state.weights, averages_after=state.averages)
 
 

@@ -299,3 +299,15 @@ def apex_updates_on_cuda(config: Config, world_size: int) -> Iterator[Finding]:
         if config.optimizer.use_apex and given:
             message = f"--use-apex and {shown(config, field)} exclude each other."
             yield Finding(message, [change(use_apex=False), other], fields=("use_apex", field))
+
+
+@rule("qk_clip", "qk_layernorm", reads=("multi_latent_attention",))
+def weights_bound_scores(config: Config, world_size: int) -> Iterator[Finding]:
+    """QK-clip scales weights to make scores smaller, and a norm of queries and keys would undo that. (The norms of latent attention
+    come before these weights.)"""
+    if config.optimizer.qk_clip and config.model.qk_layernorm and not config.model.multi_latent_attention:
+        yield Finding(
+            "--qk-clip changes no score beside --qk-layernorm.",
+            [change(qk_clip=False), change(qk_layernorm=False)],
+            "The norm of queries and keys bounds scores by itself, and undoes any scale of the weights before it.",
+        )

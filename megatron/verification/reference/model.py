@@ -18,7 +18,8 @@ from megatron.verification.reference.rotary import rotary_frequencies
 from megatron.verification.reference.shape import ReferenceShape, Weights
 
 Seen = Callable[[str, Tensor], None]
-"""Called with (name, output [B, s, h]) of the embedding, of each layer, and of its attention and MLP."""
+"""Called with (name, output [B, s, h]) of the embedding, of each layer, and of its attention and MLP; and with ("layers.3.scores",
+largest score of each head [n], before any cap)."""
 
 
 def by_nobody(name: str, values: Tensor) -> None:
@@ -162,7 +163,7 @@ def layer(
     before, behind = shape.norms != "post", shape.norms != "pre"
     start = x
     attend = attention if shape.latent is None else latent_attention
-    attended = attend(shape, number, own, norm(shape, own, "attention_norm", x) if before else x, positions, documents, eight)
+    attended = attend(shape, number, own, norm(shape, own, "attention_norm", x) if before else x, positions, documents, eight, seen)
     x = x + shape.residual_multiplier * (norm(shape, own, "attention_post_norm", attended) if behind else attended)
     source = start if shape.parallel else x
     fed = mlp(shape, own, norm(shape, own, "mlp_norm", source) if before else source, eight)
@@ -179,6 +180,7 @@ def attention(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     eight: EightBits | None = None,
+    seen: Seen = by_nobody,
 ) -> Tensor:
     """Causal attention of a layer over [B, s, h], within documents and the layer's window."""
     batch, seq, _ = x.shape
@@ -197,7 +199,7 @@ def attention(
         q, k = rotate(shape, q, positions, local=local), rotate(shape, k, positions, local=local)
     # Every query head of a group uses the same key and value head.
     k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
-    return mix(shape, number, layer, (q, k, v), documents, eight)
+    return mix(shape, number, layer, (q, k, v), documents, eight, seen)
 
 
 def latent_attention(
@@ -208,6 +210,7 @@ def latent_attention(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     eight: EightBits | None = None,
+    seen: Seen = by_nobody,
 ) -> Tensor:
     """The same with keys and values made of a latent (DeepSeek-V2). Each head has its own plain key beside the same rotated one."""
     latent = shape.latent
@@ -229,7 +232,7 @@ def latent_attention(
         rotary = [rotate(shape, part, positions, local=local) for part in rotary]
     q = torch.cat([q[..., : latent.plain], rotary[0]], dim=-1)
     k = torch.cat([kv[..., : latent.plain], rotary[1].expand(-1, -1, shape.heads, -1)], dim=-1)
-    return mix(shape, number, layer, (q, k, kv[..., latent.plain :]), documents, eight)
+    return mix(shape, number, layer, (q, k, kv[..., latent.plain :]), documents, eight, seen)
 
 
 def mix(
@@ -239,17 +242,19 @@ def mix(
     heads: tuple[Tensor, Tensor, Tensor],
     documents: Tensor | None,
     eight: EightBits | None,
+    seen: Seen = by_nobody,
 ) -> Tensor:
     """Mix values by scores, for queries, keys and values [B, s, n, ...] of as many heads, and multiply with the output matrix."""
     q, k, v = heads
     (batch, seq, n, d), window = q.shape, shape.window_of(number)
     scores = torch.einsum("bind,bjnd->bnij", q, k) * (1 / math.sqrt(d) if shape.score_scale is None else shape.score_scale)
-    if shape.score_cap is not None:
-        scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
     back = torch.arange(seq, device=q.device)[:, None] - torch.arange(seq, device=q.device)  # i - j
     hidden = back < 0 if window is None else (back < 0) | (back > window)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])[:, None]
+    seen("scores", scores.masked_fill(hidden, -math.inf).amax(dim=(0, 2, 3)))
+    if shape.score_cap is not None:
+        scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
     scores = scores.masked_fill(hidden, -math.inf)
     if shape.sink != "none":  # one more column, of which nothing is mixed in
         sinks = layer["attention.sinks"] if shape.sink == "learned" else q.new_zeros(n)

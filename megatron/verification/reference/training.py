@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.verification.reference.qk_clip import ScoreClip
 from megatron.verification.reference.shape import Weights, decays
 from megatron.verification.reference.update_rules import Kept, Numbers, One, updated
 
@@ -30,6 +31,8 @@ class Rule:
     """What other rules have of their own."""
     ema: float | None = None
     """Decay of the average of the weights, if there is one."""
+    clips_scores: ScoreClip | None = None
+    """What is done to heads with large scores."""
 
 
 class State:
@@ -60,6 +63,7 @@ def update(
     rate: float,
     weight_decay: float,
     own: Mapping[str, Own] = MappingProxyType({}),
+    largest: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> float:
     """Clip the gradients and change the weights.
 
@@ -67,11 +71,12 @@ def update(
         rate: learning rate.
         weight_decay: for matrices and embeddings, not for norms and biases.
         own: what holds in their place for the parameters of these names.
+        largest: the largest scores of the batch, as `ScoreClip` takes them.
 
     Returns:
         the norm of the whole gradient before clipping.
     """
-    decay_of_average = rule.ema
+    decay_of_average, clips_scores = rule.ema, rule.clips_scores
     plain = {name: Own(rule, rate, weight_decay if decays(name) else 0.0) for name in state.weights}
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
     factor = 1.0 if rule.clip is None else min(1.0, rule.clip / (norm + 1e-6))
@@ -82,6 +87,8 @@ def update(
         vector = not decays(name)
         one = One(w, g, state.kept[name], state.updates, rate, decay, rule.betas, rule.eps, is_vector=vector, name=name)
         state.weights[name] = updated(one, rule.optimizer, rule.numbers)
+    if clips_scores is not None:
+        clips_scores.apply(state.weights, largest)
     if decay_of_average is not None:
         for name, w in state.weights.items():
             state.averages[name] = decay_of_average * state.averages[name] + (1 - decay_of_average) * w

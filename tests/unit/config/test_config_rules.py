@@ -459,6 +459,13 @@ CASES: list[Case] = [
         ["--no-multi-latent-attention"],
     ),
     (
+        "--qk-clip --qk-layernorm",
+        1,
+        {"--qk-clip", "--qk-layernorm"},
+        ["--qk-clip changes no score beside --qk-layernorm"],
+        ["--no-qk-clip", "--no-qk-layernorm"],
+    ),
+    (
         "--log-gradient-noise",
         1,
         {"--log-gradient-noise", "--micro-batch-size"},
@@ -1142,6 +1149,8 @@ CASES: list[Case] = [
     ("--no-norm-weight --apply-layernorm-1p", 1, {"--apply-layernorm-1p"}, ["no effect"], ["--norm-weight"]),
     ("--swiglu --glu-linear-offset 1", 1, {"--glu-linear-offset"}, ["only with --quick-geglu"], []),
     ("--activation-func-clamp-value 7", 1, {"--activation-func-clamp-value"}, ["only with --quick-geglu"], []),
+    ("--qk-clip-threshold 50", 1, {"--qk-clip-threshold"}, ["only with --qk-clip"], ["--qk-clip"]),
+    ("--qk-clip-alpha 0.3", 1, {"--qk-clip-alpha"}, ["only with --qk-clip"], ["--qk-clip"]),
     ("--data-loss-mask", 1, {"--data-loss-mask"}, ["without --mock-data"], []),
 ]
 
