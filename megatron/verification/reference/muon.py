@@ -27,7 +27,7 @@ class MuonUpdate:
 
     def updates(self, name: str) -> bool:
         """Whether a parameter is updated so; else by adam."""
-        return name.startswith("layers.") and name.endswith(".weight") and "norm" not in name
+        return name.startswith(("layers.", "mtp.")) and name.endswith(".weight") and "norm" not in name
 
     def direction(self, name: str, u: Tensor) -> Tensor:
         """What the learning rate is multiplied by, from the gradient with momentum."""
