@@ -222,7 +222,7 @@ _RANKS = {"tp": "tensor ranks", "cp": "context ranks", "dp": "data ranks"}
 
 def _fact(factor: float, topology: Topology) -> str:
     """Sizes of the layout that equal the factor, or its inverse."""
-    sizes = {"tensor": topology.tp, "data": topology.dp, "pipeline": topology.pp}
+    sizes = {"tensor": topology.tp, "context": topology.cp, "data": topology.dp, "pipeline": topology.pp}
     for words, number in (("", factor), ("one over ", 1 / factor if factor else 0.0)):
         same = [f"the {axis} size" for axis, size in sizes.items() if size > 1 and math.isclose(number, size, rel_tol=1e-3)]
         if same:

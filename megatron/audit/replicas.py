@@ -143,10 +143,11 @@ class Replicas:
 
     def __init__(self, copies: Sequence[ReplicatedPart], context: ParallelContext) -> None:
         self._context, self._copies = context, list(copies)
+        sharers = _sharers(context.topology)
         groups = {
             "tensor ranks": context.group("tp"),
-            "data ranks": context.gradient_group,
-            "the data ranks that hold the same part": context.fsdp_replica,
+            f"{sharers} ranks": context.gradient_group,
+            f"the {sharers} ranks that hold the same part": context.fsdp_replica,
             "the first and the last stage": context.pipeline_ends,
         }
         self._common = {what: (group, self._held_by_all(group)) for what, group in groups.items() if group.size > 1}
@@ -234,4 +235,9 @@ def _odd_ones(by_rank: dict[int, int], topology: Topology) -> str:
 def _groups_of(rank: int, topology: Topology) -> dict[str, tuple[int, ...]]:
     pipeline = topology.group(rank, "pp")
     ends = {"first and last stage": (pipeline[0], pipeline[-1])} if rank in (pipeline[0], pipeline[-1]) else {}
-    return {"tensor group": topology.group(rank, "tp"), "data group": topology.group(rank, *GRADIENT_AXES), **ends}
+    return {"tensor group": topology.group(rank, "tp"), f"{_sharers(topology)} group": topology.group(rank, *GRADIENT_AXES), **ends}
+
+
+def _sharers(topology: Topology) -> str:
+    """The axes over which gradients are summed, in words."""
+    return "context and data" if topology.cp > 1 else "data"

@@ -24,9 +24,9 @@ _SHARDED = acts_with(
     use_distributed_optimizer=True,
     data_parallel_sharding_strategy=OtherThan("no_shard"),
 )
-_ONE_DATA_RANK = idle_with("there is one data rank", data_ranks=1)
-_NO_SHARES = idle_with("there is one data rank", effect="hardly saves memory", data_ranks=1)
-_WHOLE = idle_with("every data rank holds the parameters whole", data_ranks=1, fsdp_shard_size=1)
+_ONE_DATA_RANK = idle_with("there is one data rank", sharing_ranks=1)
+_NO_SHARES = idle_with("there is one data rank", effect="hardly saves memory", sharing_ranks=1)
+_WHOLE = idle_with("every data rank holds the parameters whole", sharing_ranks=1, fsdp_shard_size=1)
 _ONE_PIECE = idle_with("one rank computes all layers in one piece", chunks=1)
 _ONE_STAGE = idle_with(
     "there is one pipeline stage, which never waits for another",
@@ -94,7 +94,7 @@ class ParallelConfig:
         False,
         idle=(
             idle_with("the strategy shards the optimizer's state too", data_parallel_sharding_strategy=OtherThan("no_shard")),
-            replace(_NO_SHARES, others={"data_ranks": 1, "data_parallel_sharding_strategy": "no_shard"}, every=True),
+            replace(_NO_SHARES, others={"sharing_ranks": 1, "data_parallel_sharding_strategy": "no_shard"}, every=True),
         ),
     )
     """The same as --data-parallel-sharding-strategy optim. If both are given, what shards more counts."""
@@ -108,7 +108,7 @@ class ParallelConfig:
             effect="leaves parameters whole",
             every=True,
             fsdp_shard_size=1,
-            data_ranks=OtherThan(1),
+            sharing_ranks=OtherThan(1),
         ),
     )
     """Data ranks that share one copy of the model under optim_grads_params; each group of so many has a copy of its own (hybrid

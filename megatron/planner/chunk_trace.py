@@ -45,6 +45,7 @@ from megatron.tensor_parallel.cross_entropy import minimised
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
 _ATTENTION = {
     _VARIED_LENGTHS: "flash attention over documents or in windows",
+    "aten::_flash_attention_forward": "flash attention in parts",
     "aten::_scaled_dot_product_flash_attention": "flash attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "the CPU's flash attention",
     "aten::_scaled_dot_product_cudnn_attention": "cuDNN's attention",

@@ -59,7 +59,7 @@ def _own(name: str, words: dict[str, str], rule: Rule, rates: Course, decay: Cou
 
 def _mup(name: str, optimizer: str, width: float) -> float:
     """The column of table 8 of Yang et al. 2022 that is on learning rates. Rate x decay stays the same."""
-    hidden = name.startswith("layers.") and name.endswith(".weight") and "norm" not in name
+    hidden = name.startswith(("layers.", "mtp.")) and name.endswith(".weight") and "norm" not in name
     if optimizer == "sgd":
         return 1 if hidden else width
     return 1 / width if hidden else 1

@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor_model_parallel_size": 2}),
     "pipeline, tied": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "micro_batch_size": 1}),
     "data": (2, {}),
+    "context, data": (4, {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}),
 }
 """Without sharding; traces of sharded runs are compared in tests/program/test_run_sharding.py."""
 

@@ -39,6 +39,8 @@ def test_two_halves_are_not_judged() -> None:
     found = _odd_ones({0: 1, 1: 1, 2: 2, 3: 2}, Topology(dp=2, pp=2, pp_before_dp=True))
     assert found.startswith("ranks 0 and 1 and ranks 2 and 3 have different values")
     assert "(data group [0, 2], data group [1, 3])" in found
+    found = _odd_ones(dict.fromkeys(range(8), 5) | {3: 6}, Topology(tp=2, cp=2, dp=2))
+    assert found.endswith("(tensor group [2, 3], context and data group [1, 3, 5, 7])")
 
 
 def test_many_ranks_are_not_all_named() -> None:

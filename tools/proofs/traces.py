@@ -113,7 +113,8 @@ def read_whole(path: str) -> TraceRun:
 
 
 def _other_masks(header: TraceHeader, other: TraceHeader) -> str | None:
-    """Why two runs with dropout cannot be compared, if they cannot: masks depend on the tensor size and on the microbatch size."""
+    """Why two runs with dropout cannot be compared, if they cannot: masks depend on the tensor and context sizes and on that of a
+    microbatch."""
     models = [each.settings["model"] for each in (header, other)]
     if not any(model[name] for model in models for name in ("attention_dropout", "hidden_dropout")):
         return None

@@ -86,7 +86,9 @@ def notes(config: Config, world_size: int) -> list[str]:
     data_ranks = data_size(config, world_size) or 1
     chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(config.model.num_layers)
     microbatches = config.training.final_batch_size(data_ranks) // (config.training.micro_batch_size * data_ranks)
-    look_up = _look_up(config, data_ranks=data_ranks, chunks=chunks, microbatches=microbatches)
+    sharing_ranks = data_ranks * parallel.context_parallel_size  # they hold the same parameters
+    facts = {"data_ranks": data_ranks, "sharing_ranks": sharing_ranks, "chunks": chunks, "microbatches": microbatches}
+    look_up = _look_up(config, **facts)
     found = [
         f"{shown(config, flag.field)} {idle.effect}: {idle.words}."
         for flag in flags().values()
@@ -94,7 +96,7 @@ def notes(config: Config, world_size: int) -> list[str]:
         for idle in flag.facts.idle
         if idle.holds(look_up)
     ]
-    by_blocks = parallel.sharding == "optim_grads_params" and data_ranks > 1 and parallel.fsdp_shard_size != 1
+    by_blocks = parallel.sharding == "optim_grads_params" and sharing_ranks > 1 and parallel.fsdp_shard_size != 1
     left = left_to_buckets(config) if by_blocks else []
     instead_of = _ALWAYS | (_ON_HOST if parallel.fsdp_params_cpu else {})
     for field, instead in instead_of.items():

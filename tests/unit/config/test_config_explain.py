@@ -87,7 +87,7 @@ def test_every_number_has_a_unit_and_nothing_else() -> None:
 
 
 def test_conditions_are_about_settings() -> None:
-    counted = {"data_ranks", "chunks", "microbatches"}
+    counted = {"data_ranks", "sharing_ranks", "chunks", "microbatches"}
     known = {flag.field: flag for flag in flags().values()}
     for flag in known.values():
         assert flag.facts.acts is None or flag.field not in flag.facts.acts.others
