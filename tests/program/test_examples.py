@@ -33,15 +33,21 @@ RANKS = {
     "8gpu_llama_7b": 8,
     "16nodes_llama_13b": 128,
     "16nodes_llama_70b": 128,
+    "16nodes_long_llama_70b": 128,
+    "extend_context_llama_8b": 32,
     "1024gpu_gpt_175b": 1024,
     "3072gpu_gpt_1t": 3072,
 }
-PARAMETERS = {"125m": 125e6, "1_3b": 1.3e9, "7b": 6.74e9, "13b": 13.0e9, "70b": 69.0e9, "175b": 174.6e9, "1t": 1008e9}
+PARAMETERS = {"125m": 125e6, "1_3b": 1.3e9, "7b": 6.74e9, "8b": 8.03e9, "13b": 13.0e9, "long_llama_70b": 70.6e9, "70b": 69.0e9, "175b": 174.6e9, "1t": 1008e9}
 """As published; by the end of the script's name."""
 
 
 def test_there_is_a_script_for_every_size() -> None:
-    assert {f"train_{name}.sh" for name in RANKS} == set(SCRIPTS)
+    assert {_name(script) for script in SCRIPTS} == set(RANKS)
+
+
+def _name(script: str) -> str:
+    return script.removeprefix("train_").removesuffix(".sh")
 
 
 # ---- settings
@@ -53,7 +59,7 @@ def test_the_dry_run_is_as_the_script_states(script: str, tmp_path: Path) -> Non
     program, *words = words_of(script, folder=tmp_path)
     loaded = load(words, 1)
     assert Path(program).resolve() == ROOT / "pretrain_gpt.py" and loaded.dry_run is not None
-    assert loaded.notes == () and loaded.dry_run.world_size == RANKS[script.removeprefix("train_").removesuffix(".sh")]
+    assert loaded.notes == () and loaded.dry_run.world_size == RANKS[_name(script)]
     plan = plan_to_json(make_plan(loaded.config, loaded.dry_run, planned_rows(loaded.config.data)))
     stated = header(script)
     on_cpu = flag(words, "--device") == "cpu"
@@ -140,9 +146,7 @@ def test_what_slurm_is_asked_for(script: str, tmp_path: Path) -> None:
 
 
 def test_jobs_of_several_nodes_are_for_slurm() -> None:
-    assert {script for script in SCRIPTS if slurm_options(script)} == {
-        f"train_{name}.sh" for name, ranks in RANKS.items() if ranks > 8
-    }
+    assert {_name(script) for script in SCRIPTS if slurm_options(script)} == {name for name, ranks in RANKS.items() if ranks > 8}
 
 
 # ---- what is missing or wrong

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.support.cli import ROOT
 
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("train_*.sh"))
+SCRIPTS = sorted(path.name for name in ("train_*.sh", "extend_*.sh") for path in EXAMPLES.glob(name))
 _OWN = (
     "DATA",
     "MODEL",

@@ -26,6 +26,7 @@ SCRIPTS = (
     "train_8gpu_llama_7b",
     "train_16nodes_llama_13b",
     "train_16nodes_llama_70b",
+    "train_16nodes_long_llama_70b",
     "train_1024gpu_gpt_175b",
     "train_3072gpu_gpt_1t",
 )
