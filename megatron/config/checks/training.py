@@ -303,8 +303,8 @@ def apex_updates_on_cuda(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule("qk_clip", "qk_layernorm", reads=("multi_latent_attention",))
 def weights_bound_scores(config: Config, world_size: int) -> Iterator[Finding]:
-    """QK-clip scales weights to make scores smaller, and a norm of queries and keys would undo that. (The norms of latent attention
-    come before these weights.)"""
+    """QK-clip scales weights to make scores smaller, and a norm of queries and keys would undo that; those of latent attention come
+    before these weights."""
     if config.optimizer.qk_clip and config.model.qk_layernorm and not config.model.multi_latent_attention:
         yield Finding(
             "--qk-clip changes no score beside --qk-layernorm.",
