@@ -38,7 +38,17 @@ RANKS = {
     "1024gpu_gpt_175b": 1024,
     "3072gpu_gpt_1t": 3072,
 }
-PARAMETERS = {"125m": 125e6, "1_3b": 1.3e9, "7b": 6.74e9, "8b": 8.03e9, "13b": 13.0e9, "long_llama_70b": 70.6e9, "70b": 69.0e9, "175b": 174.6e9, "1t": 1008e9}
+PARAMETERS = {
+    "125m": 125e6,
+    "1_3b": 1.3e9,
+    "7b": 6.74e9,
+    "8b": 8.03e9,
+    "13b": 13.0e9,
+    "long_llama_70b": 70.6e9,
+    "70b": 69.0e9,
+    "175b": 174.6e9,
+    "1t": 1008e9,
+}
 """As published; by the end of the script's name."""
 
 

@@ -22,6 +22,7 @@ from megatron.config.given import REQUESTS
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import one_f_one_b
 from tests.support.cli import ROOT, spawn_cli
+from tests.support.launched import SCRIPTS
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
 from tests.support.warm_python import warm_python
@@ -223,16 +224,18 @@ def test_the_readme_opens_with_the_two_commands() -> None:
     assert TEXTS["README.md"].index("![") < TEXTS["README.md"].index("```bash") < 500, "after one picture"
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("train_*.sh")))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_launch_script_is_in_the_table(script: str) -> None:
-    (row,) = re.findall(rf"^\| `examples/{script}` \| .* \| (\d+) x (\d+) x (\d+) \| (.*) \|$", TEXTS["launching.md"], re.MULTILINE)
+    (row,) = re.findall(
+        rf"^\| `examples/{script}` \| .* \| {' x '.join([r'(\d+)'] * 4)} \| (.*) \|$", TEXTS["launching.md"], re.MULTILINE
+    )
     text = (ROOT / "examples" / script).read_text()
     nodes, ranks = map(int, re.search(r"^launch (\d+) (\d+) ", text, re.MULTILINE).groups())  # type: ignore[union-attr]
-    assert math.prod(map(int, row[:3])) == nodes * ranks
-    for flag, size in zip(("tensor", "pipeline"), row, strict=False):
-        given = re.search(rf"--{flag}-model-parallel-size (\d+)", text)
+    assert math.prod(map(int, row[:4])) == nodes * ranks
+    for flag, size in zip(("tensor-model", "context", "pipeline-model"), row, strict=False):
+        given = re.search(rf"--{flag}-parallel-size (\d+)", text)
         assert size == (given[1] if given else "1")
-    assert re.search(rf"memory per \w+ +{re.escape(row[3])}$", text, re.MULTILINE), (
+    assert re.search(rf"memory per \w+ +{re.escape(row[4])}$", text, re.MULTILINE), (
         "as the script says; tests/program/test_examples.py checks that"
     )
 
