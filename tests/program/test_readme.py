@@ -226,9 +226,8 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_launch_script_is_in_the_table(script: str) -> None:
-    (row,) = re.findall(
-        rf"^\| `examples/{script}` \| .* \| {' x '.join([r'(\d+)'] * 4)} \| (.*) \|$", TEXTS["launching.md"], re.MULTILINE
-    )
+    sizes = " x ".join([r"(\d+)"] * 4)
+    (row,) = re.findall(rf"^\| `examples/{script}` \| .* \| {sizes} \| (.*) \|$", TEXTS["launching.md"], re.MULTILINE)
     text = (ROOT / "examples" / script).read_text()
     nodes, ranks = map(int, re.search(r"^launch (\d+) (\d+) ", text, re.MULTILINE).groups())  # type: ignore[union-attr]
     assert math.prod(map(int, row[:4])) == nodes * ranks
