@@ -79,6 +79,11 @@ class PrecisionConfig:
         """Layers at both ends that are left out of --fp8-format."""
         return (self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16) * self.first_last_layers_bf16
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation."""
+        return 2 if self.fp16 or self.bf16 else 8 if self.fp64 else 4
+
     def fp8_of(self, layer: int, num_layers: int) -> Fp8 | None:
         """How layer number `layer` of so many computes in 8 bits; None where it does not."""
         if self.fp8_format is None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import get_args
 
 from megatron.config.checks.finding import Change, change, data_size, shown, without
 from megatron.config.config import Config
+from megatron.config.parallel import ContextWay
 from megatron.config.rules import violations
+from megatron.context_parallel.cost import sent_for_attention
 from megatron.pipeline_parallel.partition import recomputed_chunks, split_advice, table_of
 from megatron.planner.plan import idle_share, loss_again
 from megatron.spec.counts import count_parameters
@@ -21,6 +24,8 @@ MOST_IDLE = 0.2
 """Advice is given where pipeline stages wait for more than this share of their time."""
 MOST_PADDING = 0.05
 """Advice is given where padding adds more than this share to the vocabulary."""
+MOST_SENT = 2.0
+"""Advice is given where context ranks send more than this multiple of the least for keys and values."""
 ENOUGH_TOKENS = 4096
 """A matrix product of more rows than this runs hardly faster on a GPU."""
 _WORTH_SHARDING = 10**9  # bytes of optimizer state that each data rank holds as copies of the others' state
@@ -40,6 +45,7 @@ def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int)
         *_idle_stages(config, world_size, vocab_size),
         *_uneven_stages(config, vocab_size),
         *_tensor_groups(config, world_size, gpus_per_node),
+        *_context_ways(config, world_size),
         *_microbatch(config, world_size),
         *_whole_residual(config, world_size),
         *_whole_optimizer(config, world_size, vocab_size),
@@ -128,6 +134,26 @@ def _tensor_groups(config: Config, world_size: int, gpus_per_node: int) -> Itera
         f"{shown(config, 'tensor_model_parallel_size')} puts tensor groups across nodes of {gpus_per_node} GPUs: every layer waits "
         f"several times for links much slower than those inside a node{_better(config, world_size, tried, crosses, 0)}"
     )
+
+
+def _context_ways(config: Config, world_size: int) -> Iterator[str]:
+    """What context ranks send for keys and values, by the ways that these heads allow. An exchange of heads is not hidden behind
+    products as the others are, so it has to send much less."""
+    itemsize = config.precision.itemsize
+
+    def sent(changed: Config, ranks: int) -> float:
+        return float(sent_for_attention(changed, itemsize))
+
+    if config.parallel.context_parallel_size == 1:
+        return
+    tried = [change(cp_comm_type=(way,)) for way in get_args(ContextWay)]
+    valid = [one for one in tried if not violations(*one.apply(config, world_size))]
+    least = min(sent(*one.apply(config, world_size)) for one in valid)
+    if (now := sent(config, world_size)) > MOST_SENT * least:
+        yield (
+            f"context ranks send {now / least:.1f} times what they could for the keys and values of these heads"
+            f"{_better(config, world_size, valid, sent, least)}"
+        )
 
 
 def _microbatch(config: Config, world_size: int) -> Iterator[str]:

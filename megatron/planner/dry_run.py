@@ -10,11 +10,13 @@ from megatron.attention.backends import backend_in_use
 from megatron.config.checks.speed import check_backend
 from megatron.config.config import Config
 from megatron.config.given import DryRun
+from megatron.context_parallel.cost import most_held
 from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS
 from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
+from megatron.parallel.cut import balanced, token_costs
 from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory
 from megatron.parallel.topology import DATA_AXES, Topology
 from megatron.pipeline_parallel.exchange import ReceivePlan
@@ -35,8 +37,8 @@ from megatron.planner.kinds import (
 )
 from megatron.planner.peak import Held, held_over_step, peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
-from megatron.planner.state_report import layout_of
-from megatron.spec.counts import check_count
+from megatron.planner.state_report import amount, layout_of
+from megatron.spec.counts import attention_shares, check_count
 from megatron.spec.layers import alike, context_ways
 from megatron.spec.operations import Costs, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
@@ -191,11 +193,25 @@ class Planner:
                 _NOT_COUNTED[self._device_type],
                 f"attention is taken to be computed by {' and '.join(attention)}",
                 *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
+                *self._of_context_ranks(),
                 *(["layers are planned as without --compile: compiled, they keep as much or less"] * config.speed.compile),
                 *_NOTES,
             ),
             advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),
         )
+
+    def _of_context_ranks(self) -> Iterator[str]:
+        """What they hold of each other, and how evenly they share attention."""
+        if self._topology.cp == 1:
+            return
+        held = amount(most_held(self._config, self._config.precision.itemsize))
+        yield f"of other context ranks a rank holds at most {held} of keys, values and their gradients at once (in activations)"
+        if self._config.data.reset_attention_mask:
+            yield "how evenly context ranks share attention depends on the documents: the log tells (context imbalance)"
+        else:
+            shares = attention_shares(self._config.model)
+            cut = balanced(token_costs(self._config.model.seq_length, shares), self._topology.cp)
+            yield f"context ranks share attention evenly: the busiest computes {cut.imbalance:.3f} x the mean"
 
     def sample(self) -> Sample:
         """The ends of all stages that look alike."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from megatron.attention.backends import attention_kernel, backend_in_use
+from megatron.config.parallel import ContextWay
+from megatron.context_parallel.cost import most_held, sent_for_attention
 from megatron.model.gpt import ModelInputs
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.planner import chunk_trace
@@ -17,6 +19,7 @@ from megatron.spec.attention_backends import AttentionCall
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
 from tests.proof.test_planner_activations_measured import (
+    DEEPSEEK,
     DROPOUT,
     EIGHT_BITS_WITHIN,
     FULL,
@@ -112,6 +115,31 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(tensor_size: int, sequence_p
     attention = 4 * rows * heads // tensor_size
     seeds = five - four - factor * rows * 128 - norms - attention
     assert 0 <= seeds <= 64
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_context_ranks_keep_their_share_of_a_layer(device_type: str) -> None:
+    """Of what one rank would keep between forward and backward, each of C ranks keeps 1/C within 3 %; and what comes and goes is no
+    more than that with the buffers that the plan names."""
+    changes = {**LLAMA, "bf16": True, "hidden_size": 128, "seq_length": 512, "vocab_size": 128, "attention_dropout": 0.0}
+    alone = plan_rank(settings(1, **changes), 1, device_type=device_type).traces[0].ops
+    for ranks, way in ((2, "all_gather"), (4, "p2p"), (4, "all_gather")):
+        config = settings(ranks, context_parallel_size=ranks, cp_comm_type=(way,), **changes)
+        for rank in range(ranks):
+            shared = plan_rank(config, ranks, rank, device_type=device_type).traces[0].ops
+            assert shared[OpKind.FORWARD].change * ranks == pytest.approx(alone[OpKind.FORWARD].change, rel=0.03)
+            most = alone[OpKind.BACKWARD].peak / ranks + most_held(config, 2)
+            assert shared[OpKind.BACKWARD].peak <= 1.03 * most or device_type == "cpu", (way, rank)
+
+
+@pytest.mark.parametrize("way", get_args(ContextWay))
+@pytest.mark.parametrize("style", [{**LLAMA, "num_query_groups": 4}, DEEPSEEK], ids=["grouped", "latents"])
+def test_the_formula_of_what_context_ranks_send(way: ContextWay, style: dict[str, Any]) -> None:
+    changes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": (way,)}
+    config = settings(4, **{**style, "bf16": True, "seq_length": 64, **changes})
+    planned = plan_rank(config, 4).transfers
+    (count,) = {16 // config.training.micro_batch_size}
+    assert sum(one.bytes for one in planned if one.over == "cp") == count * sent_for_attention(config, 2)
 
 
 def test_what_each_part_frees_that_is_computed_again() -> None:

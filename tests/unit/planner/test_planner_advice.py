@@ -29,6 +29,12 @@ CASES = {
     "bubble": (f"{BALANCED} --global-batch-size 7", 4, VOCABULARY, r"^7 microbatches through 4 pipeline stages .* 32%"),
     "bubble at once": (BALANCED, 4, VOCABULARY, r"^1 microbatches through 4 pipeline stages leave 75%"),
     "tensor groups": (f"{TP} 16 --sequence-parallel", 16, VOCABULARY, r"^--tensor-model-parallel-size 16 .* nodes of 8 GPUs"),
+    "context ranks": (
+        "--context-parallel-size 4 --cp-comm-type p2p",
+        4,
+        VOCABULARY,
+        r"^context ranks send 4\.7 times what they could",
+    ),
     "microbatch": ("--micro-batch-size 8", 1, VOCABULARY, r"^--micro-batch-size 8 x 4,096 tokens wastes memory"),
     "residual": (f"{TP} 2", 2, VOCABULARY, r"^every tensor rank keeps the activations of norms"),
     "optimizer": ("--no-use-distributed-optimizer", 4, VOCABULARY, r"^each of 4 data ranks keeps the whole optimizer state"),
