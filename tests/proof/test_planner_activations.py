@@ -123,9 +123,9 @@ def test_context_ranks_keep_their_share_of_a_layer(device_type: str) -> None:
     more than that with the buffers that the plan names."""
     changes = {**LLAMA, "bf16": True, "hidden_size": 128, "seq_length": 512, "vocab_size": 128, "attention_dropout": 0.0}
     alone = plan_rank(settings(1, **changes), 1, device_type=device_type).traces[0].ops
-    for ranks, way in ((2, "all_gather"), (4, "p2p"), (4, "all_gather")):
+    for ranks, way in ((2, "all_gather"), (4, "p2p")):
         config = settings(ranks, context_parallel_size=ranks, cp_comm_type=(way,), **changes)
-        for rank in range(ranks):
+        for rank in (0, ranks - 1):
             shared = plan_rank(config, ranks, rank, device_type=device_type).traces[0].ops
             assert shared[OpKind.FORWARD].change * ranks == pytest.approx(alone[OpKind.FORWARD].change, rel=0.03)
             most = alone[OpKind.BACKWARD].peak / ranks + most_held(config, 2)
