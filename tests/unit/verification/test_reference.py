@@ -293,7 +293,8 @@ def test_what_layers_give_is_seen(shape: ReferenceShape) -> None:
     seen: dict[str, Tensor] = {}
     rules = Rules(eod=0, positions=False, attention=False, loss=False)
     losses, kept = losses_with_rules(shape, weights, (tokens, labels, mask), rules, seen.__setitem__)
-    assert list(seen) == ["embedding", *(f"layers.{i}{part}" for i in range(2) for part in (".attention", ".mlp", ""))]
+    parts = (".scores", ".attention", ".mlp", "")
+    assert list(seen) == ["embedding", *(f"layers.{i}{part}" for i in range(2) for part in parts)]
     stream = seen["embedding"]
     for i in range(2):
         stream = stream + seen[f"layers.{i}.attention"] + seen[f"layers.{i}.mlp"]
