@@ -5,6 +5,7 @@
     python tools/bench.py activations     a step whose saved tensors go to the host and back over a slow link, against one without
     python tools/bench.py overlap         exposed communication of two data ranks with overlap off and on, behind a slowed link
     python tools/bench.py tensor          layers of tensor ranks with --tp-comm-overlap and without, behind a slow link
+    python tools/bench.py context         attention of context ranks, keys and values beside products, behind a slow link
     python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in processes that update at once
     python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
     python tools/bench.py memory          activations at their peak, planned and measured, and step time, for each way to hold less
@@ -40,6 +41,7 @@ PARTS = (
         "activations",
         "overlap",
         "tensor",
+        "context",
         "optimizer",
         "offload",
         "memory",
@@ -109,7 +111,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--no-overlap-p2p", ("bubble",), action="store_true", help="wait for each exchange of messages before computing on")
     add(
         "--repeats",
-        ("bubble", "overlap", "tensor", "activations"),
+        ("bubble", "overlap", "tensor", "context", "activations"),
         type=count,
         default=5,
         help="measurements of each schedule or strategy, after a first (5)",
@@ -243,6 +245,11 @@ def run(part: str, args: argparse.Namespace) -> bool:
         from tools.benchmarks import tensor_ranks
 
         held = [tensor_ranks.run(tensor_ranks.Settings(n, share=args.link_share, repeats=args.repeats)) for n in (2, 4)]
+        return all(held)
+    if part == "context":
+        from tools.benchmarks import context
+
+        held = [context.run(context.Settings(n, repeats=args.repeats)) for n in (2, 4)]
         return all(held)
     if part == "optimizer":
         from tools.benchmarks import optimizer

@@ -18,7 +18,7 @@ from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.warm_python import warm_python
-from tools.benchmarks import activations, bubble, loss, memory, overlap, tensor_ranks
+from tools.benchmarks import activations, bubble, context, loss, memory, overlap, tensor_ranks
 from tools.benchmarks.bubble import Result, misses
 from tools.benchmarks.shapes import SHAPES, Shape
 from tools.memory.measure import Measured
@@ -97,6 +97,19 @@ def test_tensor_ranks_send_as_much_one_after_the_other_and_in_pieces() -> None:
     assert not tensor_ranks.misses(tensor_ranks.Result([1.0, 2.0], [9.0, 9.0], [1.09, 2.18], 0.0))
     (told,) = tensor_ranks.misses(tensor_ranks.Result([1.0, 2.0], [9.0, 9.0], [1.2, 2.4], 0.0))
     assert told.startswith("a pass in pieces takes 1.20 x computation")
+
+
+def test_context_ranks_are_measured_against_the_simulated_best() -> None:
+    """The ring hides all but the sum that goes home; a gather what is longer than the own part, and the whole reduce-scatter."""
+    settings = context.Settings(2, step_s=0.0005, share=0.5, repeats=1)
+    result = context.measure(settings)
+    assert all(len(times[way]) == 1 for times in (result.computation, result.turns, result.beside) for way in context.WAYS)
+    assert context.best(settings, "p2p") == pytest.approx((2 * 3.5 + 0.5) / 7) == context.best(settings, "all_gather")
+    assert context.best(context.Settings(4, share=0.5), "all_gather") == pytest.approx((14 + 0.5 + 1.5) / 14)
+    good = context.Result(*({way: [seconds] for way in context.WAYS} for seconds in (1.0, 9.0, 1.2)))
+    assert not context.misses(settings, good)
+    (told,) = context.misses(settings, context.Result(good.computation, good.turns, {"p2p": [1.5], "all_gather": [1.0]}))
+    assert told.startswith("p2p takes 1.40 x the simulated best; at most 1.15")
 
 
 def test_overlap_gives_a_line_for_each_strategy() -> None:
