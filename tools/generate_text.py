@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
     from tools.generation.continuation import Continuation
 
+_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _DRAWING = ("top_k", "top_p", "seed")
 _NEW_TOKENS = 256
@@ -82,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     computing.add_argument("--dtype", choices=_DTYPES, help="of weights and products (as stored; not float16 on a CPU)")
     computing.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(CUDA if there is any)")
     computing.add_argument("--tensor-model-parallel-size", type=int, metavar="N", help="processes that share a layer (all)")
+    computing.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="processes that share the prompts (1)")
     computing.add_argument(
         "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes that share the depth (1)"
     )
@@ -110,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Refuse flags without effect and sizes that cannot be; exits with status 2."""
-    for name in ("max_new_tokens", "num_samples", "batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
+    for name in ("max_new_tokens", "num_samples", "batch_size", *_SIZES):
         value = getattr(given, name)
         if value is not None and value < 1:
             flags.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -124,11 +127,17 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
                 flags.error(f"--{name.replace('_', '-')} has no effect with --temperature 0, which draws nothing: leave it out")
         if given.num_samples > 1:
             flags.error("with --temperature 0 all samples of a prompt are the same: leave --num-samples out")
-    started, pipeline = int(os.environ.get("WORLD_SIZE", 1)), given.pipeline_model_parallel_size
-    given.tensor_model_parallel_size = given.tensor_model_parallel_size or max(1, started // pipeline)
-    if given.tensor_model_parallel_size * pipeline != started:
+    started, context, pipeline = (
+        int(os.environ.get("WORLD_SIZE", 1)),
+        given.context_parallel_size,
+        given.pipeline_model_parallel_size,
+    )
+    given.tensor_model_parallel_size = given.tensor_model_parallel_size or max(1, started // (context * pipeline))
+    needed = math.prod(getattr(given, name) for name in _SIZES)
+    if needed != started:
+        shared = f"context {context} x " if context > 1 else ""
         flags.error(
-            f"tensor {given.tensor_model_parallel_size} x pipeline {pipeline} needs {given.tensor_model_parallel_size * pipeline} "
+            f"tensor {given.tensor_model_parallel_size} x {shared}pipeline {pipeline} needs {needed} "
             f"processes, and {started} {'are' if started > 1 else 'is'} started (torchrun --nproc-per-node N starts N)"
         )
 
@@ -153,7 +162,7 @@ def _run(given: argparse.Namespace) -> None:
             f"the tokenizer has {tokenizer.vocab_size:,} ids, but {given.load} only {source.vocab_size:,} rows in its embedding: "
             "this is not its tokenizer"
         )
-    sizes = {name: getattr(given, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "device")}
+    sizes = {name: getattr(given, name) for name in (*_SIZES, "device")}
     context = connect(ParallelConfig(**sizes))
     try:
         texts: list[str] = broadcast_object(prompts, context.world)

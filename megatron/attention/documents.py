@@ -118,6 +118,12 @@ class Documents:
         return np.ascontiguousarray(starts.reshape(self.batch, self.length).T)
 
 
+def samples(length: int, batch: int, cut: Cut, device: torch.device) -> Documents:
+    """Samples of one document each, of which context ranks hold parts."""
+    bounds = np.arange(0, (batch + 1) * length, length, dtype=np.int32)
+    return Documents(bounds, torch.from_numpy(bounds).to(device), batch, cut)
+
+
 class ByLength(NamedTuple):
     """Tokens reordered so that documents of one length lie side by side: then one call serves all of them.
 

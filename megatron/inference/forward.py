@@ -11,10 +11,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.attention.documents import samples
 from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.cut import mirrored
 
 
 def last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInputs) -> torch.Tensor | None:
@@ -95,19 +98,30 @@ class Decoder:
         Returns:
             logits of the next token of each row [b, v], without padding, on the stage with the output layer; None on others.
         """
-        device = self._context.device
-        lengths = [len(prompt) for prompt in prompts]
-        tokens = torch.zeros(max(lengths), len(prompts), dtype=torch.long)
+        device, sharers, lengths = self._context.device, self._context.context_group, [len(prompt) for prompt in prompts]
+        unit = 2 * sharers.size if sharers.size > 1 else 1  # context ranks hold two pieces each
+        room = -(-max(lengths) // unit) * unit
+        tokens = torch.zeros(room, len(prompts), dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens[: len(prompt), row] = torch.tensor(prompt)
-        positions = torch.arange(max(lengths), device=device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
+        documents, places = None, torch.arange(room)
+        if sharers.size > 1:
+            documents = samples(room, len(prompts), mirrored(room, sharers.size), device)
+            places = torch.from_numpy(mirrored(room, sharers.size).places(sharers.index))
+        # What fills up the last piece has no position of its own: the model may have learned no more than there are tokens.
+        positions = places.clamp(max=max(lengths) - 1).to(device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
         self.cache.expect(lengths, device)
-        hidden = last_hidden_states(self._model, self._context, ModelInputs(positions, tokens.to(device), cache=self.cache))
+        inputs = ModelInputs(positions, tokens[places].to(device), documents=documents, cache=self.cache)
+        hidden = last_hidden_states(self._model, self._context, inputs)
         self.cache.begin(copies)
         if hidden is None:
             return None
-        last = hidden[torch.tensor(lengths, device=device) - 1, torch.arange(len(prompts), device=device)]
-        return self._logits(last.unsqueeze(0)).repeat_interleave(copies, 0)
+        last = torch.tensor(lengths) - 1
+        at = torch.searchsorted(places, last).clamp(max=len(places) - 1)
+        found = hidden[at.to(device), torch.arange(len(prompts), device=device)]
+        if sharers.size > 1:  # one of them has it
+            found = all_reduce(found.masked_fill((places[at] != last).to(device)[:, None], 0.0), sharers)
+        return self._logits(found.unsqueeze(0)).repeat_interleave(copies, 0)
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor) -> torch.Tensor | None:

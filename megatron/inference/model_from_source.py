@@ -12,6 +12,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import materialize
+from megatron.spec.layers import context_ways
 
 
 def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtype) -> Model:
@@ -32,6 +33,7 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         vocab_size=source.vocab_size,
         sequence_parallel=False,
         seed=0,
+        ways=context_ways(source.model, ()),
         materialized=False,  # no initial values: every weight comes from the source
     )
     for chunk in model.chunks.values():

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.attention.backends import keeps_probabilities
 from megatron.attention.core import core_attention, one_kernel
-from megatron.attention.documents import Documents
+from megatron.attention.documents import Documents, reorder
 from megatron.attention.largest import LargestScores
 from megatron.context_parallel.attention import Sharers, context_attention
 from megatron.memory.recompute import recomputed
@@ -23,6 +23,7 @@ from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
 from megatron.model.shared_heads import Sharing, exchanged
 from megatron.parallel.accumulate import through
+from megatron.parallel.collectives import all_gather
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import AttentionSpec, NormSpec, ScoreSpec
@@ -100,6 +101,16 @@ class CoreAttention(nn.Module):
             way = scope.context_ways[min(layer, len(scope.context_ways) - 1)]
             self.sharers = Sharers(way, scope.context.context_group, scope.context.context_rings)
 
+    def of_all_ranks(self, cache: KeyValueCache, documents: Documents | None, *kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a cache keeps of all tokens of the prompts, [s, b, ...], in their order: what context ranks have of them, put
+        together. A token after them is on every rank."""
+        if self.sharers is None or not cache.empty:
+            return kept
+        assert documents is not None, "context ranks need to know who holds which tokens"
+        order, places = documents.order_of_holders
+        # What fills the last of them up to a length that the ranks can share is left out.
+        return tuple(reorder(all_gather(x, self.sharers.group), places, order)[: cache.longest] for x in kept)
+
     def attend(
         self,
         q: torch.Tensor,
@@ -115,7 +126,8 @@ class CoreAttention(nn.Module):
             first = self.tensor_rank * k.shape[2] * self.queries_per_group
             self.largest.take(self.layer, first, q, k, self.scores, documents, self.context_ranks)
         if cache is not None:
-            cache.append(self.layer, k, v, self.scores.window)
+            all_k, all_v = self.of_all_ranks(cache, documents, k, v)
+            cache.append(self.layer, all_k, all_v, self.scores.window)
             if not cache.empty:
                 return cache.attend(self.layer, q, self.scores, sinks)
         probability, seed = 0.0, None

@@ -43,6 +43,11 @@ class KeyValueCache:
         assert not self.empty, "the prompts come first"
         return self._lengths
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row so far."""
+        return self._longest
+
     def expect(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
         """Called before the forward that reads the prompts.
 

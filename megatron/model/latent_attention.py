@@ -146,7 +146,8 @@ class LatentAttention(CoreAttention):
         shared = k_rotary.unsqueeze(2)
         if rotary is not None:
             shared = rotate(shared, rotary, self.interleaved)
-        cache.append(self.layer, torch.cat([latent.unsqueeze(2), shared], -1), None, self.scores.window)
+        (kept,) = self.of_all_ranks(cache, documents, torch.cat([latent.unsqueeze(2), shared], -1))
+        cache.append(self.layer, kept, None, self.scores.window)
         if cache.empty:
             return self.attend(*self._joined(x, latent, k_rotary, rotary), key, documents, None)
         return self._attend_to_latents(self._queries(x), rotary, cache)

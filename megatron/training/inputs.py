@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.attention.documents import Documents
+from megatron.attention.documents import Documents, samples
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, has_own_splits, parse_split, split_words
 from megatron.config.model import ModelConfig
@@ -224,9 +224,7 @@ class BatchMaker:
         """Whole samples, where attention needs to know which ranks hold which tokens of them."""
         if self.cutting.group.size == 1:
             return None
-        bounds = np.arange(0, (self.micro_batch_size + 1) * self.seq_length, self.seq_length, dtype=np.int32)
-        on_device = torch.from_numpy(bounds).to(self.context.device)
-        return Documents(bounds, on_device, self.micro_batch_size, self.cutting.of_samples)
+        return samples(self.seq_length, self.micro_batch_size, self.cutting.of_samples, self.context.device)
 
 
 def reads_samples(context: ParallelContext, stage_of_chunk: Sequence[int], rules: DocumentRules) -> bool:

@@ -111,15 +111,14 @@ def test_several_texts_follow_from_the_seed(trained: Path, say: Say) -> None:
     )
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
-def test_the_same_text_on_two_processes(trained: Path, say: Say, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("flag", [None, "--pipeline-model-parallel-size", "--context-parallel-size"], ids=["tp2", "pp2", "cp2"])
+def test_the_same_text_on_two_processes(trained: Path, say: Say, flag: str | None) -> None:
     words = ["--load", str(trained), "--max-new-tokens", "12", "--prompt", PROMPT, "abc", "--dtype", "float64", "--device", "cpu"]
     expected = say(*words)
 
     def rank_prints(rank: int) -> tuple[int, str]:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            pipeline = [] if sizes[1] == 1 else ["--pipeline-model-parallel-size", str(sizes[1])]
-            return generate_text.main([*words, *pipeline]), out.getvalue()
+            return generate_text.main([*words, *([] if flag is None else [flag, "2"])]), out.getvalue()
 
     assert run_ranks(2, rank_prints, init=False) == [(0, expected), (0, "")]
 

@@ -108,7 +108,11 @@ def test_scores_are_those_of_recomputation(
             found = decoder.step(torch.tensor([ids[step] for ids, _ in expected]))
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)], ids=["one", "tp2", "pp2", "tp2-pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(cp=2), Layout(cp=4), Layout(tp=2, cp=2, pp=2)],
+    ids=["one", "tp2", "pp2", "tp2-pp2", "cp2", "cp4", "tp2-cp2-pp2"],
+)
 def test_the_same_text_at_every_layout(layout: Layout) -> None:
     """Greedy as by recomputation on every rank; drawn as by one process."""
     shape = SHAPES["windows-sinks"]
@@ -127,6 +131,25 @@ def test_the_same_text_at_every_layout(layout: Layout) -> None:
     assert greedy == [by_recomputation(shape, prompt, 10)[0] for prompt in PROMPTS for _ in range(2)]
     assert all(len(set(map(tuple, sampled[2 * i : 2 * i + 2]))) == 2 for i in range(len(PROMPTS))), "samples of a prompt differ"
     assert sampled == texts(0, Layout())[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_ranks_share_the_prompts(ranks: int) -> None:
+    """Their scores are those of one rank, of whatever each layer keeps; the next tokens are read by all."""
+
+    def scores(rank: int, ranks: int = ranks) -> list[list[torch.Tensor | None]]:
+        found = []
+        for shape in SHAPES.values():
+            context = make_context(Topology(cp=ranks), rank, torch.device("cpu"))
+            decoder = Decoder(build(shape, context), context, 14)
+            first = decoder.read(PROMPTS)
+            found.append([first, *(decoder.step(torch.tensor([7, 1, 30 + step])) for step in range(4))])
+        return found
+
+    (expected,) = run_forked_ranks(1, lambda rank: scores(0, 1))
+    for found in run_forked_ranks(ranks, scores):
+        for mine, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
 
 
 def test_a_sequence_does_not_depend_on_what_is_beside_it(alone: ParallelContext) -> None:

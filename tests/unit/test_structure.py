@@ -54,7 +54,7 @@ for room in set(ABOVE) - {"config", "spec", "memory"}:
 """What each room may import beside itself. (Between config and spec: see `test_spec_lies_between_the_settings_and_their_rules`.)"""
 SETTINGS = {f"megatron.config.{name}" for name in "data memory model outputs parallel param_groups precision training".split()}
 """The dataclasses of the settings, which know nothing of the spec but its tables that read no settings."""
-ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data"}
+ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data", "attention"}
 ABOVE["planner"] = {*ABOVE["checkpoint"], "attention", "context_parallel", "metrics"}
 ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
