@@ -46,6 +46,8 @@ class AttentionCall:
     """Channels of a value head, if others than a query head has."""
     shaped: bool = False
     """Scores are capped, or the softmax has sinks."""
+    in_parts: bool = False
+    """Context ranks compute it part by part."""
 
     def obstacle(self, kernel: AttentionKernel) -> str | None:
         """Why a kernel cannot compute it, as a sentence goes on behind its name; None if it can."""
@@ -53,8 +55,9 @@ class AttentionCall:
             return "runs on GPUs only"
         if kernel != "math" and self.shaped:
             return "takes neither capped scores nor sinks"
-        if kernel != "math" and self.window and (obstacle := self._obstacle_of_window(kernel)) is not None:
-            return obstacle
+        for what in ["window"] * self.window + ["part of a sequence"] * self.in_parts:
+            if kernel != "math" and (obstacle := self._obstacle_of(what, kernel)) is not None:
+                return obstacle
         if kernel == "flash" and self.value_size not in (None, self.head_size):
             return f"takes values of as many channels as queries, not {self.value_size} beside {self.head_size}"
         if not self.on_cuda:
@@ -76,14 +79,15 @@ class AttentionCall:
             return f"takes heads of a multiple of {multiple} channels, not {odd[0]}" if odd else None
         return None
 
-    def _obstacle_of_window(self, kernel: AttentionKernel) -> str | None:
+    def _obstacle_of(self, what: str, kernel: AttentionKernel) -> str | None:
+        """Why a kernel computes no window, or no part of a sequence."""
         if kernel != "flash":
-            return "takes no window"
+            return f"takes no {what}"
         if not self.on_cuda:
-            return "takes no window on a CPU"
+            return f"takes no {what} on a CPU"
         if self.dropout:
-            return "has no dropout with a window"
-        return f"takes heads of a multiple of 8 channels with a window, not {self.head_size}" if self.head_size % 8 else None
+            return f"has no dropout with a {what}"
+        return f"takes heads of a multiple of 8 channels with a {what}, not {self.head_size}" if self.head_size % 8 else None
 
     def _wide(self) -> str | None:
         return None if self.bits == 16 else f"computes in 16 bits, not in {self.bits}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.config.checks.finding import Finding, change, divisors, rule, shown, try_values, without
 from megatron.config.config import Config
 from megatron.spec.attention_backends import AttentionCall, kernels_of
-from megatron.spec.layers import scores_of
+from megatron.spec.layers import context_ways, scores_of
 
 _BACKEND = "attention_backend"
 _HEADS = ("group_query_attention", "num_query_groups", "num_attention_heads", "multi_latent_attention")
@@ -60,6 +60,8 @@ def attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
         config.data.reset_attention_mask,
         window=any(each.reach(model.seq_length) is not None for each in scores),
         value_size=model.value_size,
+        in_parts=config.parallel.context_parallel_size > 1
+        and any(way != "a2a" for way in context_ways(model, config.parallel.cp_comm_type)),
         shaped=any(each.softcap is not None or each.softmax != "vanilla" for each in scores),
     )
 
@@ -100,7 +102,7 @@ def _refused(config: Config, *, on_cuda: bool) -> str | None:
             "attn_logit_softcapping",
             "multi_latent_attention",
         ),
-        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "context_parallel_size", "cp_comm_type", "num_layers"),
     ),
 )
 def a_kernel_takes_the_shapes(config: Config, world_size: int) -> Iterator[Finding]:

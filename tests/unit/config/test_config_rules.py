@@ -276,6 +276,13 @@ CASES: list[Case] = [
         ["--fp8-recipe rowwise", "--context-parallel-size 1"],
     ),
     (
+        "--context-parallel-size 2 --attention-backend flash --device cpu --attention-dropout 0",
+        2,
+        {"--attention-backend"},
+        ["takes no part of a sequence on a CPU"],
+        ["--attention-backend auto"],
+    ),
+    (
         "--context-parallel-size 2 --log-gradient-noise",
         2,
         {"--log-gradient-noise", "--context-parallel-size"},
