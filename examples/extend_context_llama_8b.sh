@@ -33,7 +33,7 @@ model=(--model "${MODEL:-llama3-8b}" --seq-length 131072 --pretrained-checkpoint
 layout=(--device cuda --bf16 --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 8
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --recompute-activations --recompute-modules layernorm mlp_act)
-# 400 steps of 64 samples at this rate (section 4.1).
+# 400 steps of 64 samples at this rate (Peng et al. 2023, section 4.1).
 batch=(--micro-batch-size 1 --global-batch-size 64 --train-iters 400)
 optimizer=(--lr 2e-5 --lr-decay-style constant --lr-warmup-iters 20 --weight-decay 0 --adam-beta2 0.95)
 data=(--data-path "$DATA" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:-tokenizer.json}"
