@@ -67,7 +67,7 @@ def visible(queries: Run, keys: Run, documents: Documents, window: int | None) -
 
 
 class KeyGrads(NamedTuple):
-    """Sums of the gradients of a rank's keys and values over parts."""
+    """Sums of the gradients of a rank's keys and values over parts: views of one message, [t, b, g, d + e]."""
 
     k: torch.Tensor
     """[B, t, d]"""
@@ -76,20 +76,14 @@ class KeyGrads(NamedTuple):
     batch: int
 
     @classmethod
-    def for_keys(cls, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> KeyGrads:
-        """Zeros for keys and values [t, b, g, ...]."""
-        of_k, of_v = (torch.zeros((x.shape[1] * x.shape[2], len(x), x.shape[3]), dtype=dtype, device=x.device) for x in (k, v))
-        return cls(of_k, of_v, k.shape[1])
+    def within(cls, message: torch.Tensor, size: int) -> KeyGrads:
+        """Those that a message holds; a key head has `size` channels."""
+        both = message.flatten(1, 2).transpose(0, 1)
+        return cls(both[..., :size], both[..., size:], message.shape[1])
 
     def of(self, part: RunPair, grad_q: torch.Tensor) -> Grads:
         """Where the gradients of a part go; those of all queries of this rank are given."""
         return Grads(grad_q[part.rows], self.k[:, part.columns], self.v[:, part.columns])
-
-    def write(self, out: torch.Tensor) -> None:
-        """Write them to [t, b, g, d + e]."""
-        size = self.k.shape[-1]
-        for total, place in ((self.k, out[..., :size]), (self.v, out[..., size:])):
-            place.copy_(total.unflatten(0, (self.batch, -1)).permute(2, 0, 1, 3))
 
 
 def attend_part(part: RunPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

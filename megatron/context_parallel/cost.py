@@ -5,12 +5,13 @@ With C ranks and K bytes of keys and values of one rank's tokens; gradients of t
 ==========  ================  ======================  ===================================
 way         sent forward      sent backward           held at once, of others and in sums
 ==========  ================  ======================  ===================================
-all_gather  (C - 1) K         (C - 1) (K + G)         C K + C G
-p2p         (C - 1) K         (C - 1) K + C G         2 K + 2 G
+all_gather  (C - 1) K         (C - 1) (K + G)         (C + 1) K + C G
+p2p         (C - 1) K         (C - 1) K + C G         2 K + 3 G
 a2a         (C - 1) / C x A   (C - 1) / C x A         nothing: tokens are exchanged for heads
 ==========  ================  ======================  ===================================
 
-A is the bytes of queries, keys, values and attention's result of one rank's tokens.
+A is the bytes of queries, keys, values and attention's result of one rank's tokens. What is held counts messages: of a gather what
+is sent and what comes; on a ring one that is computed with and one that comes, and of sums one more, which leaves.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class SharedAttention:
 
     def held(self, way: ContextWay) -> int:
         """Bytes of keys, values and their gradients that are on a rank at once, beside its own."""
-        count = {"all_gather": self.ranks, "p2p": 2, "a2a": 0}[way]
-        return count * (self._keys + self._sums)
+        keys, sums = {"all_gather": (self.ranks + 1, self.ranks), "p2p": (2, 3), "a2a": (0, 0)}[way]
+        return keys * self._keys + sums * self._sums
 
 
 def sent_for_attention(config: Config, itemsize: int, ways: tuple[ContextWay, ...] | None = None) -> int:

@@ -50,9 +50,8 @@ class Gathering:
         """See `Travel`."""
         whole = torch.zeros((self._group.size, *_packed_shape(k, v)), dtype=dtype, device=k.device)
         for holder, keys, values in self.forward(k, v):
-            grads = KeyGrads.for_keys(keys, values, dtype)
-            differentiate(holder, keys, values, grads)
-            grads.write(whole[holder])
+            differentiate(holder, keys, values, KeyGrads.within(whole[holder], k.shape[-1]))
+        del keys, values  # they are parts of what was gathered
         return _unpacked(start_reduce_scatter(whole.flatten(0, 1), self._group).wait(), k, v)
 
     def _others(self, pending: Pending, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
@@ -84,10 +83,8 @@ class Ring:
         """See `Travel`. What is passed on last is the own sum, from the rank before."""
         pending: Pending | None = None
         for holder, keys, values in self.forward(k, v):
-            grads = KeyGrads.for_keys(keys, values, dtype)
-            differentiate(holder, keys, values, grads)
-            summed = torch.empty(_packed_shape(k, v), dtype=dtype, device=k.device)
-            grads.write(summed)
+            summed = torch.zeros(_packed_shape(k, v), dtype=dtype, device=k.device)
+            differentiate(holder, keys, values, KeyGrads.within(summed, k.shape[-1]))
             if pending is not None:
                 summed += pending.wait()
             pending = start_pass_on(summed, self._of_gradients)

@@ -17,11 +17,15 @@ from megatron.attention import flash_parts
 from megatron.attention.documents import Documents
 from megatron.attention.flash_parts import Sequences
 from megatron.config.parallel import ContextWay
+from megatron.context_parallel import attention
 from megatron.context_parallel.attention import Sharers, _Call, context_attention
-from megatron.parallel.context import Group, ParallelContext, make_context
+from megatron.context_parallel.cost import SharedAttention
+from megatron.parallel.context import Group, ParallelContext, connect_fake, disconnect, make_context
 from megatron.parallel.cut import Cut, balanced, mirrored, token_costs
 from megatron.parallel.topology import Topology
+from megatron.planner.storages import StorageLedger
 from megatron.spec.layers import ScoreSpec
+from megatron.verification.local_ranks import run_ranks
 from tests.support.covering import covering, product
 from tests.support.warm import run_warm_ranks
 
@@ -249,3 +253,40 @@ def test_parts_draw_different_masks() -> None:
         call = _Call(Sharers("p2p", group, (group, group)), documents_of("whole", mirrored(S, 2)), ScoreSpec(), 0.5, 3)
         seeds = [part.seed for holder in range(2) for part in call.parts(holder)]
         assert len(set(seeds)) == len(seeds) > 1
+
+
+# ---- memory
+
+
+def held_in_backward(_: int, ways: list[tuple[ContextWay, int, tuple[int, int, int]]]) -> list[tuple[int, int]]:
+    """For each way, ranks and sizes: bytes of others (keys, values, sums) that are held at once, and those of the formula."""
+    found = []
+    for way, ranks, (r, d, e) in ways:
+        context, tokens = connect_fake(Topology(cp=ranks), 1), 64
+        cut, bounds = mirrored(tokens * ranks, ranks), np.array([0, tokens * ranks], dtype=np.int32)
+        shapes = [(tokens, 1, G, r, d), (tokens, 1, G, d), (tokens, 1, G, e)]
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes)
+        shared = SharedAttention(ranks, tokens, G * r * d, G * (d + e), G * r * e, q.itemsize)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            StorageLedger([(g.process_group, "cp") for g in (context.context_group, *context.context_rings)]) as ledger,
+        ):
+            # Without products there is nothing else but the gradients of queries and of the result.
+            for product in ("attend_part", "differentiate_part", "_merge"):
+                patch.setattr(attention, product, lambda *_: (None, None))
+            documents = Documents(bounds, torch.from_numpy(bounds), 1, cut)
+            out = context_attention(sharers(context, way), q, k, v, documents, ScoreSpec())
+            grad = torch.empty_like(out)
+            ledger.cut()
+            torch.autograd.grad(out, (q, k, v), grad)
+            found.append((ledger.cut().peak - 4 * q.numel(), shared.held(way)))
+        disconnect()
+    return found
+
+
+def test_a_rank_holds_of_others_what_the_formula_says() -> None:
+    """Two ranks of a ring hold a message less: none comes behind the first."""
+    cases = [(way, ranks, sizes) for way in ("all_gather", "p2p") for ranks in (2, 4, 8) for sizes in ((2, 16, 16), (1, 24, 8))]
+    (found,) = run_ranks(1, held_in_backward, cases, init=False, timeout=60.0)
+    for (way, ranks, _), (held, named) in zip(cases, found, strict=True):
+        assert held < named if (way, ranks) == ("p2p", 2) else held == named, (way, ranks)
