@@ -24,7 +24,7 @@ key head, `e` of a value head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,7 @@ def context_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
+    core: Callable[..., torch.Tensor] = core_attention,
 ) -> torch.Tensor:
     """softmax(score(q k^T)) v of this rank's tokens, over those of all context ranks.
 
@@ -103,6 +104,7 @@ def context_attention(
         documents: of the whole microbatch, with the cut.
         sinks: [n], where the softmax has learnable ones.
         seed: of this rank's dropout masks.
+        core: `core_attention`, or what does the same, for whole samples of some heads.
 
     Returns:
         [t, b, n * e].
@@ -110,7 +112,7 @@ def context_attention(
     if q.dim() == 4:
         q = q.unflatten(2, (k.shape[2], -1))
     if sharers.way == "a2a":
-        return _by_heads(sharers.group, q, k, v, documents, scores, sinks, dropout, seed)
+        return _by_heads(sharers.group, q, k, v, documents, scores, sinks, dropout, seed, core)
     out: torch.Tensor = _InParts.apply(q, k, v, sinks, _Call(sharers, documents, scores, dropout, seed or 0))
     return out.flatten(2)
 
@@ -203,6 +205,7 @@ def _by_heads(
     sinks: torch.Tensor | None,
     dropout: float,
     seed: int | None,
+    core: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Exchange tokens for heads, compute attention of whole samples, and exchange back."""
     ranks, cut = group.size, documents.cut
@@ -217,7 +220,7 @@ def _by_heads(
     if sinks is not None:
         sinks = sinks.unflatten(0, (ranks, -1))[group.index]
     inside = documents if documents.bounded else None
-    out = core_attention(q.unflatten(3, (r, d)), k, v, inside, dropout, scores=scores, sinks=sinks, seed=seed)
+    out = core(q.unflatten(3, (r, d)), k, v, inside, dropout, scores=scores, sinks=sinks, seed=seed)
     by_holder = reorder(out, order, places).unflatten(0, (ranks, t))
     back: torch.Tensor = _TokensForHeads.apply(by_holder, group)  # [ranks, t, b, n / ranks * e]
     return back.permute(1, 2, 0, 3).flatten(2)

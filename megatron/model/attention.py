@@ -136,15 +136,30 @@ class CoreAttention(nn.Module):
         if self.sharers is not None:
             assert documents is not None, "context ranks need to know who holds which tokens"
             how = (self.scores, sinks, probability, seed)
-            return context_attention(self.sharers, q, k, v, documents, *how)
+            return context_attention(self.sharers, q, k, v, documents, *how, core=self.core)
+        return self.core(q, k, v, documents, probability, scores=self.scores, sinks=sinks, seed=seed)
 
-        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
-            return core_attention(q, k, v, documents, probability, scores=self.scores, sinks=sinks, seed=seed)
+    def core(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        documents: Documents | None,
+        dropout: float,
+        *,
+        scores: ScoreSpec,
+        sinks: torch.Tensor | None,
+        seed: int | None,
+    ) -> torch.Tensor:
+        """`core_attention`, run again in backward where it is asked for and helps."""
 
-        plain = one_kernel(self.scores, len(q) if documents is None else documents.longest)
-        if self.recomputes_core and plain and keeps_probabilities(q, v, grouped=self.queries_per_group > 1, dropout=probability):
-            return recomputed(core, q, k, v)
-        return core(q, k, v)
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
+            return core_attention(q, k, v, documents, dropout, scores=scores, sinks=sinks, seed=seed)
+
+        plain = one_kernel(scores, len(q) if documents is None else documents.longest)
+        if self.recomputes_core and plain and keeps_probabilities(q, v, grouped=self.queries_per_group > 1, dropout=dropout):
+            return recomputed(run, q, k, v)
+        return run(q, k, v)
 
 
 class Attention(CoreAttention):

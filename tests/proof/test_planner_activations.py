@@ -148,8 +148,9 @@ def test_what_each_part_frees_that_is_computed_again() -> None:
     h, tokens, heads = 64, 256 * 4, 4
 
     def freed(device_type: str, *modules: str, **changes: Any) -> float:
+        ranks = changes.get("context_parallel_size", 1)
         kept = [
-            plan_rank(settings(1, num_layers=1, **changes, **again), 1, device_type=device_type)
+            plan_rank(settings(ranks, num_layers=1, **changes, **again), ranks, device_type=device_type)
             .traces[0]
             .ops[OpKind.FORWARD]
             .change
@@ -166,6 +167,8 @@ def test_what_each_part_frees_that_is_computed_again() -> None:
     assert freed("cuda", "core_attn", **llama) == freed("cpu", "core_attn", **llama) == 0
     assert freed("cuda", "core_attn", **LLAMA) > heads * 256 - h, "less what is kept to compute them again"
     assert freed("cpu", "core_attn", attention_dropout=0.1) > 3 * heads * 256
+    by_heads = {"context_parallel_size": 2, "cp_comm_type": ("a2a",)}
+    assert freed("cuda", "core_attn", **LLAMA, **by_heads) > heads / 2 * 256 - h, "half of the heads"
 
 
 @pytest.mark.parametrize(
