@@ -12,7 +12,7 @@ import torch
 
 from megatron.attention import flash_parts
 from megatron.attention.blocks import BLOCK_BY_BLOCK, Call, Grads, Reach, attend_by_blocks, differentiate_by_blocks
-from megatron.attention.documents import Documents, Run
+from megatron.attention.documents import MOST_AT_ONCE, Documents, Run
 from megatron.spec.layers import ScoreSpec
 
 
@@ -41,6 +41,12 @@ class RunPair(NamedTuple):
     def columns(self) -> slice:
         """The keys among those of their rank."""
         return slice(self.first_column, self.first_column + self.keys[1] - self.keys[0])
+
+    def by_flash(self, q: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether flash attention computes it."""
+        if len(self.documents.bounds) - 1 > MOST_AT_ONCE:
+            return False
+        return flash_parts.takes(self.queries, self.keys, q, v, self.scores, self.dropout)
 
     @property
     def call(self) -> Call:
@@ -93,7 +99,7 @@ def attend_part(part: RunPair, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         the result [q, b, g, r, e], in at least float32 or as flash attention gives it, and the logarithm of each row's sum,
         [q, b, g, r]: minus infinity where a query sees no key.
     """
-    if flash_parts.takes(part.queries, part.keys, q, v, part.scores, part.dropout):
+    if part.by_flash(q, v):
         return flash_parts.attend(part.queries, part.keys, part.documents, part.scores, q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((*q.shape[:4], v.shape[-1]), dtype=wide)
@@ -119,7 +125,7 @@ def differentiate_part(
         out: the merged result.
         log_sums: of all keys that a query sees.
     """
-    if not flash_parts.takes(part.queries, part.keys, q, v, part.scores, part.dropout):
+    if not part.by_flash(q, v):
         differentiate_by_blocks(grad, q, k, v, part.call, out, log_sums, grads, adds=True)
         return
     runs = (part.queries, part.keys, part.documents, part.scores)

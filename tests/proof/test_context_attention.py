@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.attention import flash_parts
+from megatron.attention import flash_parts, parts
 from megatron.attention.documents import Documents
 from megatron.attention.flash_parts import Sequences
+from megatron.attention.parts import RunPair
 from megatron.config.parallel import ContextWay
 from megatron.context_parallel import attention
 from megatron.context_parallel.attention import Sharers, _Call, context_attention
@@ -211,6 +212,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_shared_attention_equals_plain_attention(case: dict[str, Any]) -> None:
     assert error(case) < 1e-13
+
+
+def test_more_documents_than_a_call_of_flash_attention_takes_go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_parts, "flash_takes", lambda q, v, dropout: True)
+    documents, head = documents_of("of one token", mirrored(S, 2)), torch.empty(1, 1, 1, 1, 8)
+    part = RunPair((0, 8), (0, 8), 0, 0, ScoreSpec(), documents, 0.0, 0)
+    assert part.by_flash(head, head[..., 0, :])
+    monkeypatch.setattr(parts, "MOST_AT_ONCE", len(documents.bounds) - 2)
+    assert not part.by_flash(head, head[..., 0, :])
 
 
 # ---- dropout
