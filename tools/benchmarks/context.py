@@ -49,7 +49,7 @@ class Settings:
     """What is run."""
 
     ranks: int
-    step_s: float = 0.15
+    step_s: float = 0.1
     """Seconds of a rank's products with one rank's keys, forward."""
     share: float = 0.5
     """Time of one rank's keys and values on the link, as a share of that."""
