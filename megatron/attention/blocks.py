@@ -67,7 +67,7 @@ class Reach(NamedTuple):
         return hidden | (keys_at + self.origin < starts.t()[..., None])
 
     def sees_all(self, queries: slice, keys: slice) -> bool:
-        """Whether each query of a block sees each key, whatever documents there are."""
+        """Whether each query of a block sees each key for sure: what documents hide is not looked at."""
         far = self.first + queries.stop - 1 - keys.start
         return (
             self.documents is None and keys.stop <= self.first + queries.start + 1 and (self.window is None or far <= self.window)

@@ -79,13 +79,12 @@ class KeyGrads(NamedTuple):
     """[B, t, d]"""
     v: torch.Tensor
     """[B, t, e]"""
-    batch: int
 
     @classmethod
     def within(cls, message: torch.Tensor, size: int) -> KeyGrads:
         """Those that a message holds; a key head has `size` channels."""
         both = message.flatten(1, 2).transpose(0, 1)
-        return cls(both[..., :size], both[..., size:], message.shape[1])
+        return cls(both[..., :size], both[..., size:])
 
     def of(self, part: RunPair, grad_q: torch.Tensor) -> Grads:
         """Where the gradients of a part go; those of all queries of this rank are given."""
