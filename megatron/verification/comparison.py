@@ -230,6 +230,7 @@ class FindingKind(StrEnum):
     UPDATE = "update"
     REPLICAS = "replicas"
     EVALUATION = "evaluation"
+    DROPOUT = "dropout mask"
     TRANSFER = "transfer"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
+from megatron.parallel.topology import GRADIENT_AXES
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.verification.causes import (
     LISTED,
@@ -280,3 +281,50 @@ def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
         if told := [*number_findings(runs, after, FindingKind.EVALUATION, where, what, found, wanted, why)]:
             yield from told
             return
+
+
+# ---- dropout, which all else is compared without
+
+
+def mask_findings(runs: Comparison) -> Iterator[ProofFinding]:
+    """The first dropout mask that is drawn for two things, or of which ranks that hold the same values draw two.
+
+    A mask is for a microbatch, a place in the model, and the tokens and channels that a rank holds there: all attention heads are
+    divided over the tensor ranks, other values only under sequence parallelism.
+    """
+    divided = runs.config.parallel.sequence_parallel
+    drawn: dict[tuple[object, ...], dict[int, int]] = {}  # by what the mask is for: the rank that first drew each seed
+    users: dict[int, tuple[tuple[object, ...], int]] = {}
+    for rank in runs.ranks:
+        at = rank.coordinates
+        for mask in rank.masks:
+            axes = (*GRADIENT_AXES, "tp") if divided or mask.site == "attention" else GRADIENT_AXES
+            use = (mask.layer, mask.site, mask.microbatch, *(at[axis] for axis in axes))
+            seeds = drawn.setdefault(use, {})
+            other, first = users.setdefault(mask.seed, (use, rank.rank))
+            place = mask.site if mask.site == "embedding" else f"layers.{mask.layer}.{mask.site}"
+            say = partial(ProofFinding, FindingKind.DROPOUT, 1, place)
+            if mask.seed not in seeds and seeds:
+                before = next(iter(seeds.values()))
+                if before == rank.rank:
+                    text = "is drawn again in backward, but as another one: the gradient is not that of the forward"
+                    yield say(text, math.inf, ranks=(before,))
+                    return
+                text = f"differs on ranks {listing((before, rank.rank))}, which hold the same values: they no longer agree"
+                yield say(text, math.inf, group=_apart(runs, before, rank.rank), ranks=(before, rank.rank))
+                return
+            seeds.setdefault(mask.seed, rank.rank)
+            if other != use:
+                group = _apart(runs, first, rank.rank) if other[:3] == use[:3] else ""
+                where = f"ranks {listing((first, rank.rank))} of a {group} group" if group else f"rank {rank.rank}"
+                what = "different tokens or channels" if group else "another layer, site or microbatch"
+                yield say(
+                    f"is repeated on {where}, for {what}: it must be drawn anew", math.inf, group=group, ranks=(first, rank.rank)
+                )
+                return
+
+
+def _apart(runs: Comparison, one: int, other: int) -> str:
+    """The axis, in words, along which two ranks have different places: the first, if there are several."""
+    places = {rank.rank: rank.coordinates for rank in runs.ranks}
+    return next((AXES[axis] for axis, place in places[one].items() if place != places[other][axis]), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from megatron.metrics.timers import Timers
 from megatron.model.build import model_of
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext, connect
+from megatron.parallel.random import DropoutKey
 from megatron.training import startup
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.loop import Loop, evaluate
@@ -21,7 +23,7 @@ from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 from megatron.verification.joined import AXES
 from megatron.verification.late import late_delivery
-from megatron.verification.observation import EVALUATED_BATCHES, ProofTask, RankObservation
+from megatron.verification.observation import EVALUATED_BATCHES, MaskDrawn, ProofTask, RankObservation
 from megatron.verification.recording import StepRecorder, parts_of_shards, set_weights
 
 
@@ -61,13 +63,27 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
             test_batches=None,
             started_at=time.monotonic(),
         ).run(Progress())
+        masks = feed.masks() if config.model.hidden_dropout or config.model.attention_dropout else []
     coordinates = {axis: context.coordinates[axis] for axis in AXES}
-    return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations)
+    return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, masks)
 
 
 def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> TrainStep:
     model = model_of(config, context, task.vocab_size, torch.float64)
     return TrainStep.of(config, model, context)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NotingKey(DropoutKey):
+    """A key that notes what is drawn with it."""
+
+    drawn: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
+    """Layer, site and seed."""
+
+    def site(self, layer: int, site: str, coordinate: int = 0) -> int:
+        seed = super().site(layer, site, coordinate)
+        self.drawn.append((layer, site, seed))
+        return seed
 
 
 class _Feed:
@@ -90,6 +106,21 @@ class _Feed:
             dropout=False,
         )
         yield from steps
+
+    def masks(self) -> list[MaskDrawn]:
+        """The dropout masks of the first step, those that are drawn again in backward too. The step is made without an update."""
+        batch = next(
+            self.maker.steps(
+                self.task.samples if self.reads else None,
+                global_batch_size_at=self.plan.global_batch_size,
+                consumed_samples=0,
+                total_samples=self.plan.global_batch_size(0),
+                num_workers=0,
+            )
+        )
+        keys = [_NotingKey(*dataclasses.astuple(inputs.dropout_key)) for inputs in batch if inputs.dropout_key is not None]
+        self.step.gradients([dataclasses.replace(inputs, dropout_key=key) for inputs, key in zip(batch, keys, strict=True)])
+        return [MaskDrawn(number, *drawn) for number, key in enumerate(keys) for drawn in key.drawn]
 
     def evaluate(self) -> float:
         """Mean loss over the held-out batches."""

@@ -7,8 +7,8 @@ Names of parameters are the global ones of their records, values are float64. Sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,17 @@ class RankStep:
     """Tensors that were written to while they were being sent to other ranks, in words."""
 
 
+class MaskDrawn(NamedTuple):
+    """A dropout mask that a rank drew."""
+
+    microbatch: int
+    """Counted on its data rank."""
+    layer: int
+    site: str
+    seed: int
+    """What the mask is a function of."""
+
+
 @dataclass(frozen=True)
 class RankObservation:
     """Everything that was observed on one rank."""
@@ -124,6 +135,8 @@ class RankObservation:
     """Outputs of modules in the first step, in the order in which they were computed. Each microbatch gives a part [b, positions,
     h] of the [B, s, h] of the global batch. They are named `embedding`, and for layer 3 `layers.3.attention`, `layers.3.mlp`
     (both before they are added to the residual stream) and `layers.3` (the residual stream after the layer)."""
+    masks: list[MaskDrawn] = field(default_factory=list)
+    """The dropout masks of a step with dropout, in the order in which they were drawn."""
 
 
 @dataclass(frozen=True)

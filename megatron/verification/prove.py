@@ -73,7 +73,11 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         "dtype: everything is float64. Not run: 16-bit storage, and main parameters apart from the weights with their copy back",
         "kernels: those of float64 on a CPU. Not run: fused updates, flash attention",
         "dropout: off in training"
-        + ("; its probability stays, as evaluation must be without" if dropout else " and in evaluation"),
+        + (
+            "; its probability stays: evaluation must be without, and seeds of masks are compared"
+            if dropout
+            else " and in evaluation"
+        ),
         "data: random tokens with ends of documents, and random loss masks beside those of the flags",
         "network: what is sent arrives when it is waited for, and not before",
         "checkpoints, logs, profiler and exits: none",

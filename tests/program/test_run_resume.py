@@ -61,7 +61,12 @@ OVERFLOWS = (2, STOP + 1)
 
 LAYOUTS: dict[int, dict[str, Any]] = {
     1: {},
-    2: {"context_parallel_size": 2, "cp_comm_type": ("p2p",), "reset_attention_mask": True},
+    2: {  # a way for each layer; of the made-up tokens every tenth ends a document
+        "num_layers": 3,
+        "context_parallel_size": 2,
+        "cp_comm_type": ("p2p", "all_gather", "a2a"),
+        "reset_attention_mask": True,
+    },
     4: {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
 }
 

@@ -16,7 +16,7 @@ from megatron.model.gpt import ModelInputs
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences
-from tests.support.runs import arguments, at_iteration, digest, launch, losses, report, run, saved_tensors, timeless
+from tests.support.runs import arguments, at_iteration, digest, launch, losses, read_metrics, report, run, saved_tensors, timeless
 
 STEPS = 3
 
@@ -117,6 +117,23 @@ def test_dropout_is_the_same_over_pipeline_and_data_ranks(one_rank: Path, tmp_pa
     run(arguments(**settings, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size)
     assert not number_differences("losses", losses(tmp_path / "metrics"), losses(one_rank / "metrics"), 1e-10)
     assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(one_rank, STEPS), what="weights")
+
+
+def test_context_ranks_share_a_sequence_in_any_way(tmp_path: Path) -> None:
+    """Each --cp-comm-type, and another for each layer, gives the run of one process, evaluations too, where documents end within
+    samples. (The ring has its own communicators.)"""
+    settings = {"num_layers": 3, "train_iters": STEPS, "eval_iters": 1, "eval_interval": 2, "fp64": True, "swiglu": True}
+    settings |= {"position_embedding_type": "rope", "reset_position_ids": True, "reset_attention_mask": True}
+    run(arguments(**settings, metrics_file=tmp_path / "one"))
+
+    def numbers(name: str) -> list[float]:
+        return [line[what] for line in read_metrics(tmp_path / name) for what in ("lm_loss", "validation_loss") if what in line]
+
+    assert len(numbers("one")) == STEPS + 2
+    for ways in (("all_gather",), ("p2p",), ("a2a",), ("a2a", "p2p", "all_gather")):
+        said = run(arguments(**settings, context_parallel_size=2, cp_comm_type=ways, metrics_file=tmp_path / ways[0]), 2)
+        assert "context 2" in said and "context imbalance" in said, ways
+        assert not number_differences(f"losses of {ways}", numbers(ways[0])[-STEPS - 2 :], numbers("one"), 1e-10)
 
 
 def test_no_two_microbatches_have_the_same_masks() -> None:

@@ -422,6 +422,33 @@ FAULTS = {
         ("though training with the same weights agrees", "dropout is on where it should be off"),
         step=0,
     ),
+    "a dropout mask that context ranks repeat": Fault(
+        (("context_rank=self.cutting.group.index)", "context_rank=0)"),),
+        "--context-parallel-size 2",
+        "dropout mask",
+        "embedding",
+        "context",
+        ("is repeated on ranks 0 and 1 of a context group", "for different tokens or channels"),
+        stages=(),
+    ),
+    "a dropout mask that tensor ranks repeat for their parts of the sequence": Fault(
+        (("self.coordinate = scope.tp.index if scope.sequence_parallel else 0", "self.coordinate = 0"),),
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "dropout mask",
+        "layers.0.attention_output",
+        "tensor",
+        ("is repeated on ranks 0 and 1 of a tensor group",),
+        stages=(),
+    ),
+    "dropout masks of a step for all microbatches": Fault(
+        (("return DropoutKey(self.seed, consumed, first_sample, ", "return DropoutKey(self.seed, consumed, consumed, "),),
+        "--world-size 2",
+        "dropout mask",
+        "embedding",
+        None,
+        ("for another layer, site or microbatch",),
+        stages=(),
+    ),
     "an evaluation that reads its first batch again": Fault(
         (
             (
