@@ -23,6 +23,8 @@ FREE_FIELDS = frozenset(
 )
 """Fields that may differ between a checkpoint and the run that continues it: they change no parameter, and not what the model
 computes with dropout off, but for rounding."""
+FREE_DOWNWARD = frozenset({"mtp_num_layers"})
+"""Fields that may be less than in the checkpoint: what is beyond is left out, and the rest computes what it did."""
 FREE_AT_BEGINNING = frozenset(
     {
         *("window_size", "rotary_base_local"),

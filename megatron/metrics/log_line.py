@@ -91,15 +91,20 @@ def training_log_line(
     return " | ".join(fields) + " |"
 
 
-def validation_lines(iteration: int, loss: float, split: Literal["validation", "test"] = "validation") -> list[str]:
+def validation_lines(
+    iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
+) -> list[str]:
     """A rule of dashes, the loss with its perplexity, a rule.
 
     Args:
         iteration: The last step before the evaluation.
         loss: Mean over the tokens of the evaluation.
         split: Which part of the data it is; the test split is named in the line.
+        mtp_loss: The loss of --mtp-num-layers, without its factor; None without them.
     """
     place = f"iteration {iteration}" if split == "validation" else f"iteration {iteration} on test set"
     line = f" validation loss at {place} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    if mtp_loss is not None:
+        line += f"mtp loss value: {mtp_loss:.6E} | "
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]

@@ -17,7 +17,7 @@ class Sink(Protocol):
 
     Names are those of the metrics file: lm_loss, z_loss, mtp_loss, grad_norm, learning_rate, loss_scale, skipped, elapsed_ms,
     tokens_per_s, tflops_per_device, global_batch_size, num_zeros, params_norm, gradient_noise, context_imbalance,
-    max_attention_logit, validation_loss, test_loss, and any other.
+    max_attention_logit, validation_loss, validation_mtp_loss, test_loss, test_mtp_loss, and any other.
     """
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
@@ -81,7 +81,9 @@ _TAGS = {
     "elapsed_ms": "iteration-time",
     "tflops_per_device": "throughput",
     "validation_loss": "lm loss validation",
+    "validation_mtp_loss": "mtp loss validation",
     "test_loss": "lm loss test",
+    "test_mtp_loss": "mtp loss test",
 }
 """Megatron's TensorBoard tags. Other names are used as they are, by iteration only."""
 

@@ -212,14 +212,14 @@ class GPTChunk(nn.Module):
 
         Returns:
             hidden states, or on the last chunk the sum over tokens of mask x loss, a scalar in float32 or wider (with a z-loss two
-            sums, with multi-token prediction three, whose sum is what is minimised; without gradients none is for that).
+            sums, with multi-token prediction three, whose sum is what is minimised).
         """
         x = self.hidden_states(inputs, hidden)
         if self.final_norm is None or self.output is None:
             return x
         assert inputs.labels is not None and inputs.loss_mask is not None
         sums = self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
-        if self.mtp is None or not torch.is_grad_enabled():
+        if self.mtp is None:
             return sums
         sums = sums if sums.dim() else torch.stack([sums, torch.zeros_like(sums)])
         return torch.cat([sums, self.mtp(x, inputs).unsqueeze(0)])

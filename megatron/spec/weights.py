@@ -18,6 +18,7 @@ WORD_EMBEDDING = "embedding.word.weight"
 OUTPUT = "output.weight"
 """The output layer's weight where it has one of its own."""
 _IN_LAYER = re.compile(r"layers\.(\d+)(?:\.(.+))?")
+_IN_DEPTH = re.compile(r"mtp\.(\d+)(?:\.(.+))?")
 
 
 def in_layer(name: str) -> tuple[int | None, str]:
@@ -25,6 +26,12 @@ def in_layer(name: str) -> tuple[int | None, str]:
     its whole name). The name of a layer itself ("layers.17") is ""."""
     found = _IN_LAYER.fullmatch(name)
     return (int(found[1]), found[2] or "") if found else (None, name)
+
+
+def depth_of(name: str) -> int | None:
+    """The depth of multi-token prediction that a parameter is of, counted from 0; None for a parameter of the model itself."""
+    found = _IN_DEPTH.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
 from megatron.training.saver import LearningSchedule, Saver
-from megatron.training.step import StepResult, TrainStep
+from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.watch import Watcher, watchers
 
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
@@ -168,8 +168,8 @@ class Loop:
     def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> None:
         with self.reporter.paused():
             with self.timers("evaluation", level=0):
-                loss = evaluate(self.step, make())
-            self.reporter.evaluation(progress, loss, split)
+                found = evaluate(self.step, make())
+            self.reporter.evaluation(progress, *found, split)
             if self.config.training.manual_gc:
                 gc.collect()
 
@@ -189,10 +189,9 @@ class Loop:
         return limit is not None and time.monotonic() - self.started_at > 60 * limit
 
 
-def evaluate(step: TrainStep, batches: Iterable[list[ModelInputs]]) -> float:
-    """The mean loss: sum of mask x loss over all tokens of all batches, divided by the sum of the mask; the same on every rank."""
-    loss, count = 0.0, 0.0
-    for batch in batches:
-        batch_loss, batch_count = step.evaluate(batch)
-        loss, count = loss + batch_loss, count + batch_count
-    return loss / count if count else math.nan
+def evaluate(step: TrainStep, batches: Iterable[list[ModelInputs]]) -> tuple[float, float | None]:
+    """The mean loss, and that of multi-token prediction if there is any: sums of mask x loss over all tokens of all batches,
+    divided by the sum of the mask; the same on every rank."""
+    found = sum(map(step.evaluate, batches), Evaluated(0.0, 0.0))
+    loss, mtp_loss = (total / found.mask if found.mask else math.nan for total in (found.loss, found.mtp_loss))
+    return loss, mtp_loss if step.model.config.mtp_num_layers else None

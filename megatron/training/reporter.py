@@ -115,11 +115,12 @@ class Reporter:
             self._last_step = time.perf_counter()
             self._interval = _Interval(self._last_step)
 
-    def evaluation(self, progress: Progress, loss: float, split: Literal["validation", "test"]) -> None:
-        """Log the loss of a held-out split."""
-        for line in validation_lines(progress.iteration, loss, split):
+    def evaluation(self, progress: Progress, loss: float, mtp_loss: float | None, split: Literal["validation", "test"]) -> None:
+        """Log the loss of a held-out split, and that of multi-token prediction."""
+        for line in validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss):
             self.say(line)
-        self._write(self._sinks, progress, {f"{split}_loss": loss})
+        values = {f"{split}_loss": loss} | ({} if mtp_loss is None else {f"{split}_mtp_loss": mtp_loss})
+        self._write(self._sinks, progress, values)
 
     def measured(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Write further numbers to the metrics file and the curves."""

@@ -13,14 +13,14 @@ from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_
 from megatron.checkpoint.source import FOREIGN, kind_of
 from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
-from megatron.config.model import FREE_AT_BEGINNING, FREE_FIELDS, ModelConfig
+from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, ModelConfig
 from megatron.config.save import from_dict
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.spec.groups import groups_of
-from megatron.spec.weights import model_weights
+from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
 from megatron.training.progress import Progress
 from megatron.training.saver import LearningSchedule, global_tensors, with_defaults
@@ -69,7 +69,7 @@ def resume(
         def look(damaged: dict[int, str]) -> _Chosen | None:
             return _look(config, folder, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
 
-        chosen = _fill(look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
+        chosen = _fill(config.model, look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
         if chosen is not None:
             if checkpoint.finetune:
                 return _begun(chosen, schedule, "--finetune")
@@ -87,7 +87,12 @@ def resume(
     if checkpoint.pretrained_checkpoint is not None:
         base = checkpoint.pretrained_checkpoint
         chosen = _fill(
-            lambda damaged: _look_base(config, base, vocab_size, damaged), context, optimizer, wants_state=False, may_fall_back=True
+            config.model,
+            lambda damaged: _look_base(config, base, vocab_size, damaged),
+            context,
+            optimizer,
+            wants_state=False,
+            may_fall_back=True,
         )
         assert chosen is not None, "a missing base is an error"
         return _begun(chosen, schedule, "--pretrained-checkpoint", notes)
@@ -120,6 +125,7 @@ def _begun(chosen: _Chosen, schedule: LearningSchedule, flag: str, notes: Sequen
 
 
 def _fill(
+    model: ModelConfig,
     look: Callable[[dict[int, str]], _Chosen | None],
     context: ParallelContext,
     optimizer: ShardedOptimizer,
@@ -154,7 +160,11 @@ def _fill(
                 chosen.path,
                 tensors,
                 context.world,
-                allow_unused=lambda name: name.startswith(f"{AVERAGE}.") or (not wants_state and not name.startswith(f"{WEIGHT}.")),
+                allow_unused=lambda name: (
+                    name.startswith(f"{AVERAGE}.")
+                    or (not wants_state and not name.startswith(f"{WEIGHT}."))
+                    or _is_left_out(name.partition(".")[2], model)
+                ),
             )
         except DamagedCheckpointError as error:  # on every rank the same
             _pass_over(chosen.path, error, damaged, may_fall_back)
@@ -286,7 +296,8 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
     """
     saved = from_dict(record["config"])
     model = _differences(_effective(saved.model), _effective(config.model))
-    may_differ = FREE_FIELDS if goes_on else FREE_FIELDS | FREE_AT_BEGINNING
+    fewer = {name for name in FREE_DOWNWARD if getattr(config.model, name) < getattr(saved.model, name)}
+    may_differ = FREE_FIELDS | fewer | (frozenset() if goes_on else FREE_AT_BEGINNING)
     wrong = [text for name, text in model.items() if name not in may_differ]
     if record["vocab_size"] != vocab_size:
         wrong.append(f"vocabulary {record['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
@@ -319,7 +330,26 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
     for topic in _TOLD if goes_on else ():
         differing = _differences(getattr(saved, topic), getattr(config, topic))
         free += [text for name, text in differing.items() if name not in _NOT_TOLD]
-    return [f"differs from the checkpoint: {text}" for text in free]
+    told = [f"differs from the checkpoint: {text}" for text in free]
+    if saved.model.mtp_num_layers > config.model.mtp_num_layers:
+        told.append(_told_of_depths(saved.model, config.model, vocab_size))
+    return told
+
+
+def _told_of_depths(saved: ModelConfig, here: ModelConfig, vocab_size: int) -> str:
+    """What is left out where a run has fewer depths of multi-token prediction than its checkpoint."""
+    left = [weight for weight in model_weights(saved, vocab_size) if _is_left_out(weight.name, here)]
+    depths = f"{saved.mtp_num_layers - here.mtp_num_layers} of {saved.mtp_num_layers} depths of multi-token prediction"
+    return (
+        f"WARNING: {depths} in the checkpoint are left out, with their moments: {len(left)} tensors of "
+        f"{sum(weight.numel for weight in left):,} parameters (--mtp-num-layers {here.mtp_num_layers})"
+    )
+
+
+def _is_left_out(name: str, here: ModelConfig) -> bool:
+    """Whether a parameter is of a depth that this run's model does not have."""
+    depth = depth_of(name)
+    return depth is not None and depth >= here.mtp_num_layers
 
 
 def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) -> LearningSchedule:

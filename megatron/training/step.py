@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,19 @@ class StepResult:
     """What the busiest context rank attends to in a microbatch, as a multiple of the mean over these; a mean over microbatches."""
     exit_votes: tuple[bool, bool] = (False, False)
     """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
+
+
+class Evaluated(NamedTuple):
+    """The global sums of an evaluation, the same on every rank."""
+
+    loss: float
+    """The sum of mask x loss."""
+    mask: float
+    mtp_loss: float = 0.0
+    """The same of multi-token prediction: a mean over its depths; 0 without it."""
+
+    def __add__(self, other: Evaluated) -> Evaluated:  # type: ignore[override]
+        return Evaluated(*map(operator.add, self, other))
 
 
 class TrainStep:
@@ -318,13 +333,15 @@ class TrainStep:
         self.gradients(batch, inspect=look)
         return sorted(bad)
 
-    def evaluate(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
-        """Global sums of loss and loss mask over one global batch, without gradients."""
-        loss_sum, _ = self._run(batch, lambda loss: loss, training=False)
+    def evaluate(self, batch: Sequence[ModelInputs]) -> Evaluated:
+        """Evaluate one global batch, without gradients."""
+        loss_sum, (_, mtp_sum) = self._run(batch, lambda loss: loss, training=False)
         for provider in self.providers:
             provider.finish_evaluation()
-        total, count = all_reduce(torch.stack([loss_sum, self._mask_sum(batch)]), self.context.world).tolist()
-        return total, count
+        if self.model.config.mtp_num_layers:
+            mtp_sum = mtp_sum / self.model.loss.mtp_factor
+        sums = torch.stack([loss_sum, self._mask_sum(batch), mtp_sum])
+        return Evaluated(*all_reduce(sums, self.context.world).tolist())
 
     def _run(
         self, batch: Sequence[ModelInputs], scaled: Callable[[torch.Tensor], torch.Tensor], *, training: bool = True

@@ -35,9 +35,10 @@ PROMPT = "text = 'ü"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The --save folder of a short run on bytes at TP 2."""
+    """The --save folder of a short run on bytes at TP 2, which learned to predict later tokens too."""
     folder = tmp_path_factory.mktemp("run")
     data = {**FLAGS, **STYLES["llama"], "data_path": write_bytes(folder / "text"), "train_iters": 12, "save": folder / "save"}
+    data["mtp_num_layers"] = 1
     run(arguments(**data, tensor_model_parallel_size=2), 2)
     return folder / "save"
 

@@ -150,6 +150,25 @@ def test_folders_of_other_programs_are_no_checkpoints(tmp_path: Path) -> None:
             refused(arguments(train_iters=1, **{flag: folder}), str(folder), word)
 
 
+def test_a_run_goes_on_with_fewer_depths(tmp_path: Path) -> None:
+    """Of multi-token prediction: what is left out is told; the rest has its weights and moments, at another layout."""
+    run(arguments(train_iters=2, mtp_num_layers=2, save=tmp_path / "run"))
+    settings = {"train_iters": 3, "iterations_to_skip": (3,), "load": tmp_path / "run", "override_opt_param_scheduler": True}
+    said = run(arguments(**settings, mtp_num_layers=1, save=tmp_path / "one", **LAYOUTS[2]), 2)
+    assert re.search(
+        r"WARNING: 1 of 2 depths of multi-token prediction .* left out, with their moments: 17 tensors of [\d,]+ ", said
+    )
+    said = run(arguments(**settings, use_checkpoint_args=True, mtp_num_layers=0, save=tmp_path / "none"))
+    assert "WARNING: 2 of 2 depths of multi-token prediction in the checkpoint are left out" in said
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        before = saved_tensors(tmp_path / "run", 2, kind)
+        for folder, left in (("one", "mtp.1."), ("none", "mtp.")):
+            wanted = {name: tensor for name, tensor in before.items() if not name.startswith(left)}
+            assert len(wanted) < len(before)
+            assert_equal_tensors(saved_tensors(tmp_path / folder, 3, kind), wanted, tolerance=0.0, what=f"{kind} of {folder}")
+    refused(arguments(**{**settings, "load": tmp_path / "none"}, mtp_num_layers=1), "--mtp-num-layers 0 there, 1 here")
+
+
 def test_what_differs_and_may_is_listed(saved: Path, tmp_path: Path) -> None:
     settings = {"lr_decay_style": "cosine", "train_iters": 7, "override_opt_param_scheduler": True}
     changes = {"clip_grad": 0.5, "seq_length": 8, "max_position_embeddings": 16, "adam_beta2": 0.9, "bf16": True, "seed": 5}

@@ -99,19 +99,20 @@ def test_throughput_follows_from_the_time(tmp_path: Path) -> None:
 
 def test_evaluation_is_printed_and_recorded(tmp_path: Path) -> None:
     """At its interval and at the end of the run, once where they fall together; ln(PPL) is the loss."""
-    said = run(arguments(train_iters=4, eval_iters=1, eval_interval=2, metrics_file=tmp_path / "metrics"))
+    said = run(arguments(train_iters=4, eval_iters=1, eval_interval=2, mtp_num_layers=1, metrics_file=tmp_path / "metrics"))
     found = re.findall(
         r"^(-+)\n validation loss at iteration (\d+)"
-        r" \| lm loss value: (\d\.\d{6}E[+-]\d\d) \| lm loss PPL: (\d\.\d{6}E[+-]\d\d) \| \n\1$",
+        r" \| lm loss value: (\d\.\d{6}E[+-]\d\d) \| lm loss PPL: (\d\.\d{6}E[+-]\d\d) \|"
+        r" mtp loss value: (\d\.\d{6}E[+-]\d\d) \| \n\1$",
         said,
         re.MULTILINE,
     )
     recorded = [line for line in read_metrics(tmp_path / "metrics") if "validation_loss" in line]
-    assert [(int(iteration), loss) for _, iteration, loss, _ in found] == [
-        (line["iteration"], f"{line['validation_loss']:.6E}") for line in recorded
+    assert [(int(iteration), loss, mtp_loss) for _, iteration, loss, _, mtp_loss in found] == [
+        (line["iteration"], f"{line['validation_loss']:.6E}", f"{line['validation_mtp_loss']:.6E}") for line in recorded
     ]
     assert [line["iteration"] for line in recorded] == [2, 4]
-    assert all(math.log(float(perplexity)) == pytest.approx(float(loss), rel=1e-5) for _, _, loss, perplexity in found)
+    assert all(math.log(float(perplexity)) == pytest.approx(float(loss), rel=1e-5) for _, _, loss, perplexity, _ in found)
     assert recorded[0]["validation_loss"] > recorded[1]["validation_loss"]
 
 

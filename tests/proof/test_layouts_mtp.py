@@ -17,6 +17,7 @@ from megatron.data.samples import DocumentRules
 from megatron.model.gpt import ModelInputs
 from megatron.model.multi_token import shifted
 from megatron.spec.schedules import SCHEDULES
+from megatron.training.step import Evaluated
 from megatron.verification.reference.model import Batch, Rules, beyond_next, hidden_states
 from megatron.verification.reference.shape import random_weights
 from tests.support.covering import covering, product
@@ -130,18 +131,19 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any], full: bool)
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
 
 
-def _step_results(rank: int, recipe: Recipe, layout: Layout) -> tuple[float, float | None, float]:
+def _step_results(rank: int, recipe: Recipe, layout: Layout) -> tuple[float, float | None, Evaluated]:
     context = context_of(layout, rank)
     step = build_step(context, recipe, layout)
     batch = microbatches(recipe.batches[0], context, layout.micro_batch_size, recipe.shape.mtp_depths)
-    evaluated, count = step.evaluate(batch)
+    evaluated = step.evaluate(batch)
     result = step.run(batch, iteration=1, learning_rate=0.0, weight_decay=0.0)
-    return result.loss, result.mtp_loss, evaluated / count
+    return result.loss, result.mtp_loss, evaluated
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2 tied"])
 def test_the_loss_is_told_apart(style: str) -> None:
-    """A mean over depths, without its factor, by the tokens that count for the next one; loss and evaluation are without it."""
+    """A mean over depths, without its factor, by the tokens that count for the next one, in training and evaluation; the loss is
+    without it."""
     key = (style, 2, 6, 1, 2, None, True)
     r = recipe(*key)
     tokens, labels, mask = r.batches[0]
@@ -150,8 +152,10 @@ def test_the_loss_is_told_apart(style: str) -> None:
     expected = ((added * mask).sum() / mask.sum()).item()
     layout = Layout(tp=2, pp=2, cp=2, micro_batch_size=1, sequence_parallel=True)
     for loss, found, evaluated in run_warm_ranks(8, _step_results, r, layout, timeout=120.0):
-        assert found == pytest.approx(expected, rel=1e-12)
-        assert loss == pytest.approx(evaluated, rel=1e-12) == pytest.approx(reference(*key).losses[0], rel=1e-12)
+        assert found == pytest.approx(expected, rel=1e-12) == evaluated.mtp_loss / evaluated.mask
+        assert (
+            loss == pytest.approx(evaluated.loss / evaluated.mask, rel=1e-12) == pytest.approx(reference(*key).losses[0], rel=1e-12)
+        )
 
 
 def test_a_chain_ends_where_a_label_does_not_count() -> None:

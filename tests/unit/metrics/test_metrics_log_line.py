@@ -56,6 +56,8 @@ def test_validation_lines() -> None:
     rule, line, end = validation_lines(1000, 2.0)
     assert line == " validation loss at iteration 1000 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert rule == end == "-" * (len(line) + 1)
+    with_depths = validation_lines(1000, 2.0, mtp_loss=3.0)[1]
+    assert with_depths == f"{line}mtp loss value: 3.000000E+00 | "
 
 
 def test_validation_of_the_test_split_and_of_a_hopeless_loss() -> None:
