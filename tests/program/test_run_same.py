@@ -122,7 +122,7 @@ def test_dropout_is_the_same_over_pipeline_and_data_ranks(one_rank: Path, tmp_pa
 def test_context_ranks_share_a_sequence_in_any_way(tmp_path: Path) -> None:
     """Each --cp-comm-type, and another for each layer, gives the run of one process, evaluations too, where documents end within
     samples. (The ring has its own communicators.)"""
-    settings = {"num_layers": 3, "train_iters": STEPS, "eval_iters": 1, "eval_interval": 2, "fp64": True, "swiglu": True}
+    settings: dict[str, Any] = {"num_layers": 3, "train_iters": STEPS, "eval_iters": 1, "eval_interval": 2, "fp64": True}
     settings |= {"position_embedding_type": "rope", "reset_position_ids": True, "reset_attention_mask": True}
     run(arguments(**settings, metrics_file=tmp_path / "one"))
 
