@@ -104,7 +104,7 @@ def documents(steps: int, samples: int) -> list[Batch]:
 def recipe(style: str, samples: str) -> Recipe:
     shape = STYLES[style]
     packed = samples == "documents"
-    batches = documents(2, 8) if packed else random_batches(shape, 2, 8, 2, seed=2)
+    batches = documents(2, 4) if packed else random_batches(shape, 2, 4, 2, seed=2)
     return Recipe(shape, random_weights(shape, seed=5), batches, rules=RULES if packed else None)
 
 

@@ -65,7 +65,7 @@ def documents(steps: int, samples: int) -> list[Batch]:
 @functools.cache
 def recipe(positions: str, kv_heads: int, tied: bool, layers: int, rules: DocumentRules = ALL_RULES) -> Recipe:
     shape = shape_of(positions, kv_heads, tied, layers)
-    return Recipe(shape, random_weights(shape, seed=5), documents(3, 8), rules=rules)
+    return Recipe(shape, random_weights(shape, seed=5), documents(2, 8), rules=rules)
 
 
 @functools.cache

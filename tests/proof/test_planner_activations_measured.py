@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.activation_runs import measure, plan_rank, products_take_more, settings
+from tests.support.activation_runs import measure, plan_ranks, products_take_more, settings
+from tests.support.covering import every_setting_once
 from tests.support.shared_memory import SHARED_MEMORY
 
 LLAMA = {
@@ -233,18 +234,35 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama, context ranks by heads, documents, full": (2, {**CP2, "cp_comm_type": ("a2a",), **PACKED, **FULL, **LLAMA}),
     "llama, context ranks in several ways, windows, tensor parallelism": (
         4,
-        {**CP2, "cp_comm_type": ("p2p", "all_gather") * 2, "window_size": "60,0", **TP2, **LLAMA, "sequence_parallel": True},
+        {
+            **CP2,
+            "cp_comm_type": ("p2p", "all_gather") * 2,
+            "window_size": "60,0",
+            "seq_length": 160,
+            **TP2,
+            **LLAMA,
+            "sequence_parallel": True,
+        },
     ),
     "gpt, optim_grads": (2, {SHARDING: "optim_grads"}),
     "llama, optim_grads_params": (2, {SHARDING: "optim_grads_params", **LLAMA}),
 }
 
 
-@pytest.mark.parametrize(("world_size", "changes"), CASES.values(), ids=CASES.keys())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All cases with --full, else few in which each setting occurs that any of them has."""
+    names = (
+        CASES
+        if metafunc.config.getoption("--full")
+        else every_setting_once({name: changes for name, (_, changes) in CASES.items()})
+    )
+    metafunc.parametrize(("world_size", "changes"), [CASES[name] for name in names], ids=[*names])
+
+
 def test_planned_is_measured(world_size: int, changes: dict[str, Any]) -> None:
     """On every rank."""
     config = settings(world_size, **changes)
-    plans = [plan_rank(config, world_size, rank) for rank in range(world_size)]
+    plans = plan_ranks(config, world_size)
     planned = [plan.beside_inputs for plan in plans]
     # What the plan misses is memory inside of products, and the copies that collectives make in shared memory; and what a sharded
     # unit takes is planned for its worst moment.

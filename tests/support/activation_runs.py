@@ -67,6 +67,18 @@ def settings(world_size: int, **changes: Any) -> Config:
     return load(arguments(**defaults | changes), world_size).config
 
 
+def plan_ranks(config: Config, world_size: int) -> list[Planned]:
+    """What the planner says of each rank. It says the same of all data and tensor ranks of a stage, so one of them is planned."""
+    topology, found = _topology(config, world_size), {}
+    for rank in range(world_size):
+        at = topology.coordinates(rank)
+        place = at["pp"], at["cp"]
+        if place not in found:
+            found[place] = plan_rank(config, world_size, rank)
+        found[rank] = found[place]
+    return [found[rank] for rank in range(world_size)]
+
+
 def plan_rank(
     config: Config, world_size: int, rank: int = 0, *, device_type: str = "cpu", overlap: Overlap | None = None
 ) -> Planned:

@@ -32,7 +32,9 @@ def covering(
     """
     candidates = product(cases_by_axis, valid)
     random.Random(seed).shuffle(candidates)
-    pairs = [_pairs(case) for case in candidates]
+    numbers = {axis: {setting: place for place, setting in enumerate(settings)} for axis, settings in cases_by_axis.items()}
+    first = dict(zip(numbers, itertools.accumulate((len(known) for known in numbers.values()), initial=0), strict=False))
+    pairs = [_pairs([first[axis] + numbers[axis][setting] for axis, setting in case.items()]) for case in candidates]
     missing = set().union(*pairs)
     # Bounds from above on what each case brings, since that only shrinks: most cases need no second look.
     bounds = [(-len(found), i) for i, found in enumerate(pairs)]
@@ -49,6 +51,19 @@ def covering(
     return chosen
 
 
-def _pairs(case: Case) -> set[Any]:
-    """Its settings two by two; of a single axis, the setting alone."""
-    return set(itertools.combinations(case.items(), min(2, len(case))))
+def every_setting_once(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Names of a few of these cases, in their order, such that each setting of any case is in one of them. Greedy."""
+    left = {name: {(setting, repr(value)) for setting, value in case.items()} for name, case in cases.items()}
+    missing, chosen = set().union(*left.values()), set()
+    while missing:
+        best = max(left, key=lambda name: len(left[name] & missing))
+        missing -= left.pop(best)
+        chosen.add(best)
+    return [name for name in cases if name in chosen]
+
+
+def _pairs(settings: Sequence[int]) -> set[int]:
+    """Settings, by number, two by two, a number for each pair; of a single axis, the setting alone."""
+    if len(settings) < 2:
+        return set(settings)
+    return {one << 16 | other for one, other in itertools.combinations(settings, 2)}

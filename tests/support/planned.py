@@ -13,8 +13,10 @@ from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from megatron.planner.dry_run import make_plan
+from megatron.planner.chunk_trace import Traces
+from megatron.planner.dry_run import Planner
 from megatron.planner.plan import Plan, RankKind
+from megatron.spec.schedules import SCHEDULES
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import arguments
@@ -27,14 +29,33 @@ def settings(world_size: int, *, gpus_per_node: int = 8, **changes: Any) -> Load
 
 
 def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
-    """Made in a process of their own, which may be any rank of any world."""
+    """Made in a process of their own, which may be any rank of any world. Chunks that do the same are traced once."""
 
     def make(rank: int) -> list[Plan]:
-        return [make_plan(one.config, job, planned_rows(one.config.data)) for one in loaded if (job := one.dry_run)]
+        traces: dict[object, Traces] = {}
+        plans = []
+        for one in loaded:
+            assert one.dry_run is not None
+            known = traces.setdefault(_what_is_traced(one.config), {})
+            plans.append(Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=known).plan())
+        return plans
 
     (plans,) = run_ranks(1, make, init=False)
     assert len(plans) == len(loaded)
     return list(plans)
+
+
+def _what_is_traced(config: Config) -> object:
+    """All settings but those that only say who holds what of the state, and which layers a chunk has."""
+    parallel = config.parallel
+    divided = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.sequence_parallel,
+        parallel.tp_comm_overlap,
+    )
+    splits = SCHEDULES[parallel.schedule].splits_backward
+    return config.model, config.precision, config.training, config.data, config.memory, config.speed, divided, splits
 
 
 def kind_of(plan: Plan, topology: Topology, rank: int) -> RankKind:
