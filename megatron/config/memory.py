@@ -51,7 +51,8 @@ class MemoryConfig:
     """The same as --recompute-granularity selective."""
     recompute_method: RecomputeMethod = setting("uniform", acts=acts_with(recompute_granularity="full"))
     """Which layers full recompute takes. uniform: all, in groups of --recompute-num-layers, of which each keeps its input; block:
-    the first --recompute-num-layers of each chunk, each by itself."""
+    the first --recompute-num-layers of each chunk, each by itself. Depths of --mtp-num-layers are run again, each by itself, where
+    the last layer of their chunk is; offload and the parts of selective recompute take them as that layer too."""
     recompute_num_layers: int = setting(
         1,
         at_least=1,

@@ -239,7 +239,7 @@ class ModelConfig:
     at this --hidden-size hold here too."""
     mtp_num_layers: int = setting(0, at_least=0, unit="depths")
     """Predict so many tokens beyond the next one too, each by a layer behind the last one (multi-token prediction, DeepSeek-V3).
-    These layers lie on the last stage, keep their activations, and are compiled or computed in 8 bits by no setting."""
+    These layers lie on the last stage and are as the last one: in their parts, in 8 bits or not, in what becomes of activations."""
     mup_base_kv_channels: int | None = setting(None, at_least=1, unit="channels", acts=acts_with(mup_base_width=GIVEN))
     """Head size of the base of muP, where heads grow with the width: scores are then multiplied by sqrt(this) / size of a head, and
     not by 1 / sqrt(size of a head)."""

@@ -85,7 +85,9 @@ class PrecisionConfig:
         return 2 if self.fp16 or self.bf16 else 8 if self.fp64 else 4
 
     def fp8_of(self, layer: int, num_layers: int) -> Fp8 | None:
-        """How layer number `layer` of so many computes in 8 bits; None where it does not."""
+        """How layer number `layer` of so many computes in 8 bits; None where it does not. Depths of multi-token prediction, counted
+        on from these, are as the last layer."""
+        layer = min(layer, num_layers - 1)
         if self.fp8_format is None:
             return None
         if self.first_last_layers_bf16 and not (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from megatron.config.config import Config
 from megatron.config.parallel import ContextWay
-from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, context_ways, layers
+from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, context_ways, depths, layers
 
 _WIDE = 4
 """Bytes of float32."""
@@ -88,7 +88,8 @@ def sent_for_attention(config: Config, itemsize: int, ways: tuple[ContextWay, ..
         ways: one for each layer; by default those of the settings.
     """
     chosen = ways or context_ways(config.model, config.parallel.cp_comm_type)
-    each = zip(layers(config.model), chosen, strict=True)
+    more = config.model.mtp_num_layers
+    each = zip((*layers(config.model), *depths(config.model)), (*chosen, *chosen[-1:] * more), strict=True)
     return sum(SharedAttention.of(layer.attention, config, itemsize).sent(way) for layer, way in each)
 
 

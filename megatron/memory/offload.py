@@ -82,11 +82,11 @@ class LayerOnHost:
         """Bytes of each storage that is in host memory and not asked back yet."""
         return [storage.num_bytes for storage in self._to_fetch]
 
-    def run(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def run(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Run the layer's forward."""
         self._kept.on_host = self
         with saved_tensors_hooks(self.pack, self.unpack):
-            y = function(x)
+            y = function(*inputs)
         self._kept.on_host = None
         self._moved = self._host.moved()
         if self._before is not None:

@@ -22,7 +22,7 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
-from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
+from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of, with_depths
 from megatron.spec.layers import context_ways
 from megatron.spec.operations import loop
 from megatron.spec.schedules import SCHEDULES
@@ -145,7 +145,7 @@ def build_model(
         compiler: compiles the layers, if they are; not on the meta device, on which a plan looks at their operations.
         watches_scores: the largest scores of attention are asked for.
     """
-    table = table or layer_table(config.num_layers, loop(context.topology.pp))
+    table = with_depths(table or layer_table(config.num_layers, loop(context.topology.pp)), config)
     params = ParamTable()
     sequence_parallel = sequence_parallel and context.topology.tp > 1
     weights = {weight.name: weight for weight in model_weights(config, vocab_size)}
@@ -156,7 +156,7 @@ def build_model(
         if chunk.stage == context.group("pp").index
     }
     if compiler is not None and context.device.type != "meta":
-        compiler.compile([block for module in chunks.values() for block in module.blocks])
+        compiler.compile([block for module in chunks.values() for block in module.all_blocks])
     if materialized and context.device.type != "meta":
         for module in chunks.values():
             materialize(module, params, context.device)

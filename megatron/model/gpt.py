@@ -17,8 +17,6 @@ from megatron.attention.documents import Documents
 from megatron.attention.largest import LargestScores
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.memory.offload import chosen_layer
-from megatron.memory.recompute import recomputed
 from megatron.model.block import Block
 from megatron.model.dropout import dropout
 from megatron.model.key_value_cache import KeyValueCache
@@ -26,6 +24,7 @@ from megatron.model.multi_token import MultiTokenPrediction
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
+from megatron.model.treatment import Treatment, treatments
 from megatron.parallel.collectives import own_part
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
@@ -110,13 +109,7 @@ class _Run:
 
     blocks: list[nn.Module]
     rotaries: list[RotarySpec | None]
-    recomputed: bool
-    ahead: bool
-    """Whether the schedule runs them again before backward."""
-    offloaded: bool
-    """Whether what they save is moved to host memory until backward."""
-    last_offloaded: bool
-    """Whether they are the last of the chunk of which that is so."""
+    treatment: Treatment
 
     def __call__(
         self, tables: Mapping[RotarySpec | None, torch.Tensor | None], inputs: ModelInputs, x: torch.Tensor, *, again: bool = False
@@ -147,11 +140,13 @@ class GPTChunk(nn.Module):
         Args:
             precision: which layers compute in 8 bits.
             loss: how the last chunk computes its loss.
-            only: the chunk's segments that are built; by default all. (A plan builds one for several equal ones.)
+            only: the chunk's segments that are built; by default all. (A plan builds one for several equal ones, and all depths.)
         """
         super().__init__()
         specs = layers(config)
-        segments = chunk.segments if only is None else only
+        every = chunk.segments if only is None else only
+        treated = treatments(every)
+        segments = [segment for segment in every if segment.layers.start < config.num_layers]
         numbers = [layer for segment in segments for layer in segment.layers]
         self.residual_dtype = residual_dtype(config, scope.dtype)
         self.embedding = Embedding(scope.child("embedding"), config) if chunk.first else None
@@ -167,31 +162,34 @@ class GPTChunk(nn.Module):
             for layer in segment.layers
         ]
         self.layers = nn.ModuleList(self.blocks)
-        last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
-        last_offloaded = max((place for place, segment in enumerate(segments) if segment.offloaded), default=None)
         blocks = dict(zip(numbers, self.layers, strict=True))
         self._runs = [
             _Run(
                 [blocks[layer] for layer in segment.layers],
                 [specs[layer].attention.rotary for layer in segment.layers],
-                segment.recomputed,
-                ahead=place == last,
-                offloaded=segment.offloaded,
-                last_offloaded=place == last_offloaded,
+                treatment,
             )
-            for place, segment in enumerate(segments)
+            for segment, treatment in zip(segments, treated, strict=False)
         ]
         self._rotaries = dict.fromkeys(rotary for run in self._runs for rotary in run.rotaries)
         self.final_norm = Norm(scope.child("final_norm"), norm_of(config), config.hidden_size) if chunk.last else None
         self.output = OutputLayer(scope.child("output"), config, loss) if chunk.last else None
         self.mtp: MultiTokenPrediction | None = None
-        if self.final_norm is not None and self.output is not None and config.mtp_num_layers:
-            self.mtp = MultiTokenPrediction(scope, config, self.final_norm, self.output)
+        if self.final_norm is not None and self.output is not None and chunk.depths:
+            scope = replace(scope, fp8=precision.fp8_of(config.num_layers - 1, config.num_layers))
+            of_depths = [*zip(every, treated, strict=True)][len(segments) :]
+            self.mtp = MultiTokenPrediction(scope, config, self.final_norm, self.output, of_depths)
 
     @property
     def recomputed(self) -> list[list[nn.Module]]:
         """Layers that run again together in backward, in the order of the forward; the last of these groups ahead of it."""
-        return [run.blocks for run in self._runs if run.recomputed]
+        depths = [] if self.mtp is None else self.mtp.recomputed
+        return [*(run.blocks for run in self._runs if run.treatment.recomputed), *([depth] for depth in depths)]
+
+    @property
+    def all_blocks(self) -> list[Block]:
+        """The layers, those of multi-token prediction too."""
+        return [*self.blocks, *([] if self.mtp is None else self.mtp.blocks)]
 
     def units(self) -> list[nn.Module]:
         """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole."""
@@ -235,13 +233,7 @@ class GPTChunk(nn.Module):
         }
         shared = [table for table in tables.values() if table is not None]
         for run in self._runs:
-            forward = partial(run, tables, inputs)
-            if run.recomputed:
-                forward = partial(recomputed, forward, modules=run.blocks, ahead=run.ahead)
-            on_host = None
-            if run.offloaded:
-                on_host = chosen_layer(x, shared=shared, last=run.last_offloaded, remade_ahead=run.ahead)
-            x = forward(x) if on_host is None else on_host.run(forward, x)
+            x = run.treatment.run(partial(run, tables, inputs), x, modules=run.blocks, shared=shared)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ All sums are divided by the same number of tokens, that of the labels which coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +22,11 @@ from megatron.model.block import Block
 from megatron.model.norms import Norm
 from megatron.model.output_layer import OutputLayer
 from megatron.model.rope import rotary_table
+from megatron.model.treatment import Treatment
 from megatron.parallel.context import SELF_GROUP
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import LayerSpec, depths, norm_of
+from megatron.spec.segments import Segment
 from megatron.spec.weights import WORD_EMBEDDING, outside_layers
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.tensor_parallel.linear import parallel_linear
@@ -38,31 +41,44 @@ class Depth(nn.Module):
     projection: nn.Parameter
     """[h, 2h]. Each tensor rank has the whole of it, so that the sequence can stay divided."""
 
-    def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, number: int) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, segment: Segment) -> None:
         super().__init__()
         self.hidden_norm = Norm(scope.child("hidden_norm"), norm_of(config), config.hidden_size)
         self.embedding_norm = Norm(scope.child("embedding_norm"), norm_of(config), config.hidden_size)
         scope.parameter(self, "projection", scope.weight("projection.weight"))
-        self.layer, self.rotary = Block(scope.child("layer"), config, spec, number), spec.attention.rotary
+        self.layer = Block(scope.child("layer"), config, spec, segment.layers.start, segment.selective)
 
-    def forward(self, x: torch.Tensor, embedded: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs, rotary: torch.Tensor | None, x: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Map hidden states and embeddings [s, b, h] (or [s/n, b, h]) to hidden states of the same shape and dtype."""
         both = torch.cat([self.hidden_norm(x), self.embedding_norm(embedded)], -1)
         hidden = parallel_linear(both, self.projection, None, SELF_GROUP).to(x.dtype)
-        rotary = None if self.rotary is None else rotary_table(inputs.positions, self.rotary, x.dtype, inputs.length)
         return self.layer(hidden, rotary, inputs.dropout_key, inputs.documents)
 
 
 class MultiTokenPrediction(nn.Module):
-    """All depths, and their loss."""
+    """All depths, and their loss.
 
-    def __init__(self, scope: Scope, config: ModelConfig, final_norm: Norm, output: OutputLayer) -> None:
+    Args:
+        treated: the segment of each depth, with what happens to its tensors between forward and backward.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        config: ModelConfig,
+        final_norm: Norm,
+        output: OutputLayer,
+        treated: Sequence[tuple[Segment, Treatment]],
+    ) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(scope.child("embedding.word"))
         specs = depths(config)
-        self.depths = nn.ModuleList(
-            Depth(scope.child(f"mtp.{k}"), config, spec, config.num_layers + k) for k, spec in enumerate(specs)
-        )
+        self._each = [
+            Depth(scope.child(f"mtp.{k}"), config, spec, segment)
+            for k, (spec, (segment, _)) in enumerate(zip(specs, treated, strict=True))
+        ]
+        self.depths = nn.ModuleList(self._each)
+        self._treatments, self._rotary = [treatment for _, treatment in treated], specs[0].attention.rotary
         self.factor = output.form.mtp_factor / len(specs)
         self._used = (final_norm, output)  # in a tuple, for they are not ours
         scope.table.used_again(WORD_EMBEDDING, len(specs) - 1)
@@ -73,16 +89,38 @@ class MultiTokenPrediction(nn.Module):
         for name in again:
             scope.table.used_again(name, len(specs))
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layer of each depth."""
+        return [depth.layer for depth in self._each]
+
+    @property
+    def recomputed(self) -> list[Depth]:
+        """Depths that run again in backward, each by itself."""
+        return [depth for depth, treatment in zip(self._each, self._treatments, strict=True) if treatment.recomputed]
+
     def forward(self, x: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
         """Map the hidden states of the last layer [s, b, h] (or [s/n, b, h]) to what is minimised beside the model's own sums, a
         scalar: factor / depths x the sum over depths and tokens of mask x cross entropy."""
         final_norm, output = self._used
         assert inputs.labels is not None and inputs.loss_mask is not None
-        sums = []
-        for depth, (tokens, labels, mask) in zip(self.depths, shifted(inputs, len(self.depths)), strict=True):
-            x = depth(x, self.word(tokens), inputs)
+        table = None if self._rotary is None else rotary_table(inputs.positions, self._rotary, x.dtype, inputs.length)
+        shared = [] if table is None else [table]
+        each, sums = zip(self._each, self._treatments, shifted(inputs, len(self.depths)), strict=True), []
+        for depth, treatment, (tokens, labels, mask) in each:
+            forward = partial(_run, depth, inputs, table)
+            # The final norm keeps what comes from the layer or the depth before, whatever this one does with it.
+            x = treatment.run(forward, x, self.word(tokens), modules=[depth], shared=[x, *shared])
             sums.append(output(final_norm(x), labels, mask, z_loss=False))
         return self.factor * torch.stack(sums).sum()
+
+
+def _run(
+    depth: Depth, inputs: ModelInputs, rotary: torch.Tensor | None, x: torch.Tensor, embedded: torch.Tensor, *, again: bool = False
+) -> torch.Tensor:
+    """Run a depth; `again` past its hooks, which acted in the first forward."""
+    run = depth.forward if again else depth
+    return run(inputs, rotary, x, embedded)
 
 
 def shifted(inputs: ModelInputs, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -26,10 +26,13 @@ class Chunk:
     """The pipeline rank that holds it."""
     layers: range
     segments: tuple[Segment, ...] = ()
-    """All its layers, in the order of the forward, with what happens to their activations; by default each by itself, and kept."""
+    """All its layers and depths, in the order of the forward, with what happens to their activations; by default each by itself,
+    and kept."""
+    depths: range = range(0)
+    """Depths of multi-token prediction, which the last chunk has, counted on from the model's layers."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", self.segments or kept_whole(self.layers))
+        object.__setattr__(self, "segments", self.segments or kept_whole([*self.layers, *self.depths]))
 
     @property
     def first(self) -> bool:
@@ -59,11 +62,18 @@ def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, memo
     Raises:
         ValueError: no table is possible.
     """
-    table = _split(model, parallel, vocab_size)
+    table = with_depths(_split(model, parallel, vocab_size), model)
     if memory is None:
         return table
-    treated = segments_of([(chunk.stage, chunk.layers) for chunk in table], memory)
+    treated = segments_of([(chunk.stage, chunk.layers, chunk.depths) for chunk in table], memory)
     return [replace(chunk, segments=segments) for chunk, segments in zip(table, treated, strict=True)]
+
+
+def with_depths(table: Sequence[Chunk], model: ModelConfig) -> list[Chunk]:
+    """The table, with the depths of multi-token prediction in its last chunk."""
+    *others, last = table
+    depths = range(model.num_layers, model.num_layers + model.mtp_num_layers)
+    return [*others, last if last.depths == depths else replace(last, depths=depths, segments=())]
 
 
 def _split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> list[Chunk]:
@@ -166,7 +176,7 @@ def describe_recompute(table: Sequence[Chunk]) -> list[str]:
     chosen = [segment for chunk in table for segment in chunk.segments if segment.selective]
     if chosen:
         parts = [words for part, words in _PARTS.items() if any(part in segment.selective for segment in chosen)]
-        layers = f"{sum(len(segment.layers) for segment in chosen)} of {sum(len(chunk.layers) for chunk in table)} layers"
+        layers = f"{sum(len(segment.layers) for segment in chosen)} of {_num_layers(table)} layers"
         return [f"{layers} compute {' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))} again in backward"]
     again = [(chunk.stage, len(segment.layers)) for chunk in table for segment in chunk.segments if segment.recomputed]
     if not again:
@@ -174,7 +184,7 @@ def describe_recompute(table: Sequence[Chunk]) -> list[str]:
     by_stage = [sum(size for at, size in again if at == stage) for stage in range(1 + max(chunk.stage for chunk in table))]
     longest = max(size for _, size in again)
     return [
-        f"{sum(by_stage)} of {sum(len(chunk.layers) for chunk in table)} layers keep only their input and run again in backward"
+        f"{sum(by_stage)} of {_num_layers(table)} layers keep only their input and run again in backward"
         + (f", in groups of up to {longest}" if longest > 1 else "")
         + (f"; by stage {','.join(map(str, by_stage))}" if len(by_stage) > 1 else "")
     ]
@@ -186,8 +196,13 @@ def describe_offload(table: Sequence[Chunk]) -> list[str]:
     if not moved:
         return []
     what = "inputs" if all(one.recomputed for one in moved) else "saved tensors"
-    layers = f"{sum(len(one.layers) for one in moved)} of {sum(len(chunk.layers) for chunk in table)} layers"
+    layers = f"{sum(len(one.layers) for one in moved)} of {_num_layers(table)} layers"
     return [f"{what} of {layers} are in host memory between forward and backward"]
+
+
+def _num_layers(table: Sequence[Chunk]) -> int:
+    """All layers, those of multi-token prediction too."""
+    return sum(len(chunk.layers) + len(chunk.depths) for chunk in table)
 
 
 def _format_chunk(chunk: Chunk) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
@@ -143,15 +144,19 @@ def trace_chunks(
     return found
 
 
-LayerKind = tuple[LayerSpec, Fp8 | None, ContextWay | None]
-"""What a layer is, how it computes in 8 bits, and how context ranks share its keys and values."""
+LayerKind = tuple[LayerSpec, Fp8 | None, ContextWay | None, int | None]
+"""What a layer is, how it computes in 8 bits, how context ranks share its keys and values, and of which depth of multi-token
+prediction it is."""
 
 
 def layer_kinds(model: ModelConfig, precision: PrecisionConfig, ways: Sequence[ContextWay] = ()) -> list[LayerKind]:
-    """The kind of each layer of the model."""
+    """The kind of each layer of the model, and of each depth behind them."""
     specs = layers(model)
     each: Sequence[ContextWay | None] = ways or [None] * len(specs)
-    return [(spec, precision.fp8_of(layer, len(specs)), way) for layer, (spec, way) in enumerate(zip(specs, each, strict=True))]
+    found = [
+        (spec, precision.fp8_of(layer, len(specs)), way, None) for layer, (spec, way) in enumerate(zip(specs, each, strict=True))
+    ]
+    return [*found, *((*found[-1][:3], k) for k in range(model.mtp_num_layers))]
 
 
 SegmentKind = tuple[tuple[LayerKind, ...], frozenset[RecomputeModule], bool, bool, str]
@@ -305,13 +310,15 @@ class ChunkRun:
         """As in `ChunkTrace`, of the segments that run."""
         self._host = _CountedHost(device)
         self._kind = OpKind.FORWARD
-        self._first_products = {f"layers.{segment.layers[-1]}.mlp.down.weight" for segment in segments}
+        modules: list[nn.Module] = [*self._module.layers, *([] if self._module.mtp is None else self._module.mtp.depths)]
+        numbers = [segment.layers[-1] for segment in segments]
+        own = [f"mtp.{k - model.config.num_layers}.layer" if k >= model.config.num_layers else f"layers.{k}" for k in numbers]
+        self._first_products = {f"{name}.mlp.down.weight" for name in own}
         place = 0
         for segment in segments:
-            blocks = self._module.layers[place : place + len(segment.layers)]
-            blocks[0].register_forward_pre_hook(self._cut)
-            blocks[-1].register_forward_hook(self._after_segment)
+            modules[place].register_forward_pre_hook(self._cut)
             place += len(segment.layers)
+            modules[place - 1].register_forward_hook(self._after_segment)
 
     def run(self, *, splits: bool, back_soon: bool) -> None:
         """Run all operations.

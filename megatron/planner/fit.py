@@ -128,7 +128,7 @@ def least_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -
     config, traces = without_gaps(config), dict[object, ChunkTrace]()
     most = [0] * config.parallel.pipeline_model_parallel_size
     for chunk in table_of(config.model, config.parallel, vocab_size):
-        most[chunk.stage] += len(chunk.layers)
+        most[chunk.stage] += len(chunk.layers) or bool(chunk.depths)
 
     def needed(numbers: Sequence[int]) -> list[int]:
         change_ = change(recompute_layers_per_stage=",".join(map(str, numbers)))

@@ -49,17 +49,18 @@ def why_not(fp8: Fp8, capability: tuple[int, int], cuda: str) -> str | None:
     return None
 
 
-def describe_precision(precision: PrecisionConfig, num_layers: int, device: torch.device) -> list[str]:
+def describe_precision(precision: PrecisionConfig, num_layers: int, device: torch.device, depths: int = 0) -> list[str]:
     """A line of the start-up log on products in fewer bits than the model has, if there are any."""
     if precision.fp32_matmul_precision == "high" and device.type == "cuda":
         return ["products of float32 in TensorFloat32, where the GPU has it (--fp32-matmul-precision high)"]
     if precision.fp8_format is None:
         return []
-    count = sum(precision.fp8_of(layer, num_layers) is not None for layer in range(num_layers))
+    total = num_layers + depths
+    count = sum(precision.fp8_of(layer, num_layers) is not None for layer in range(total))
     gradients = "e5m2" if precision.fp8_format == "hybrid" else "e4m3"
     emulated = device.type != "cuda" or precision.fp64
     how = "emulated, which is slow and shows the numbers of a GPU" if emulated else "by the device's own kernels"
     return [
-        f"products of linear layers in 8 bits in {count} of {num_layers} layers ({precision.fp8_recipe} scales, weights and inputs "
+        f"products of linear layers in 8 bits in {count} of {total} layers ({precision.fp8_recipe} scales, weights and inputs "
         f"e4m3, gradients of outputs {gradients}), {how}; the output layer and all else in the model's dtype"
     ]

@@ -86,17 +86,21 @@ def _channels(attention: AttentionSpec | LatentAttentionSpec) -> int:
 def flops_in_8_bits(model: ModelConfig, precision: PrecisionConfig) -> int:
     """The part of `flops_per_token` that is done in 8 bits."""
     products = map(operator.sub, layer_flops(model), attention_flops(model))
-    return 3 * sum(number for layer, number in enumerate(products) if precision.fp8_of(layer, model.num_layers))
+    each = [*products]
+    each += each[-1:] * model.mtp_num_layers
+    return 3 * sum(number for layer, number in enumerate(each) if precision.fp8_of(layer, model.num_layers))
 
 
 def recompute_flops(model: ModelConfig, segment: Segment) -> int:
     """FLOPs for one token of what backward computes again of neighbouring layers: all but the last product, whose result is not
     needed; of an MLP alone, its first product. (Probabilities are left out: whether they are kept depends on the kernel.)"""
     products = _of_layers(model, lambda layer: [2 * weight.numel for weight in _matrices(model, layer)][-2:])
+    numbers = [min(number, model.num_layers - 1) for number in segment.layers]  # a depth's layer is as the last one
     if segment.recomputed:
-        forward = layer_flops(model)
-        return sum(forward[number] for number in segment.layers) - products[segment.layers[-1]][-1]
-    return sum(products[number][0] for number in segment.layers) if "mlp" in segment.selective else 0
+        forward, is_depth = layer_flops(model), segment.layers.start >= model.num_layers
+        projection = _projection_flops(model) if is_depth else 0
+        return sum(forward[number] for number in numbers) + projection - products[numbers[-1]][-1]
+    return sum(products[number][0] for number in numbers) if "mlp" in segment.selective else 0
 
 
 def output_flops(model: ModelConfig, vocab_size: int) -> int:
@@ -106,7 +110,12 @@ def output_flops(model: ModelConfig, vocab_size: int) -> int:
 
 def depth_flops(model: ModelConfig) -> int:
     """Forward FLOPs of multi-token prediction for one token, without its output layers (`output_flops` counts them)."""
-    return model.mtp_num_layers * (layer_flops(model)[-1] + 4 * model.hidden_size**2)
+    return model.mtp_num_layers * (layer_flops(model)[-1] + _projection_flops(model))
+
+
+def _projection_flops(model: ModelConfig) -> int:
+    """Those of a depth's product [h, 2h]."""
+    return 4 * model.hidden_size**2
 
 
 def depth_attention_flops(model: ModelConfig) -> int:

@@ -27,33 +27,47 @@ def kept_whole(layers: Iterable[int], selective: Iterable[RecomputeModule] = ())
     return tuple(Segment(range(layer, layer + 1), selective=frozenset(selective)) for layer in layers)
 
 
-def segments_of(chunks: Sequence[tuple[int, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
+def segments_of(chunks: Sequence[tuple[int, range, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
     """The segments of each chunk, in the order of the forward.
 
-    Layers that run again together are moved to host memory if the first of them is chosen: their input is all that moves.
+    Layers that run again together are moved to host memory if the first of them is chosen: their input is all that moves. A depth
+    of multi-token prediction is treated as the last layer of its chunk, by itself: it has other inputs.
 
     Args:
-        chunks: stage and layers of each, in the order of the depth.
+        chunks: stage, layers and depths of each, in the order of the depth.
     """
-    found = _kept_or_run_again(chunks, memory)
-    chosen = [memory.offloaded(layers) for _, layers in chunks]
-    return [
-        tuple(replace(segment, offloaded=segment.layers.start in of_chunk) for segment in segments)
-        for segments, of_chunk in zip(found, chosen, strict=True)
-    ]
+    found = []
+    for (_, layers, depths), segments, number in zip(chunks, *_kept_or_run_again(chunks, memory), strict=True):
+        chosen = memory.offloaded(layers)
+        moved = [replace(segment, offloaded=segment.layers.start in chosen) for segment in segments]
+        alike = Segment(
+            range(0),
+            recomputed=memory.recompute == "full" and number >= max(1, len(layers)),
+            selective=frozenset(memory.recompute_modules if memory.recompute == "selective" else ()),
+            offloaded=memory.offloads and len(chosen) == len(layers),
+        )
+        found.append((*moved, *(replace(alike, layers=range(depth, depth + 1)) for depth in depths)))
+    return found
 
 
-def _kept_or_run_again(chunks: Sequence[tuple[int, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
+def _kept_or_run_again(
+    chunks: Sequence[tuple[int, range, range]], memory: MemoryConfig
+) -> tuple[list[tuple[Segment, ...]], list[int]]:
+    """The segments of the layers of each chunk, and how many layers may be run again there."""
     by_stage = memory.recomputed_by_stage
     assert by_stage is not None or memory.recompute_layers_per_stage is None, "auto is replaced by numbers before"
     if memory.recompute != "full" or memory.recompute_method != "block" or by_stage is None:
-        return [_segments(layers, memory, memory.recompute_num_layers) for _, layers in chunks]
-    found, left = [], list(by_stage)
-    for stage, layers in chunks:
+        most = memory.recompute_num_layers
+        return [_segments(layers, memory, most) for _, layers, _ in chunks], [
+            most if memory.recompute_method == "block" else max(1, len(layers)) for _, layers, _ in chunks
+        ]
+    found, numbers, left = [], [], list(by_stage)
+    for stage, layers, _ in chunks:
+        numbers.append(left[stage])
         number = min(left[stage], len(layers))
         left[stage] -= number
         found.append(_segments(layers, memory, number))
-    return found
+    return found, numbers
 
 
 def _segments(layers: range, memory: MemoryConfig, number: int) -> tuple[Segment, ...]:

@@ -169,7 +169,7 @@ def describe(
         f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
-        *describe_precision(model.precision, model.config.num_layers, context.device),
+        *describe_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
         describe_attention(config, model, context),
         *describe_context(config, topology),
         *format_layer_table(model.layer_table),

@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.config import Config
 from megatron.config.memory import MemoryConfig
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.speed import SpeedConfig
 from megatron.data.samples import DocumentRules
+from megatron.model.build import model_of
+from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import ModelInputs
 from megatron.model.multi_token import shifted
+from megatron.parallel.topology import Topology
+from megatron.spec.counts import flops_in_8_bits, recompute_flops
 from megatron.spec.schedules import SCHEDULES
 from megatron.training.step import Evaluated
 from megatron.verification.reference.model import Batch, Rules, beyond_next, hidden_states
@@ -23,6 +31,7 @@ from megatron.verification.reference.shape import random_weights
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, run_layout
+from tests.support.lone_rank import lone_rank
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, loss_with_rules, mean_loss, random_batches, train
 from tests.support.warm import run_warm_ranks
 
@@ -37,8 +46,19 @@ AXES: dict[str, list[Any]] = {
     "sharding": ["no_shard", "optim", "optim_grads"],
     "chunk": [0, 4],
     "documents": [None, "attention", "all"],
-    "recompute": [False, True],
+    "memory": ["kept", "full", "all of each chunk", "parts", "host", "full, host"],
+    "compiled": [False, True],
     "beside": [False, True],
+}
+
+
+MEMORIES = {
+    "kept": MemoryConfig(),
+    "full": MemoryConfig("full"),
+    "all of each chunk": MemoryConfig("full", recompute_method="block"),  # each has one layer
+    "parts": MemoryConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp")),
+    "host": MemoryConfig(cpu_offload_activations=True),
+    "full, host": MemoryConfig("full", cpu_offload_activations=True),
 }
 
 
@@ -49,7 +69,14 @@ def fits(case: dict[str, Any]) -> bool:
         not (case["sequence_parallel"] and tp == 1)
         and not (pp == 1 and case["schedule"] not in ("1f1b", "zb-v"))
         and not (dp == 1 and case["sharding"] != "no_shard")
+        and not (case["compiled"] and case["memory"] == "parts")  # refused
     )
+
+
+def is_quick(case: dict[str, Any]) -> bool:
+    """Every rank traces its layers."""
+    tp, pp, dp = case["sizes"]
+    return fits(case) and not (case["compiled"] and tp * pp * dp * case["cp"] > 2)
 
 
 def chunks_of(case: dict[str, Any]) -> int:
@@ -99,13 +126,13 @@ def name(case: dict[str, Any]) -> str:
         case["schedule"],
         case["sharding"],
     ]
-    words += [f"chunk{case['chunk']}", str(case["documents"])]
-    return "-".join([*words, *(name for name in ("sequence_parallel", "recompute", "beside") if case[name])])
+    words += [f"chunk{case['chunk']}", str(case["documents"]), case["memory"]]
+    return "-".join([*words, *(name for name in ("sequence_parallel", "compiled", "beside") if case[name])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, fits)
+        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, is_quick)
         metafunc.parametrize("case", cases, ids=name)
 
 
@@ -114,9 +141,6 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any]) -> None:
     chunks = chunks_of(case)
     batch = dp * (3 if pp > 1 else 2)
     key = (case["style"], pp * chunks, batch, case["depths"], case["documents"], case["beside"])
-    memory = MemoryConfig(loss_chunk_tokens=case["chunk"])
-    if case["recompute"]:
-        memory = replace(memory, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     layout = Layout(
         tp=tp,
         pp=pp,
@@ -125,7 +149,8 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any]) -> None:
         micro_batch_size=1,
         bucket_size=700,
         virtual_stages=chunks,
-        memory=memory,
+        memory=replace(MEMORIES[case["memory"]], loss_chunk_tokens=case["chunk"]),
+        compiler=BlockCompiler("aot_eager") if case["compiled"] else None,
         **{name: case[name] for name in ("sequence_parallel", "schedule", "sharding")},
     )
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
@@ -156,6 +181,30 @@ def test_the_loss_is_told_apart(style: str) -> None:
         assert (
             loss == pytest.approx(evaluated.loss / evaluated.mask, rel=1e-12) == pytest.approx(reference(*key).losses[0], rel=1e-12)
         )
+
+
+@pytest.mark.parametrize("memory", ["full", "all of each chunk", "parts", "host"])
+def test_a_depth_is_treated_as_the_last_layer(memory: str) -> None:
+    """Run again, moved, compiled, in 8 bits; and counted so."""
+    compiles = memory != "parts"
+    config = Config(
+        model=ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, mtp_num_layers=2),
+        memory=replace(MEMORIES[memory], recompute_num_layers=2 if memory == "all of each chunk" else 1),
+        precision=PrecisionConfig(bf16=True, fp8_format="e4m3"),
+        speed=SpeedConfig(compile=compiles, compile_backend="aot_eager"),
+    )
+    model = model_of(config, lone_rank(Topology()), vocab_size=31)
+    (chunk,), table = model.chunks.values(), model.layer_table
+    assert chunk.mtp is not None and len(chunk.all_blocks) == 4
+    *_, last, first_depth, second_depth = table[0].segments
+    assert first_depth == replace(last, layers=range(2, 3)) and second_depth == replace(last, layers=range(3, 4))
+    assert len(chunk.recomputed) == (0 if memory in ("parts", "host") else 4)
+    assert all((block.compiled is not None) is compiles for block in chunk.all_blocks)
+    assert all(block.mlp.up.form.products is not None for block in chunk.all_blocks)
+    layer, depth = (recompute_flops(config.model, segment) for segment in (last, first_depth))
+    assert depth - layer == (4 * 16**2 if first_depth.recomputed else 0) and bool(layer) is (memory != "host")
+    alone = replace(config.model, mtp_num_layers=0)
+    assert flops_in_8_bits(config.model, config.precision) == 2 * flops_in_8_bits(alone, config.precision)
 
 
 def test_a_chain_ends_where_a_label_does_not_count() -> None:

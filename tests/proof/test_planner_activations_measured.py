@@ -158,18 +158,38 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "deepseek, selective, tensor parallel, dropout": (2, {**selective("core_attn", "layernorm"), **TP2, **DEEPSEEK, **DROPOUT}),
     "gpt, loss in chunks, z-loss": (1, {"loss_chunk_tokens": 300, "z_loss_coeff": 0.1, "vocab_size": 4000}),
-    "gpt, two depths, packed, dropout": (1, {"mtp_num_layers": 2, **PACKED, **DROPOUT}),
-    "llama, two depths, loss in chunks, 1f1b, bf16": (
+    "gpt, two depths, full recompute, packed, dropout": (1, {"mtp_num_layers": 2, **FULL, **PACKED, **DROPOUT}),
+    "llama, two depths, loss in chunks, 8 bits, 1f1b": (
         2,
-        {"mtp_num_layers": 2, "loss_chunk_tokens": 100, "bf16": True, **PP2, **LLAMA},
+        {"mtp_num_layers": 2, "loss_chunk_tokens": 100, "bf16": True, "fp8_format": "hybrid", **PP2, **LLAMA},
     ),
-    "gpt, a depth, sequence parallel, zb-h1": (
+    "gpt, a depth, sequence parallel, norms and activations again, zb-h1": (
         4,
-        {"mtp_num_layers": 1, "sequence_parallel": True, "pipeline_schedule": "zb-h1", **TP2, **PP2},
+        {
+            "mtp_num_layers": 1,
+            "sequence_parallel": True,
+            "pipeline_schedule": "zb-h1",
+            **selective("mlp_act", "layernorm"),
+            **TP2,
+            **PP2,
+        },
     ),
     "llama, a depth, offload, zb-v": (
         2,
         {"mtp_num_layers": 1, "num_layers": 8, "pipeline_schedule": "zb-v", **OFFLOAD, **PP2, **LLAMA},
+    ),
+    "gpt, two depths, the MLP and norms again, 1f1b": (2, {"mtp_num_layers": 2, **selective("mlp", "layernorm"), **PP2}),
+    "llama, a depth, full recompute of all layers, offload, interleaved": (
+        2,
+        {
+            "mtp_num_layers": 1,
+            "num_layers": 8,
+            **BLOCK,
+            **OFFLOAD,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            **PP2,
+            **LLAMA,
+        },
     ),
     "gpt, whole loss, smoothed": (1, {"loss_chunk_tokens": 0, "label_smoothing": 0.1, "vocab_size": 4000}),
     "gpt, whole loss, z-loss, fp16": (1, {"loss_chunk_tokens": 0, "z_loss_coeff": 0.1, "fp16": True, "vocab_size": 4000}),

@@ -87,7 +87,8 @@ def beyond_next(
         given[:, : seq - k + 1] = labels[:, k - 1 :]
         embedded = weights["embedding.word.weight"][given]
         both = torch.cat([norm(shape, mine, "hidden_norm", x), norm(shape, mine, "embedding_norm", embedded)], dim=-1)
-        x = layer(shape, shape.num_layers - 1, inside, both @ mine["projection.weight"].T, positions, documents)
+        last = shape.num_layers - 1
+        x = layer(shape, last, inside, both @ mine["projection.weight"].T, positions, documents, shape.eight_bits_of(last))
         losses = smoothed(shape, scores_of(shape, weights, x)[:, : seq - k], labels[:, k:])
         counts = torch.ones(samples, seq - k, dtype=x.dtype)
         if mask is not None:
