@@ -16,6 +16,7 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
+from megatron.data_parallel.fsdp_plan import own_modules
 from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.context import ParallelContext
@@ -94,8 +95,7 @@ class Buckets(Provider):
 
     def _wait_in(self, units: Sequence[nn.Module]) -> None:
         """Let each unit wait, before its forward, for its own parameters."""
-        for unit in units:
-            modules = set(unit.modules())
+        for unit, modules in zip(units, own_modules(units), strict=True):
             needed = [
                 bucket
                 for bucket in self.buckets

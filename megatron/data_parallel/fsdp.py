@@ -1,7 +1,8 @@
 """The provider of shards whose parameters are sharded too (ZeRO-3, Rajbhandari et al. 2019, section 5.3), on torch's `fully_shard`.
 
 A unit (a block; the embedding; the final norm with the output layer) is gathered before its use, while the unit before it computes,
-and freed afterwards: so two units are gathered at a time. With --fsdp-reshard-after-forward never, all units of the rank stay
+and freed afterwards: so two units are gathered at a time. Multi-token prediction uses norm and output layer several times: they
+stay gathered around its depths, each a unit of its own. With --fsdp-reshard-after-forward never, all units of the rank stay
 gathered from their first use in a step to their last. `traffic.py` says what each mode sends. With replicas (hybrid sharding,
 Zhao et
 al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
@@ -32,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, divided_param, own_piece, plan_units
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, divided_param, in_backward, own_piece, plan_units
 from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, check_writes
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
@@ -63,6 +64,8 @@ class FsdpUnit:
         outside: set[nn.Parameter],
     ) -> None:
         self._entries, self._context, self._policy = plan.entries, context, policy
+        self._uses = [entry.uses_per_microbatch for entry in plan.entries]
+        self.encloses = plan.encloses
         self._dtype, self._main_dtype = dtype, main_grad_dtype(dtype)
         self._microbatches = self._rounds = self._num_added = 0
         self._writes = [0] * len(plan.entries)
@@ -123,7 +126,8 @@ class FsdpUnit:
 
     def counts(self) -> list[tuple[str, int, int]]:
         """(name, gradients that reached it in this step, gradients that should have) of each parameter."""
-        return [(entry.record.name, found, self._microbatches) for entry, found in zip(self._entries, self._writes, strict=True)]
+        each = zip(self._entries, self._writes, self._uses, strict=True)
+        return [(entry.record.name, found, uses * self._microbatches) for entry, found, uses in each]
 
     def finish_gradients(self) -> None:
         """Take in the gradients that have come to host memory. FSDP has waited for them at the end of the last backward."""
@@ -177,9 +181,10 @@ class FsdpUnit:
     def _wrote(self, number: int) -> None:
         entry = self._entries[number]
         self._writes[number] += 1
-        if self._writes[number] > self._rounds:
-            check_writes(self._context.rank, [(entry.record.name, self._writes[number], self._rounds)])
-        if self._policy.reduce_once and self._inspect is None and self._writes[number] < self._microbatches:
+        if self._writes[number] > self._rounds * self._uses[number]:
+            check_writes(self._context.rank, [(entry.record.name, self._writes[number], self._rounds * self._uses[number])])
+        once = self._policy.reduce_once and self._inspect is None
+        if self._writes[number] % (self._uses[number] * (self._microbatches if once else 1)):
             return
         sink = self._sinks[number]
         grad, sink.main_grad, sink.written = sink.main_grad, None, False
@@ -251,10 +256,10 @@ class FullyShardedParams(Provider):
             outside = set(module.parameters()) - {entry.param for entry in inside}
             units = [
                 FsdpUnit(plan, mesh, context, dtype=dtype, fill=fill, policy=policy, outside=outside)
-                for plan in plan_units(submodules, inside)
-            ]
+                for plan in reversed(plan_units(submodules, inside))  # what is enclosed first
+            ][::-1]
             _prefetch(units)
-            root = fully_shard(module, mesh=mesh, ignored_params=outside)
+            root = fully_shard(module, mesh=mesh, ignored_params=outside | {entry.param for entry in inside})
             if context.device.type == "cpu":
                 root._set_unshard_async_op(True)  # there are no streams there on which to gather ahead
             self._roots[number] = _Root(root, units)
@@ -327,6 +332,8 @@ def _prefetch(units: list[FsdpUnit]) -> None:
     """Let each unit gather the next one ahead, in forward and in backward."""
     for before, after in pairwise(units):
         before.module.set_modules_to_forward_prefetch([after.module])
-        after.module.set_modules_to_backward_prefetch([before.module])
+    order = in_backward(units, [unit.encloses for unit in units])
+    for before, after in pairwise(order):
+        before.module.set_modules_to_backward_prefetch([after.module])
     # Without a list FSDP would guess from the order of the forwards, and fetch for another microbatch. Itself is there already.
-    units[0].module.set_modules_to_backward_prefetch([units[0].module])
+    order[-1].module.set_modules_to_backward_prefetch([order[-1].module])

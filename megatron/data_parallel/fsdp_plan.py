@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -48,6 +49,8 @@ class UnitPlan:
 
     modules: tuple[nn.Module, ...]
     entries: tuple[ParamEntry, ...]
+    encloses: int = 0
+    """How many of the next units lie inside it, and run while it is gathered."""
 
 
 def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> list[UnitPlan]:
@@ -56,10 +59,10 @@ def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> l
     A module that holds only vectors (the final norm) joins the one after it: a message of its own would be latency alone.
 
     Args:
-        modules: modules of the chunk, in the order of the forward; none lies inside another.
+        modules: modules of the chunk, in the order of the forward; some may lie inside one before them.
         entries: the parameters that are sharded.
     """
-    inside = [set(module.modules()) for module in modules]
+    inside = own_modules(modules)
     found = [[e for e in entries if e.holders[0][0] in members] for members in inside]
     assert sum(map(len, found)) == len(entries), "a parameter outside of all units"
     units: list[UnitPlan] = []
@@ -69,8 +72,39 @@ def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> l
             continue
         before = units.pop() if joins else UnitPlan((), ())
         units.append(UnitPlan((*before.modules, module), (*before.entries, *held)))
-        joins = all(entry.record.kind == "vector" for entry in units[-1].entries)
-    return units
+        joins = all(entry.record.kind == "vector" for entry in units[-1].entries) and not _encloses(module, modules)
+    return [replace(unit, encloses=sum(_encloses(unit.modules[0], other.modules) for other in units)) for unit in units]
+
+
+def own_modules(modules: Sequence[nn.Module]) -> list[set[nn.Module]]:
+    """All modules inside each of these, without those that are inside another one which lies within it."""
+    inside = [set(module.modules()) for module in modules]
+    return [
+        members.difference(*(others for module, others in zip(modules, inside, strict=True) if others < members))
+        for members in inside
+    ]
+
+
+def _encloses(module: nn.Module, others: Sequence[nn.Module]) -> bool:
+    """Whether one of the others lies inside a module."""
+    inside = set(module.modules()) - {module}
+    return any(other in inside for other in others)
+
+
+Unit = TypeVar("Unit")
+
+
+def in_backward(units: Sequence[Unit], encloses: Sequence[int]) -> list[Unit]:
+    """Units in the order in which backward enters them, each that encloses others before these.
+
+    Args:
+        units: in the order of the forward.
+        encloses: how many of the next units lie inside each.
+    """
+    order: list[Unit] = []
+    for unit, inside in zip(reversed(units), reversed(encloses), strict=True):
+        order.insert(len(order) - inside, unit)
+    return order
 
 
 def divided(entry: ParamEntry) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from megatron.data_parallel.fsdp_plan import (
     UnitPlan,
     divided,
     divided_param,
+    in_backward,
     is_fully_sharded,
     own_piece,
     padded_part,
@@ -176,7 +178,7 @@ class UnitsPart:
 
         Most memory is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of
         all units, if they are kept; or of units that have run again with it), its gradients, torch's copy of gradients that is
-        reduced, and this rank's part of the sum.
+        reduced, and this rank's part of the sum. A unit that encloses it is there too, with its gradients.
         With replicas, such parts of all units wait for the end of the step, to be summed over the replicas. Gradients that are
         reduced once wait in their stead: as a whole, those of all units that the last backward of a step has not left.
 
@@ -188,13 +190,26 @@ class UnitsPart:
         parts = at_work = gathered = waiting = 0
         for units, groups in zip(self.chunks, self.recomputed, strict=True):
             sizes: list[int] = []
+            order = in_backward(range(len(units)), [unit.encloses for unit in units])
+            following = dict(pairwise([*order, order[-1]])) if order else {}
+            around = {place + 1 + k: place for place, unit in enumerate(units) for k in range(unit.encloses)}
             for place, unit in enumerate(units):
                 grads, part = sum(e.param.numel() for e in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
                 whole = group.size * part
                 sizes.append(whole)
-                present = {place, max(place - 1, 0), *(one for group in groups if _runs(group, groups, place) for one in group)}
+                held = [around[place]] if place in around else []
+                present = {
+                    place,
+                    following[place],
+                    *held,
+                    *(one for group in groups if _runs(group, groups, place) for one in group),
+                }
                 beside = 0 if keeps else sum(sizes[one] for one in present if one <= place)
-                waiting = waiting + grads if self.accumulates else grads
+                waiting = (
+                    waiting + grads
+                    if self.accumulates
+                    else grads + sum(e.param.numel() for one in held for e in units[one].entries)
+                )
                 at_work = max(at_work, beside * self.dtype.itemsize + (waiting + whole + part) * main.itemsize)
                 gathered += whole
                 parts += part

@@ -183,8 +183,8 @@ class GPTChunk(nn.Module):
     @property
     def recomputed(self) -> list[list[nn.Module]]:
         """Layers that run again together in backward, in the order of the forward; the last of these groups ahead of it."""
-        depths = [] if self.mtp is None else self.mtp.recomputed
-        return [*(run.blocks for run in self._runs if run.treatment.recomputed), *([depth] for depth in depths)]
+        depths = [] if self.mtp is None else [[depth] for depth in self.mtp.recomputed]
+        return [*(run.blocks for run in self._runs if run.treatment.recomputed), *depths]
 
     @property
     def all_blocks(self) -> list[Block]:
@@ -192,8 +192,12 @@ class GPTChunk(nn.Module):
         return [*self.blocks, *([] if self.mtp is None else self.mtp.blocks)]
 
     def units(self) -> list[nn.Module]:
-        """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole."""
-        return [module for module in (self.embedding, *self.layers, self.final_norm, self.output, self.mtp) if module is not None]
+        """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole.
+
+        Multi-token prediction, with final norm and output layer, encloses its depths: what they all use is gathered once.
+        """
+        ends = (self.final_norm, self.output) if self.mtp is None else (self.mtp, *self.mtp.depths)
+        return [module for module in (self.embedding, *self.layers, *ends) if module is not None]
 
     def watch_scores(self, largest: LargestScores) -> None:
         """Let the attention of each layer give its largest scores; that of multi-token prediction does not, since its last tokens
@@ -215,12 +219,11 @@ class GPTChunk(nn.Module):
         x = self.hidden_states(inputs, hidden)
         if self.final_norm is None or self.output is None:
             return x
-        assert inputs.labels is not None and inputs.loss_mask is not None
-        sums = self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
-        if self.mtp is None:
+        if self.mtp is not None:
+            sums: torch.Tensor = self.mtp(x, inputs)
             return sums
-        sums = sums if sums.dim() else torch.stack([sums, torch.zeros_like(sums)])
-        return torch.cat([sums, self.mtp(x, inputs).unsqueeze(0)])
+        assert inputs.labels is not None and inputs.loss_mask is not None
+        return self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
 
     def hidden_states(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states after the chunk's last layer: what `forward` returns where the chunk is not the last."""

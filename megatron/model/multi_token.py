@@ -56,7 +56,8 @@ class Depth(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """All depths, and their loss.
+    """All depths, and the loss of the chunk that has them. Final norm and output layer are the chunk's, which uses them by itself
+    where it computes no loss.
 
     Args:
         treated: the segment of each depth, with what happens to its tensors between forward and backward.
@@ -80,7 +81,7 @@ class MultiTokenPrediction(nn.Module):
         self.depths = nn.ModuleList(self._each)
         self._treatments, self._rotary = [treatment for _, treatment in treated], specs[0].attention.rotary
         self.factor = output.form.mtp_factor / len(specs)
-        self._used = (final_norm, output)  # in a tuple, for they are not ours
+        self.final_norm, self.output = final_norm, output
         scope.table.used_again(WORD_EMBEDDING, len(specs) - 1)
         again = [
             output.weight_name,
@@ -95,15 +96,16 @@ class MultiTokenPrediction(nn.Module):
         return [depth.layer for depth in self._each]
 
     @property
-    def recomputed(self) -> list[Depth]:
+    def recomputed(self) -> list[nn.Module]:
         """Depths that run again in backward, each by itself."""
         return [depth for depth, treatment in zip(self._each, self._treatments, strict=True) if treatment.recomputed]
 
     def forward(self, x: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
-        """Map the hidden states of the last layer [s, b, h] (or [s/n, b, h]) to what is minimised beside the model's own sums, a
-        scalar: factor / depths x the sum over depths and tokens of mask x cross entropy."""
-        final_norm, output = self._used
+        """Map the hidden states of the last layer [s, b, h] (or [s/n, b, h]) to three sums whose sum is minimised: those of the
+        model itself (cross entropy, z-loss), and factor / depths x the sum over depths and tokens of mask x cross entropy."""
         assert inputs.labels is not None and inputs.loss_mask is not None
+        own = self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
+        own = own if own.dim() else torch.stack([own, torch.zeros_like(own)])
         table = None if self._rotary is None else rotary_table(inputs.positions, self._rotary, x.dtype, inputs.length)
         shared = [] if table is None else [table]
         each, sums = zip(self._each, self._treatments, shifted(inputs, len(self.depths)), strict=True), []
@@ -111,8 +113,8 @@ class MultiTokenPrediction(nn.Module):
             forward = partial(_run, depth, inputs, table)
             # The final norm keeps what comes from the layer or the depth before, whatever this one does with it.
             x = treatment.run(forward, x, self.word(tokens), modules=[depth], shared=[x, *shared])
-            sums.append(output(final_norm(x), labels, mask, z_loss=False))
-        return self.factor * torch.stack(sums).sum()
+            sums.append(self.output(self.final_norm(x), labels, mask, z_loss=False))
+        return torch.cat([own, self.factor * torch.stack(sums).sum(0, keepdim=True)])
 
 
 def _run(

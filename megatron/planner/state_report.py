@@ -82,10 +82,11 @@ def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
     which only look up rows; and that of the output layer is made with the input gradient."""
     chunk, mtp = model.chunks[number], model.chunks[number].mtp
     never_deferred = {chunk.embedding, chunk.output, None if mtp is None else mtp.word}
-    units: list[nn.Module] = [unit for unit in chunk.units() if unit is not mtp]
-    if mtp is not None and chunk.final_norm is not None and chunk.output is not None:
+    units: list[nn.Module] = chunk.units()
+    if mtp is not None:
+        units = [*units[: units.index(mtp)], mtp.final_norm, mtp.output]
         for depth in mtp.depths:  # each uses what others hold once more
-            units += [mtp.word, depth, chunk.final_norm, chunk.output]
+            units += [mtp.word, depth, mtp.final_norm, mtp.output]
     for unit in reversed(units):
         modules = set(unit.modules())
         for entry in reversed(list(model.params)):

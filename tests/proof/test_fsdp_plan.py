@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megatron.data_parallel.fsdp_plan import is_fully_sharded, own_piece, plan_units
+from megatron.data_parallel.fsdp_plan import in_backward, is_fully_sharded, own_piece, plan_units
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
@@ -46,6 +48,22 @@ def test_units_are_embedding_blocks_and_output_with_the_norm_before_it(shape: Re
     last = (chunk.final_norm, chunk.output) if shape is UNTIED else (chunk.final_norm,)
     assert [unit.modules for unit in units] == [(chunk.embedding,), *((block,) for block in chunk.layers), last]
     assert [entry for unit in units for entry in unit.entries] == entries, "each parameter once, in the order of the forward"
+
+
+def test_depths_lie_inside_of_what_they_use() -> None:
+    context = lone_rank(Topology(dp=2))
+    model = build(context, replace(UNTIED, mtp_depths=2))
+    chunk = model.chunks[0]
+    assert chunk.mtp is not None
+    entries = [entry for entry in model.params if is_fully_sharded(entry, context)]
+    *_, last, end, first_depth, second_depth = units = plan_units(chunk.units(), entries)
+    assert [unit.modules for unit in units[-3:]] == [(chunk.mtp,), *((depth,) for depth in chunk.mtp.depths)]
+    assert [entry.record.name for entry in end.entries] == ["final_norm.weight", "output.weight"]
+    assert {entry.record.name.split(".")[1] for entry in second_depth.entries} == {"1"}
+    assert sorted(e.record.name for unit in units for e in unit.entries) == sorted(e.record.name for e in entries)
+    assert [unit.encloses for unit in units] == [0] * (len(units) - 3) + [2, 0, 0]
+    order = in_backward(units, [unit.encloses for unit in units])
+    assert order[:4] == [end, second_depth, first_depth, last]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(8, [(0, 2), (2, 4), (4, 6), (6, 8)]), (5, [(0, 2), (2, 4), (4, 5), (5, 5)])])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,10 +14,14 @@ from torch import nn
 
 from megatron.config.memory import MemoryConfig
 from megatron.config.parallel import FsdpReshard
+from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
-from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, build, in_world, inputs, numel, shard, step
+from megatron.verification.reference.shape import random_weights
+from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, UNTIED, Trace, build, in_world, inputs, numel, shard, step
 from tests.support.held import held_by
+from tests.support.layout import Layout, Recipe, build_step, microbatches
+from tests.support.reference_runs import random_batches
 
 
 def traced(
@@ -74,6 +80,32 @@ def test_layers_that_run_again_are_gathered_no_more_often(reshard: FsdpReshard, 
         sent = {kind: sum(n for k, n, _ in events if k.endswith(kind)) for kind in ("gather", "scatter")}
         whole = 2 * sum(parts)
         assert sent == {"gather": whole * (2 * MICROBATCHES if reshard == "always" else 1), "scatter": whole * MICROBATCHES}
+
+
+def traced_with_depths(context: ParallelContext, memory: MemoryConfig) -> tuple[Counter[tuple[str, int]], list[int], int]:
+    """How often a step has collectives of which sizes; elements of each unit, and of the bucket of the word embedding."""
+    shape = replace(UNTIED, mtp_depths=2, mtp_factor=0.5)
+    batches = random_batches(shape, 1, 2 * MICROBATCHES * context.topology.dp, 2, seed=2)
+    layout = Layout(dp=2, sharding="optim_grads_params", micro_batch_size=2, memory=memory)
+    trainer = build_step(context, Recipe(shape, random_weights(shape, seed=1), batches), layout)
+    buckets, units = trainer.providers
+    assert isinstance(buckets, Buckets)
+    with Trace(context.fsdp_shard.size) as trace:
+        trainer.gradients(microbatches(batches[0], context, 2))
+    parts = [sum(s.weights.numel() for s in group.shards) for group in units.groups]
+    (bucket,) = buckets.buckets
+    return Counter((kind.removeprefix("blocking "), n) for kind, n, _ in trace.events if kind != "reduce"), parts, bucket.plan.size
+
+
+@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("full")], ids=["kept", "run again"])
+def test_what_all_depths_use_is_gathered_once(memory: MemoryConfig) -> None:
+    """The final norm and the output layer, around the depths; and their gradients are reduced once in a microbatch."""
+    for found, parts, bucket in in_world(Topology(dp=2), partial(traced_with_depths, memory=memory)):
+        assert len(parts) == NUM_UNITS - 1 + 2, "the embedding lies in a bucket, since depths look tokens up too"
+        wanted = Counter({("scatter", bucket): MICROBATCHES})
+        for part in parts:
+            wanted += Counter({("gather", 2 * part): 2 * MICROBATCHES, ("scatter", 2 * part): MICROBATCHES})
+        assert found == wanted
 
 
 def test_the_next_unit_is_fetched_ahead() -> None:

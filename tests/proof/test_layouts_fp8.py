@@ -49,7 +49,6 @@ def fits(case: dict[str, Any]) -> bool:
     return (
         not (case["sequence_parallel"] and tp == 1)
         and not (case["sharding"] != "no_shard" and dp == 1)
-        and not (case["style"] == "gpt2" and case["sharding"] == "optim_grads_params")  # refused
         and not (case["schedule"] != "1f1b" and pp == 1)
         and not (case["schedule"] != "1f1b" and case["sharding"] == "optim_grads_params")
         and not (case["cp"] > 1 and case["recipe"] == "blockwise")  # refused

@@ -43,7 +43,7 @@ AXES: dict[str, list[Any]] = {
     "style": ["gpt2 tied", "llama", "llama tied"],
     "sequence_parallel": [False, True],
     "schedule": sorted(SCHEDULES),
-    "sharding": ["no_shard", "optim", "optim_grads"],
+    "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "chunk": [0, 4],
     "documents": [None, "attention", "all"],
     "memory": ["kept", "full", "all of each chunk", "parts", "host", "full, host"],
@@ -69,6 +69,7 @@ def fits(case: dict[str, Any]) -> bool:
         not (case["sequence_parallel"] and tp == 1)
         and not (pp == 1 and case["schedule"] not in ("1f1b", "zb-v"))
         and not (dp == 1 and case["sharding"] != "no_shard")
+        and not (case["sharding"] == "optim_grads_params" and case["schedule"].startswith("zb"))
         and not (case["compiled"] and case["memory"] == "parts")  # refused
     )
 

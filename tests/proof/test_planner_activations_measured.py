@@ -191,6 +191,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             **LLAMA,
         },
     ),
+    "llama, two depths, full recompute, optim_grads_params": (
+        2,
+        {"mtp_num_layers": 2, SHARDING: "optim_grads_params", **FULL, **LLAMA},
+    ),
     "gpt, whole loss, smoothed": (1, {"loss_chunk_tokens": 0, "label_smoothing": 0.1, "vocab_size": 4000}),
     "gpt, whole loss, z-loss, fp16": (1, {"loss_chunk_tokens": 0, "z_loss_coeff": 0.1, "fp16": True, "vocab_size": 4000}),
     "llama, loss in chunks, gpipe, bf16": (

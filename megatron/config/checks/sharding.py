@@ -78,14 +78,6 @@ def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator
         yield Finding(message, [other_schedules, _other_strategy(config)])
 
 
-@rule(STRATEGY, "mtp_num_layers", reads=("use_distributed_optimizer", SHARD_SIZE, RESHARD))
-def depths_are_no_unit(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each depth uses the final norm and the output layer again, but what is sharded is gathered, and its gradients are reduced,
-    once in a microbatch."""
-    if config.parallel.sharding == "optim_grads_params" and config.model.mtp_num_layers:
-        yield Finding(f"--mtp-num-layers cannot be used with {_ALL}.", [_other_strategy(config), change(mtp_num_layers=0)])
-
-
 def _other_strategy(config: Config) -> Change:
     """The strongest strategy that leaves parameters whole."""
     return without(config, SHARD_SIZE, RESHARD, **{STRATEGY: "optim_grads"})

@@ -53,7 +53,6 @@ CASES: list[Case] = [
         ["zb-v cannot be used"],
         [f"{SCHEDULE} interleaved", f"{COUNT} None {SCHEDULE} 1f1b", f"--fsdp-reshard-after-forward always {WEAKER}"],
     ),
-    (f"{ALL} --mtp-num-layers 1", 2, {STRATEGY, "--mtp-num-layers"}, ["cannot be used with"], [WEAKER, "--mtp-num-layers 0"]),
     (f"{ALL} {SCHEDULE} zb-h1", 1, {SCHEDULE, STRATEGY}, ["zb-h1 cannot be used"], [f"{SCHEDULE} 1f1b"]),
 ]
 
