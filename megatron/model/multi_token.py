@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from megatron.config.model import ModelConfig
 from megatron.model.block import Block
@@ -128,7 +129,8 @@ def _run(
 def shifted(inputs: ModelInputs, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Tokens to look up, labels and mask [s, b] of each depth.
 
-    What comes round from the beginning stands at the end, where it does not count and no position before attends to it.
+    Beyond the sample stands token 0, which does not count, and to which no position of it attends. (But scales of 8 bits may depend
+    on it.)
     """
     labels, counted = inputs.labels, inputs.loss_mask
     assert labels is not None and counted is not None
@@ -137,7 +139,7 @@ def shifted(inputs: ModelInputs, num_depths: int) -> Iterator[tuple[torch.Tensor
         if inputs.ahead:
             labels, ahead = inputs.ahead[k - 1]
         else:
-            labels, ahead = labels.roll(-1, 0), torch.zeros_like(counted)
+            labels, ahead = functional.pad(labels[1:], (0, 0, 0, 1)), torch.zeros_like(counted)
             ahead[:-k] = inputs.loss_mask[k:]  # type: ignore[index]
         counted = counted * ahead
         yield tokens, labels, counted

@@ -61,7 +61,7 @@ class Cutting:
             cut = balanced(token_costs(self.length, self.shares, microbatch.bounds), self.group.size)
         places = cut.places(self.group.index)
         for k in range(1, self.depths + 1):
-            arrays[f"labels ahead {k}"] = np.roll(microbatch.labels, -k, 1)
+            arrays[f"labels ahead {k}"] = np.pad(microbatch.labels[:, k:], ((0, 0), (0, k)))
             arrays[f"mask ahead {k}"] = np.pad(microbatch.loss_mask[:, k:], ((0, 0), (0, k)))
         if microbatch.positions is None and cut.pieces != self.of_samples.pieces:
             arrays["positions"] = np.broadcast_to(places, (len(microbatch.tokens), len(places)))

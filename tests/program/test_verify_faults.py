@@ -508,7 +508,7 @@ FAULTS = {
         ("so are the gradients of all parameters",),
     ),
     "labels of a depth one too few ahead": Fault(
-        (("labels, ahead = labels.roll(-1, 0)", "labels, ahead = labels.roll(0, 0)"),),
+        (("functional.pad(labels[1:], (0, 0, 0, 1))", "functional.pad(labels[1:], (0, 0, 1, 0))"),),
         "--world-size 2 --mtp-num-layers 1",
         "gradient",
         "mtp.0.layer.mlp.down.bias",

@@ -212,7 +212,7 @@ def test_a_chain_ends_where_a_label_does_not_count() -> None:
     labels, mask = torch.arange(10, 16).unsqueeze(1), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]).unsqueeze(1)
     first, second = shifted(ModelInputs(torch.zeros(6, 1), labels=labels, loss_mask=mask), 2)
     assert first[0].flatten().tolist() == [10, 11, 12, 13, 14, 15]
-    assert first[1].flatten().tolist()[:5] == second[0].flatten().tolist()[:5] == [11, 12, 13, 14, 15]
-    assert second[1].flatten().tolist()[:4] == [12, 13, 14, 15]
+    assert first[1].flatten().tolist() == second[0].flatten().tolist() == [11, 12, 13, 14, 15, 0]
+    assert second[1].flatten().tolist() == [12, 13, 14, 15, 0, 0]
     assert first[2].flatten().tolist() == [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
     assert second[2].flatten().tolist() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
