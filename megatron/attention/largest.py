@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,19 +29,21 @@ class LargestScores:
     """What the attention of this rank's layers has found in the microbatches of a step so far.
 
     Args:
-        layers, heads: of the whole model, query heads.
+        layers, heads: of the whole model, with the layers of multi-token prediction; query heads.
         dtype: at least float32.
     """
 
     def __init__(self, layers: int, heads: int, dtype: torch.dtype, device: torch.device) -> None:
         self.found = torch.full((layers, heads), -torch.inf, dtype=dtype, device=device)
-        """[layers, query heads]; minus infinity for what other ranks compute."""
+        """[layers, query heads], rows as `score_row` says; minus infinity for what other ranks compute."""
         self._watches = False
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> LargestScores:
         """For a model whose activations have a dtype."""
-        return cls(model.num_layers, model.num_attention_heads, torch.promote_types(dtype, torch.float32), device)
+        return cls(
+            model.num_layers + model.mtp_num_layers, model.num_attention_heads, torch.promote_types(dtype, torch.float32), device
+        )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -63,15 +65,18 @@ class LargestScores:
         scores: ScoreSpec,
         documents: Documents | None,
         context_ranks: Group,
+        beyond: int = 0,
     ) -> None:
         """Take the scores of a microbatch. What runs again in backward is not taken again.
 
         Args:
+            layer: the row.
             first_head: the number of this rank's first query head.
             q: [s, b, g, r, d] or [s, b, n, d].
             k: [s, b, g, d].
             documents: a token sees only its own; None for its whole sample.
             context_ranks: those that share the sequence, of which each has some of the tokens.
+            beyond: so many tokens at the end of the sequence are none of the sample; their queries do not count.
         """
         if not self._watches or is_remade():
             return
@@ -84,9 +89,21 @@ class LargestScores:
         uncapped, window, at = replace(scores, softcap=None), scores.reach(len(k)), 0
         here = self.found[layer, first_head : first_head + q.shape[2] * q.shape[3]]
         for first, end in runs:
-            some, at = q[at : at + end - first], at + end - first
+            some, at = q[at : at + min(end, len(k) - beyond) - first], at + end - first
+            if not len(some):
+                continue
             found = largest_scores(some, k, Call(uncapped, Reach(window, documents, first)))
             torch.maximum(here, found.to(here.dtype), out=here)
+
+
+@dataclass(frozen=True)
+class LayerScores:
+    """Where the attention of one layer gives its scores."""
+
+    largest: LargestScores
+    row: int
+    beyond: int = 0
+    """See `LargestScores.take`."""
 
 
 def _in_order(gathered: torch.Tensor, cut: Cut) -> torch.Tensor:

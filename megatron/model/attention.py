@@ -14,7 +14,7 @@ from torch import nn
 from megatron.attention.backends import keeps_probabilities
 from megatron.attention.core import core_attention, one_kernel
 from megatron.attention.documents import Documents, reorder
-from megatron.attention.largest import LargestScores
+from megatron.attention.largest import LayerScores
 from megatron.context_parallel.attention import Sharers, context_attention
 from megatron.memory.recompute import recomputed
 from megatron.model.all_heads_norm import norm_all_heads
@@ -93,7 +93,7 @@ class CoreAttention(nn.Module):
         self.scores, self.sequence_ranks = scores, scope.tp.size if scope.sequence_parallel else 1
         self.recomputes_core, self.queries_per_group = recomputes_core, queries_per_group
         self.layer, self.dropout, self.tensor_rank = layer, dropout, scope.tp.index
-        self.largest: LargestScores | None = None
+        self.largest: LayerScores | None = None
         """What takes the largest scores, in runs that ask for them."""
         self.context_ranks = scope.context.context_group
         self.sharers: Sharers | None = None
@@ -124,7 +124,8 @@ class CoreAttention(nn.Module):
         sinks = None if self.sinks is None else through(self.sinks)
         if self.largest is not None:
             first = self.tensor_rank * k.shape[2] * self.queries_per_group
-            self.largest.take(self.layer, first, q, k, self.scores, documents, self.context_ranks)
+            watch = self.largest
+            watch.largest.take(watch.row, first, q, k, self.scores, documents, self.context_ranks, watch.beyond)
         if cache is not None:
             all_k, all_v = self.of_all_ranks(cache, documents, k, v)
             cache.append(self.layer, all_k, all_v, self.scores.window)

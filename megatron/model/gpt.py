@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.attention.documents import Documents
-from megatron.attention.largest import LargestScores
+from megatron.attention.largest import LargestScores, LayerScores
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.block import Block
@@ -32,6 +32,7 @@ from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.layers import layers, norm_of
 from megatron.spec.rotary import RotarySpec
 from megatron.spec.segments import Segment
+from megatron.spec.weights import score_row
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
 
 
@@ -200,10 +201,11 @@ class GPTChunk(nn.Module):
         return [module for module in (self.embedding, *self.layers, *ends) if module is not None]
 
     def watch_scores(self, largest: LargestScores) -> None:
-        """Let the attention of each layer give its largest scores; that of multi-token prediction does not, since its last tokens
-        are none of the sample."""
+        """Let the attention of each layer give its largest scores."""
         for block in self.blocks:
-            block.attention.largest = largest
+            block.attention.largest = LayerScores(largest, score_row(f"layers.{block.layer}"))
+        for k, block in enumerate([] if self.mtp is None else self.mtp.blocks):
+            block.attention.largest = LayerScores(largest, score_row(f"mtp.{k}.layer"), beyond=k)
 
     def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the chunk.

@@ -17,7 +17,7 @@ from megatron.optimizer.matrices import parts_of
 from megatron.optimizer.rule import Target
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
-from megatron.spec.weights import in_layer
+from megatron.spec.weights import score_row
 
 
 class QKClip:
@@ -42,7 +42,7 @@ class QKClip:
         parts = [
             (part.of(target.main), target.record, part.placed.box.index[0])
             for target in targets
-            if target.record.scores is not None and in_layer(target.record.name)[0] is not None
+            if target.record.scores is not None
             for part in parts_of(target, self._context)
         ]
 
@@ -57,9 +57,9 @@ class QKClip:
         """The factor of each row of a parameter."""
         if device not in self._gammas:
             self._gammas[device] = next(iter(self._gammas.values())).to(device)
-        layer, scores = in_layer(record.name)[0], record.scores
-        assert layer is not None and scores is not None
-        gammas = self._gammas[device][layer].view(-1, scores.queries).amin(-1, keepdim=True)  # [units, 1]
+        scores = record.scores
+        assert scores is not None
+        gammas = self._gammas[device][score_row(record.name)].view(-1, scores.queries).amin(-1, keepdim=True)  # [units, 1]
         runs = [
             gammas.pow(self._exponents[side]).expand(-1, rows)
             if side in self._exponents

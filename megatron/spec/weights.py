@@ -34,6 +34,14 @@ def depth_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def score_row(name: str) -> int:
+    """The row of a layer, or of one of its parameters, in a table of scores by layer: those of the model from the front, those of
+    depths from the back."""
+    layer, depth = in_layer(name)[0], depth_of(name)
+    assert layer is not None or depth is not None, "attention lies in layers"
+    return layer if depth is None else -1 - depth  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class Init:
     """Initial values: drawn from a normal distribution with a standard deviation, or a constant."""

@@ -116,7 +116,7 @@ class _Reference:
         def keep(name: str, values: Tensor) -> None:
             layer, _, what = name.rpartition(".")
             if what == "scores":
-                values = values.detach()
+                values = values.detach().amax(dim=(0, 2))
                 self._largest[layer] = torch.maximum(values, self._largest.get(layer, values))
                 return
             seen.setdefault(name, []).append(values.detach())

@@ -66,7 +66,7 @@ def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
 
 GRID: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "bf16": True}
 CASES: dict[str, dict[str, Any]] = {
-    "no_shard": {**GRID, "sequence_parallel": True, "log_max_attention_logit": True},
+    "no_shard, two depths": {**GRID, "sequence_parallel": True, "log_max_attention_logit": True, "mtp_num_layers": 2},
     "no_shard, overlapping tensor ranks": {**GRID, "sequence_parallel": True, "tp_comm_overlap": True},
     "optim, tp-pp-dp": {**GRID, "data_parallel_sharding_strategy": "optim", "use_tp_pp_dp_mapping": True},
     "optim_grads, virtual stages": {
@@ -78,7 +78,8 @@ CASES: dict[str, dict[str, Any]] = {
         "overlap_grad_reduce": True,
     },
     "zb-v": {**GRID, "num_layers": 4, "pipeline_schedule": "zb-v", "data_parallel_sharding_strategy": "optim"},
-    "replicas": {
+    "replicas, two depths": {
+        "mtp_num_layers": 2,
         "tensor_model_parallel_size": 2,
         "data_parallel_sharding_strategy": "optim_grads_params",
         "fsdp_shard_size": 2,
@@ -96,7 +97,8 @@ CASES: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim",
     },
     "context ranks in a ring": {**GRID, "context_parallel_size": 2, "cp_comm_type": ("p2p",), "log_max_attention_logit": True},
-    "context ranks by heads": {
+    "context ranks by heads, a depth": {
+        "mtp_num_layers": 1,
         "context_parallel_size": 4,
         "cp_comm_type": ("a2a", "p2p"),
         "data_parallel_sharding_strategy": "optim_grads_params",

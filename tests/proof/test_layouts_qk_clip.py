@@ -18,10 +18,19 @@ from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, me
 
 ALPHA, THRESHOLDS = 0.3, {"gpt2": 4.0, "llama": 4.0, "latent": 2.7}
 SHAPES: dict[str, ReferenceShape] = {
-    "gpt2": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8),
+    "gpt2": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=4, mtp_depths=3, mtp_factor=0.8),
     "llama": llama_like(hidden=16, ffn=28, heads=8, kv_heads=2, head_size=4, vocab=61, seq=8, windows=(None, 3), score_cap=0.5),
     "latent": llama_like(
-        hidden=16, ffn=24, heads=4, kv_heads=4, head_size=9, vocab=61, seq=8, latent=LatentShape(10, 6, plain=5, rotated=4, value=3)
+        mtp_depths=2,
+        mtp_factor=0.8,
+        hidden=16,
+        ffn=24,
+        heads=4,
+        kv_heads=4,
+        head_size=9,
+        vocab=61,
+        seq=8,
+        latent=LatentShape(10, 6, plain=5, rotated=4, value=3),
     ),
 }
 LAYOUTS = {
@@ -36,7 +45,7 @@ LAYOUTS = {
         Layout(pp=2, dp=2, micro_batch_size=1, sharding="optim", memory=MemoryConfig(recompute_granularity="full")),
     ),
     "latent": (
-        Layout(tp=2, pp=2, micro_batch_size=1, sharding="no_shard"),
+        Layout(tp=2, pp=2, cp=2, micro_batch_size=1, sharding="no_shard"),
         Layout(dp=2, micro_batch_size=1, sharding="optim_grads_params", offload=1.0),
     ),
 }
@@ -84,7 +93,8 @@ def test_the_threshold_lies_among_the_heads() -> None:
     for shape, one in SHAPES.items():
         found: dict[str, torch.Tensor] = {}
         mean_loss(one, recipe(shape).weights, recipe(shape).batches[0], found.__setitem__)
-        scores = torch.cat([values for name, values in found.items() if name.endswith(".scores")])
+        assert not one.mtp_depths or any((found[f"mtp.{k}.layer.scores"] > THRESHOLDS[shape]).any() for k in range(one.mtp_depths))
+        scores = torch.cat([values.amax(dim=(0, 2)) for name, values in found.items() if name.endswith(".scores")])
         assert scores.min() < THRESHOLDS[shape] < scores.max(), (shape, scores)
 
 

@@ -178,7 +178,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"mtp_num_layers": 1, "num_layers": 8, "pipeline_schedule": "zb-v", **OFFLOAD, **PP2, **LLAMA},
     ),
-    "gpt, two depths, the MLP and norms again, 1f1b": (2, {"mtp_num_layers": 2, **selective("mlp", "layernorm"), **PP2}),
+    "gpt, two depths, the MLP and norms again, largest scores, 1f1b": (
+        2,
+        {"mtp_num_layers": 2, "log_max_attention_logit": True, **selective("mlp", "layernorm"), **PP2},
+    ),
     "llama, a depth, full recompute of all layers, offload, interleaved": (
         2,
         {

@@ -122,7 +122,7 @@ def train(
 
     def watch(name: str, values: Tensor) -> None:
         if name.endswith(".scores"):
-            largest[name.removesuffix(".scores")] = values.detach()
+            largest[name.removesuffix(".scores")] = values.detach().amax(dim=(0, 2))
 
     if clips_scores is not None:
         assert loss is mean_loss

@@ -18,8 +18,8 @@ from megatron.verification.reference.rotary import rotary_frequencies
 from megatron.verification.reference.shape import ReferenceShape, Weights
 
 Seen = Callable[[str, Tensor], None]
-"""Called with (name, output [B, s, h]) of the embedding, of each layer, and of its attention and MLP; and with ("layers.3.scores",
-largest score of each head [n], before any cap)."""
+"""Called with (name, output [B, s, h]) of the embedding, of each layer, and of its attention and MLP; of the projection and the
+layer of each depth; and with ("layers.3.scores", largest score of each head and query [B, n, s], before any cap)."""
 
 
 def by_nobody(name: str, values: Tensor) -> None:
@@ -51,7 +51,7 @@ def token_losses(
     cross_entropy = log_z - scores.gather(-1, labels[..., None])[..., 0]
     minimised = smoothed(shape, scores, labels) + shape.z_loss * log_z.square()
     if shape.mtp_depths:
-        minimised = minimised + beyond_next(shape, weights, x, labels, positions, documents, mask)
+        minimised = minimised + beyond_next(shape, weights, x, labels, positions, documents, mask, seen)
     return cross_entropy.detach() + (minimised - minimised.detach())  # the value of the one, the gradient of the other
 
 
@@ -69,11 +69,12 @@ def beyond_next(
     positions: Tensor | None,
     documents: Tensor | None,
     mask: Tensor | None,
+    seen: Seen = by_nobody,
 ) -> Tensor:
     """What predicting tokens beyond the next one adds to the loss of each position [B, s] (DeepSeek-V3, section 2.2).
 
     At depth k the token at i + k is given and the one at i + k + 1 predicted, as long as the sample goes and each token on the way
-    to it is one whose prediction counts.
+    to it is one whose prediction counts. Beyond the sample token 0 is given, and nothing is predicted.
 
     Args:
         x: what the last layer gives, [B, s, h].
@@ -88,7 +89,11 @@ def beyond_next(
         embedded = weights["embedding.word.weight"][given]
         both = torch.cat([norm(shape, mine, "hidden_norm", x), norm(shape, mine, "embedding_norm", embedded)], dim=-1)
         last = shape.num_layers - 1
-        x = layer(shape, last, inside, both @ mine["projection.weight"].T, positions, documents, shape.eight_bits_of(last))
+        x = both @ mine["projection.weight"].T
+        seen(f"mtp.{k - 1}.projection", x)
+        see = partial(_seen_of_depth, seen, f"mtp.{k - 1}.layer", seq - k + 1)
+        x = layer(shape, last, inside, x, positions, documents, shape.eight_bits_of(last), see)
+        seen(f"mtp.{k - 1}.layer", x)
         losses = smoothed(shape, scores_of(shape, weights, x)[:, : seq - k], labels[:, k:])
         counts = torch.ones(samples, seq - k, dtype=x.dtype)
         if mask is not None:
@@ -138,6 +143,10 @@ def hidden_states(
         x = layer(shape, i, own, x, positions, documents, shape.eight_bits_of(i), partial(_seen_within, seen, f"layers.{i}"))
         seen(f"layers.{i}", x)
     return x
+
+
+def _seen_of_depth(seen: Seen, layer: str, given: int, part: str, values: Tensor) -> None:
+    seen(f"{layer}.{part}", values[:, :, :given] if part == "scores" else values)  # scores of tokens that are there
 
 
 def _seen_within(seen: Seen, layer: str, part: str, values: Tensor) -> None:
@@ -253,7 +262,7 @@ def mix(
     hidden = back < 0 if window is None else (back < 0) | (back > window)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])[:, None]
-    seen("scores", scores.masked_fill(hidden, -math.inf).amax(dim=(0, 2, 3)))
+    seen("scores", scores.masked_fill(hidden, -math.inf).amax(dim=3))
     if shape.score_cap is not None:
         scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
     scores = scores.masked_fill(hidden, -math.inf)

@@ -22,14 +22,14 @@ class ScoreClip:
         """Replace weights and biases of queries and keys.
 
         Args:
-            largest: the largest score of each head [n] in the batch, by the name of the layer ("layers.3").
+            largest: the largest score of each head [n] in the batch, by the name of the layer ("layers.3", "mtp.0.layer").
         """
         for layer, scores in largest.items():
             for name in [name for name in weights if name.startswith(f"{layer}.attention.")]:
-                weights[name] = self._scaled(name, weights[name].clone(), scores.tolist())
+                weights[name] = self._scaled(name.removeprefix(f"{layer}.attention."), weights[name].clone(), scores.tolist())
 
     def _scaled(self, name: str, w: Tensor, scores: list[float]) -> Tensor:
-        shape, latent, part = self.shape, self.shape.latent, name.split(".")[3]
+        shape, latent, part = self.shape, self.shape.latent, name.split(".")[0]
         gammas = [self.threshold / score if score > self.threshold else 1.0 for score in scores]
         if latent is None and part == "qkv":
             each, d = shape.heads // shape.kv_heads, shape.head_size
