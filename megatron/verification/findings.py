@@ -112,13 +112,18 @@ def _times_computed(runs: Comparison, joined: JoinedTensor) -> Counter[tuple[int
     return Counter({place: -(-count // tokens) if count >= tokens else 0 for place, count in seen.items()})
 
 
-_PARTS = {"embedding": "what the embedding gives", "attention": "what the attention gives", "mlp": "what the MLP gives"}
+_PARTS = {
+    "embedding": "what the embedding gives",
+    "projection": "what the norms and the projection of the depth give",
+    "attention": "what the attention gives",
+    "mlp": "what the MLP gives",
+}
 
 
 def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
     """The first module, in the order of the forward, that is not computed once or has another output."""
-    seen = runs.activations
-    for name in forward_order(runs.config.model.num_layers, compiled=runs.config.speed.compile):
+    seen, model = runs.activations, runs.config.model
+    for name in forward_order(model.num_layers, depths=model.mtp_num_layers, compiled=runs.config.speed.compile):
         joined = seen.joined.get(name, JoinedTensor(name, ()))
         times = _times_computed(runs, joined)
         if wrong := [place for place in runs.plain.microbatches if times[place] != 1]:

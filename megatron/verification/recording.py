@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.model.block import Block
 from megatron.model.gpt import GPTChunk, ModelInputs
 from megatron.parallel.shards import Shard
 from megatron.spec.operations import Op, OpKind
@@ -116,15 +115,21 @@ class StepRecorder:
     def _watched(self, num_microbatches: int) -> Iterator[None]:
         """Set hooks on this rank's chunks for one step. An evaluation has other inputs and is not recorded."""
         self.step.executor.recorder = self
-        hooks = [
-            module.register_forward_hook(partial(self._keep, name, num_microbatches))
-            for chunk in self.step.model.chunks.values()
-            for name, module in _seen_modules(chunk).items()
-        ]
+        hooks = []
+        for chunk in self.step.model.chunks.values():
+            for name, module in _seen_modules(chunk).items():
+                hooks.append(module.register_forward_hook(partial(self._keep, name, num_microbatches)))
+            for k, block in enumerate([] if chunk.mtp is None else chunk.mtp.blocks):
+                keep = partial(self._keep_input, f"mtp.{k}.projection", num_microbatches)
+                hooks.append(block.register_forward_pre_hook(keep))
         yield
         self.step.executor.recorder = None
         for hook in hooks:
             hook.remove()
+
+    def _keep_input(self, name: str, num_microbatches: int, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Record the first input of a module."""
+        self._keep(name, num_microbatches, module, args, args[0])
 
     def _keep(self, name: str, num_microbatches: int, module: nn.Module, args: object, out: torch.Tensor) -> None:
         """Record the output of a module, [s, b, h], or under sequence parallelism [s/n, b, h]; not what runs again in backward."""
@@ -149,9 +154,9 @@ class StepRecorder:
 def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
     """The recorded modules of a chunk, by the names of their activations."""
     found: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
-    for block in chunk.layers:
-        assert isinstance(block, Block)
-        name = f"layers.{block.layer}"
+    named = [(f"layers.{block.layer}", block) for block in chunk.blocks]
+    named += [(f"mtp.{k}.layer", block) for k, block in enumerate([] if chunk.mtp is None else chunk.mtp.blocks)]
+    for name, block in named:
         if block.compiled is None:  # hooks within it would be compiled with it
             found |= {f"{name}.attention": block.attention.output, f"{name}.mlp": block.mlp}
         found[name] = block

@@ -143,11 +143,12 @@ def place_words(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | No
     return f"{name} ({', '.join(notes)})" if notes else name
 
 
-def forward_order(num_layers: int, *, compiled: bool = False) -> list[str]:
+def forward_order(num_layers: int, *, depths: int = 0, compiled: bool = False) -> list[str]:
     """Names of activations in the order in which the forward makes them; within compiled layers none is seen."""
     parts = ("",) if compiled else (".attention", ".mlp", "")
     layers = (f"layers.{number}{part}" for number in range(num_layers) for part in parts)
-    return ["embedding", *layers]
+    of_depth = (".projection", *(f".layer{part}" for part in parts))
+    return ["embedding", *layers, *(f"mtp.{k}{part}" for k in range(depths) for part in of_depth)]
 
 
 def listing(numbers: Iterable[int], most: int = 8) -> str:

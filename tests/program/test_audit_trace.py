@@ -23,6 +23,7 @@ STEPS = 2
 BASE: dict[str, Any] = {
     "fp64": True,
     "num_layers": 4,
+    "mtp_num_layers": 1,
     "train_iters": STEPS,
     "lr_decay_style": "constant",
     "ddp_bucket_size": 5000,

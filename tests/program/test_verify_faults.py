@@ -507,6 +507,27 @@ FAULTS = {
         None,
         ("so are the gradients of all parameters",),
     ),
+    "a depth that takes the token before its own": Fault(
+        (("treatment.run(forward, x, self.word(tokens),", "treatment.run(forward, x, self.word(tokens.roll(1, 0)),"),),
+        "--pipeline-model-parallel-size 2 --mtp-num-layers 2",
+        "forward",
+        "mtp.0.projection (stage 1)",
+        None,
+        ("what the norms and the projection of the depth give differs, though all before it agrees",),
+    ),
+    "a depth whose layer rotates by the positions of the one before": Fault(
+        (
+            (
+                "    return run(inputs, rotary, x, embedded)",
+                "    return run(inputs, rotary.roll(depth.layer.layer % 2, 0), x, embedded)",
+            ),
+        ),
+        "--world-size 2 --mtp-num-layers 2 --position-embedding-type rope",
+        "forward",
+        "mtp.1.layer.attention",
+        None,
+        ("what the attention gives differs, though all before it agrees",),
+    ),
     "labels of a depth one too few ahead": Fault(
         (("functional.pad(labels[1:], (0, 0, 0, 1))", "functional.pad(labels[1:], (0, 0, 1, 0))"),),
         "--world-size 2 --mtp-num-layers 1",
