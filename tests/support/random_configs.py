@@ -61,7 +61,7 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     draw_rule(draw, settings)
     if settings.get("bf16") or settings.get("fp64"):
         settings |= draw_eight_bits(draw, settings, tp)
-    if chance(draw, 5) and settings.get("data_parallel_sharding_strategy") != "optim_grads_params":
+    if chance(draw, 5):
         settings["mtp_num_layers"] = one_of(draw, 1, 2)
         settings["mtp_loss_scaling_factor"] = one_of(draw, None, 0.5)
     settings |= draw_logging(draw)
