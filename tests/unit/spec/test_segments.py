@@ -18,12 +18,12 @@ TWO = ParallelConfig(pipeline_model_parallel_size=2)
 INTERLEAVED = ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
 
 
-def pattern(parallel: ParallelConfig, **memory: object) -> str:
-    """Layers of each chunk: in brackets those that run again together, the others as dots."""
-    table = table_of(MODEL, parallel, 100, MemoryConfig("full", **memory))  # type: ignore[arg-type]
+def pattern(parallel: ParallelConfig, model: ModelConfig = MODEL, **memory: object) -> str:
+    """Layers of each chunk and depths: in brackets those that run again together, the others as dots."""
+    table = table_of(model, parallel, 100, MemoryConfig("full", **memory))  # type: ignore[arg-type]
     words = []
     for chunk in table:
-        assert [layer for segment in chunk.segments for layer in segment.layers] == list(chunk.layers)
+        assert [layer for segment in chunk.segments for layer in segment.layers] == [*chunk.layers, *chunk.depths]
         texts = [f"[{'t' * len(one.layers)}]" if one.recomputed else "." * len(one.layers) for one in chunk.segments]
         words.append("".join(texts))
     assert recomputed_chunks(table) == [index for index, word in enumerate(words) if "[" in word]
@@ -44,6 +44,26 @@ def pattern(parallel: ParallelConfig, **memory: object) -> str:
 )
 def test_segments(parallel: ParallelConfig, memory: dict[str, object], expected: str) -> None:
     assert pattern(parallel, **memory) == expected
+
+
+LOSS_ALONE = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*11|L")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "memory", "expected"),
+    [
+        (TWO, {"recompute_num_layers": 4}, "[tttt][tt] [tttt][t][t][t]"),
+        (TWO, {"recompute_method": "block", "recompute_num_layers": 4}, "[t][t][t][t].. [t][t][t][t]..."),
+        (TWO, {"recompute_method": "block", "recompute_num_layers": 5}, "[t][t][t][t][t]. [t][t][t][t][t][t][t]"),
+        (INTERLEAVED, {"recompute_method": "block", "recompute_layers_per_stage": "0 5"}, "... [t][t][t] ... [t][t][t][t]"),
+        (LOSS_ALONE, {}, "[t][t][t][t][t][t][t][t][t][t][t] [t][t]"),
+        (LOSS_ALONE, {"recompute_method": "block", "recompute_layers_per_stage": "1,0"}, "[t].......... .."),
+        (LOSS_ALONE, {"recompute_method": "block", "recompute_layers_per_stage": "0,1"}, "........... [t][t]"),
+    ],
+)
+def test_depths_are_as_the_last_layer_of_their_chunk(parallel: ParallelConfig, memory: dict[str, object], expected: str) -> None:
+    """Of multi-token prediction, each by itself; where the chunk has no layer, as one that it had."""
+    assert pattern(parallel, replace(MODEL, mtp_num_layers=2), **memory) == expected
 
 
 def test_what_runs_again_computes() -> None:
