@@ -82,7 +82,8 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = setting(False, idle=_ONE_PIECE)
     """Count the output layer and the loss as a layer when layers are spread."""
     pipeline_model_parallel_layout: str | None = setting(None, idle=(_ONE_PIECE, _ONE_STAGE))
-    """Every stage by hand: E embedding, t layer, L loss, | between stages, (..)*n repeats, as in "Et*3|(tt|)*6L"."""
+    """Every stage by hand: E embedding, t layer, m depth of --mtp-num-layers (in front of L, or left out), L loss, | between
+    stages, (..)*n repeats, as in "Et*3|(tt|)*6L"."""
     overlap_p2p_communication: bool = setting(
         True, idle=idle_with("nothing is sent between pipeline stages", pipeline_model_parallel_size=1)
     )

@@ -1,8 +1,9 @@
 """The text of --pipeline-model-parallel-layout: which chunk holds which layers, written by hand.
 
-`E` is the embedding, `t` a transformer layer, `L` the output layer and the loss, `|` ends a chunk. `x*n` and `(...)*n` repeat one
-symbol or a part, also a part with `|`. Commas and spaces mean nothing. So `Et*3|(tt|)*6,L` has eight chunks: the embedding with
-three layers, six times two layers, the loss alone. This is the language of Megatron-LM; brackets within brackets come on top.
+`E` is the embedding, `t` a transformer layer, `m` a depth of multi-token prediction, `L` the output layer and the loss, `|` ends a
+chunk. (All depths stand in front of the loss, and may be left out.) `x*n` and `(...)*n` repeat one symbol or a part, also a part
+with `|`. Commas and spaces mean nothing. So `Et*3|(tt|)*6,L` has eight chunks: the embedding with three layers, six times two
+layers, the loss alone. This is the language of Megatron-LM; brackets within brackets come on top.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_ALLOWED = "E (embedding), t (layer), L (loss), | (end of a chunk), x*n and (...)*n (repeat), commas and spaces"
+_ALLOWED = (
+    "E (embedding), t (layer), m (multi-token prediction), L (loss), | (end of a chunk), x*n and (...)*n (repeat), commas "
+    "and spaces"
+)
 _MOST_SYMBOLS = 100_000  # after repeating; a slip such as t*999999999 must not fill the memory
 
 
@@ -23,11 +27,14 @@ class LayoutChunk:
     embedding: bool
     num_layers: int
     loss: bool
+    depths: int = 0
+    """Those of multi-token prediction that are named."""
 
     def content(self, first_layer: int) -> str:
         """What it holds, in words, with the numbers of its layers; empty if that is nothing."""
         layers = f"{first_layer}-{first_layer + self.num_layers - 1} ({self.num_layers})" if self.num_layers else ""
-        return ", ".join(filter(None, ("embedding" * self.embedding, layers, "norm, output, loss" * self.loss)))
+        depths = f"{self.depths} of multi-token prediction" if self.depths else ""
+        return ", ".join(filter(None, ("embedding" * self.embedding, layers, depths, "norm, output, loss" * self.loss)))
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
     if problems:
         raise ValueError(f"the pipeline layout {text!r} is wrong: {' '.join(problems)}")
     return tuple(
-        LayoutChunk("E" in chunk, chunk.count("t"), "L" in chunk)
+        LayoutChunk("E" in chunk, chunk.count("t"), "L" in chunk, chunk.count("m"))
         for chunk in "".join(symbol.letter for symbol in _symbols(text)).split("|")
     )
 
@@ -68,9 +75,10 @@ def layout_problems(text: str) -> list[str]:
 
 
 def _misplaced(symbols: list[_Symbol]) -> Iterator[str]:
-    """Faults if embedding and loss do not stand once each, at the very ends."""
-    if strange := [symbol for symbol in symbols if symbol.letter == "m"]:
-        yield f"m (multi-token prediction, {_places(strange)}) is not built: leave it out."
+    """Faults if embedding and loss do not stand once each, at the very ends, and depths in front of the loss."""
+    in_front = next((place for place, symbol in enumerate(symbols[-2::-1]) if symbol.letter != "m"), len(symbols))
+    if strange := [symbol for symbol in symbols[: len(symbols) - 1 - in_front] if symbol.letter == "m"]:
+        yield f"m (multi-token prediction) is at {_places(strange)}, but it stands in front of L, in the last chunk."
     for letter, what, end, position in (("E", "embedding", "first", 0), ("L", "loss", "last", -1)):
         found = [symbol for symbol in symbols if symbol.letter == letter]
         if not found:

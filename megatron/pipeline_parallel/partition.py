@@ -206,7 +206,7 @@ def _num_layers(table: Sequence[Chunk]) -> int:
 
 
 def _format_chunk(chunk: Chunk) -> str:
-    return LayoutChunk(chunk.first, len(chunk.layers), chunk.last).content(chunk.layers.start) or "no layer"
+    return LayoutChunk(chunk.first, len(chunk.layers), chunk.last, len(chunk.depths)).content(chunk.layers.start) or "no layer"
 
 
 def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, places: tuple[int, ...]) -> list[int]:

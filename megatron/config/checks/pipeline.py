@@ -320,6 +320,20 @@ def layout_places_every_layer(config: Config, world_size: int) -> Iterator[Findi
     )
 
 
+@rule(LAYOUT, "mtp_num_layers")
+def layout_names_every_depth(config: Config, world_size: int) -> Iterator[Finding]:
+    """A layout that names depths of multi-token prediction (m) names all of them."""
+    text, depths = config.parallel.pipeline_model_parallel_layout, config.model.mtp_num_layers
+    named = sum(chunk.depths for chunk in layout_of(config) or ())
+    if text is not None and named not in (0, depths):
+        without_them = re.sub(r"m(\*[0-9]+)?", "", text)
+        others = [change(mtp_num_layers=named)]
+        others += [change(**{LAYOUT: without_them})] if not layout_problems(without_them) else []
+        yield Finding(
+            f"{shown(config, LAYOUT)} places {named} depth{'s' * (named != 1)} (m), but --mtp-num-layers is {depths}.", others
+        )
+
+
 @rule(LAYOUT, PP, reads=("num_layers", "pipeline_schedule", LAYERS_EACH, COUNT))
 def layout_divides_among_ranks(config: Config, world_size: int) -> Iterator[Finding]:
     """Each pipeline rank holds the same number of chunks of a layout; | ends a chunk."""

@@ -67,6 +67,13 @@ CASES: list[Case] = [
         ["--pipeline-schedule interleaved", f"{EACH} 3", f"{EACH} None", f"{EACH} None {COUNT} 2"],
     ),
     (
+        f"--num-layers 4 {PP} 2 {LAYOUT} 'Ett|ttm*2L' --mtp-num-layers 1",
+        2,
+        {LAYOUT, "--mtp-num-layers"},
+        ["places 2 depths (m), but --mtp-num-layers is 1"],
+        ["--mtp-num-layers 2", f"{LAYOUT} 'Ett|ttL'"],
+    ),
+    (
         f"{PP} 2 --pipeline-schedule zb-v {LAYOUT} 'Ett|ttL'",
         2,
         {"--pipeline-schedule", LAYOUT},

@@ -65,6 +65,8 @@ def test_what_is_written_is_read(parts: list[Written]) -> None:
         ("Et*000000000000003L", [3]),
         (" E t\nt | L ", [2, 0]),
         ("EL", [0]),
+        ("Et*2|tmL", [2, 1]),
+        ("Et*2|m*3,L", [2, 0]),
     ],
 )
 def test_layouts_by_hand(text: str, layers: list[int]) -> None:
@@ -72,12 +74,13 @@ def test_layouts_by_hand(text: str, layers: list[int]) -> None:
     assert [chunk.num_layers for chunk in chunks] == layers
     assert [chunk.embedding for chunk in chunks] == [True] + [False] * (len(layers) - 1)
     assert [chunk.loss for chunk in chunks] == [False] * (len(layers) - 1) + [True]
+    assert [chunk.depths for chunk in chunks] == [0] * (len(layers) - 1) + [3 if "m*3" in text else text.count("m")]
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("Et*3|(tq|)*2L", "Character 8 is 'q'; allowed are E (embedding), t (layer), L (loss), |"),
+        ("Et*3|(tq|)*2L", "Character 8 is 'q'; allowed are E (embedding), t (layer), m (multi-token prediction), L (loss), |"),
         ("Et|TL", "Character 4 is 'T' (write t)"),
         ("et|L", "Character 1 is 'e' (write E)"),
         ("Et|(t|L", "The bracket at character 4 is not closed."),
@@ -124,11 +127,14 @@ def test_what_cannot_be_read(text: str, problem: str) -> None:
         ("Et|E,tL", ["There are 2 E (characters 1, 4) but one embedding."]),
         ("(Et|)*3L", ["There are 3 E (character 2) but one embedding."]),
         ("Et|L*2", ["There are 2 L (character 4) but one loss."]),
-        ("Et*3|(tt|)*29,m|m|L", ["m (multi-token prediction, characters 15, 17) is not built: leave it out."]),
+        (
+            "Et*3|(tt|)*29,m|m|mL",
+            ["m (multi-token prediction) is at characters 15, 17, but it stands in front of L, in the last chunk."],
+        ),
         (
             "tE|m|Lt",
             [
-                "m (multi-token prediction, character 4) is not built: leave it out.",
+                "m (multi-token prediction) is at character 4, but it stands in front of L, in the last chunk.",
                 "E is at character 2, but the embedding stands first in the first chunk.",
                 "L is at character 6, but the loss stands last in the last chunk.",
             ],

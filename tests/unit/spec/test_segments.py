@@ -18,7 +18,7 @@ TWO = ParallelConfig(pipeline_model_parallel_size=2)
 INTERLEAVED = ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
 
 
-def pattern(parallel: ParallelConfig, model: ModelConfig = MODEL, **memory: object) -> str:
+def pattern(parallel: ParallelConfig, memory: dict[str, object], model: ModelConfig = MODEL) -> str:
     """Layers of each chunk and depths: in brackets those that run again together, the others as dots."""
     table = table_of(model, parallel, 100, MemoryConfig("full", **memory))  # type: ignore[arg-type]
     words = []
@@ -43,7 +43,7 @@ def pattern(parallel: ParallelConfig, model: ModelConfig = MODEL, **memory: obje
     ],
 )
 def test_segments(parallel: ParallelConfig, memory: dict[str, object], expected: str) -> None:
-    assert pattern(parallel, **memory) == expected
+    assert pattern(parallel, memory) == expected
 
 
 LOSS_ALONE = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*11|L")
@@ -63,7 +63,7 @@ LOSS_ALONE = ParallelConfig(pipeline_model_parallel_size=2, pipeline_model_paral
 )
 def test_depths_are_as_the_last_layer_of_their_chunk(parallel: ParallelConfig, memory: dict[str, object], expected: str) -> None:
     """Of multi-token prediction, each by itself; where the chunk has no layer, as one that it had."""
-    assert pattern(parallel, replace(MODEL, mtp_num_layers=2), **memory) == expected
+    assert pattern(parallel, memory, replace(MODEL, mtp_num_layers=2)) == expected
 
 
 def test_what_runs_again_computes() -> None:
