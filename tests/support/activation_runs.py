@@ -69,14 +69,10 @@ def settings(world_size: int, **changes: Any) -> Config:
 
 def plan_ranks(config: Config, world_size: int) -> list[Planned]:
     """What the planner says of each rank. It says the same of all data and tensor ranks of a stage, so one of them is planned."""
-    topology, found = _topology(config, world_size), {}
-    for rank in range(world_size):
-        at = topology.coordinates(rank)
-        place = at["pp"], at["cp"]
-        if place not in found:
-            found[place] = plan_rank(config, world_size, rank)
-        found[rank] = found[place]
-    return [found[rank] for rank in range(world_size)]
+    topology = _topology(config, world_size)
+    places = [(at["pp"], at["cp"]) for at in map(topology.coordinates, range(world_size))]
+    found = {place: plan_rank(config, world_size, places.index(place)) for place in dict.fromkeys(places)}
+    return [found[place] for place in places]
 
 
 def plan_rank(
