@@ -21,7 +21,6 @@ SHAPES: dict[str, ReferenceShape] = {
     "llama": llama_like(hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, seq=8, qk_norm=True),
     "odd llama": llama_like(num_layers=2, hidden=16, ffn=26, heads=4, kv_heads=2, head_size=4, seq=8, vocab=61),
     "depths": llama_like(hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, seq=8, mtp_depths=2, mtp_factor=0.5),
-    "tied depth": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, seq=8, mtp_depths=1, mtp_factor=0.5),
     "llama of 4": llama_like(num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, seq=8),
 }
 
@@ -45,12 +44,10 @@ def run(name: str, layout: Layout, microbatches: int = 3) -> tuple[LayoutRun, Re
 
 
 LAYOUTS = {
-    "depths": ("depths", Layout(dp=2)),
     "depths-never-hybrid": ("depths", Layout(dp=4, fsdp_shard_size=2, fsdp_reshard="never")),
     "depths-reduced-once-pipeline": ("depths", Layout(dp=3, pp=2, reduce_once=True)),
     "depths-reduced-once-recomputed": ("depths", Layout(dp=2, reduce_once=True, memory=MemoryConfig("full"))),
     "depths-host-tensor": ("depths", Layout(tp=2, dp=2, sequence_parallel=True, params_cpu=True)),
-    "tied-depth": ("tied depth", Layout(dp=2, pp=2)),
     "never": ("gpt2", Layout(dp=2, fsdp_reshard="never")),
     "never-tied-pipeline": ("tied", Layout(dp=2, pp=2, fsdp_reshard="never")),
     "never-interleaved": ("llama of 4", Layout(dp=2, pp=2, schedule="interleaved", virtual_stages=2, fsdp_reshard="never")),

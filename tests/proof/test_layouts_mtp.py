@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # FSDP and compiled layers import it: here once, not in every rank
 
+import megatron.data_parallel.fsdp  # noqa: F401
 from megatron.config.config import Config
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
@@ -46,8 +48,7 @@ AXES: dict[str, list[Any]] = {
     "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
     "chunk": [0, 4],
     "documents": [None, "attention", "all"],
-    "memory": ["kept", "full", "all of each chunk", "parts", "host", "full, host"],
-    "compiled": [False, True],
+    "memory": ["kept", "full", "parts, host", "full, host"],
     "beside": [False, True],
 }
 
@@ -58,6 +59,7 @@ MEMORIES = {
     "all of each chunk": MemoryConfig("full", recompute_method="block"),  # each has one layer
     "parts": MemoryConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp")),
     "host": MemoryConfig(cpu_offload_activations=True),
+    "parts, host": MemoryConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp"), cpu_offload_activations=True),
     "full, host": MemoryConfig("full", cpu_offload_activations=True),
 }
 
@@ -70,14 +72,7 @@ def fits(case: dict[str, Any]) -> bool:
         and not (pp == 1 and case["schedule"] not in ("1f1b", "zb-v"))
         and not (dp == 1 and case["sharding"] != "no_shard")
         and not (case["sharding"] == "optim_grads_params" and case["schedule"].startswith("zb"))
-        and not (case["compiled"] and case["memory"] == "parts")  # refused
     )
-
-
-def is_quick(case: dict[str, Any]) -> bool:
-    """Every rank traces its layers."""
-    tp, pp, dp = case["sizes"]
-    return fits(case) and not (case["compiled"] and tp * pp * dp * case["cp"] > 2)
 
 
 def chunks_of(case: dict[str, Any]) -> int:
@@ -128,12 +123,12 @@ def name(case: dict[str, Any]) -> str:
         case["sharding"],
     ]
     words += [f"chunk{case['chunk']}", str(case["documents"]), case["memory"]]
-    return "-".join([*words, *(name for name in ("sequence_parallel", "compiled", "beside") if case[name])])
+    return "-".join([*words, *(name for name in ("sequence_parallel", "beside") if case[name])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, is_quick)
+        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, fits)
         metafunc.parametrize("case", cases, ids=name)
 
 
@@ -151,8 +146,16 @@ def test_every_layout_equals_one_plain_process(case: dict[str, Any]) -> None:
         bucket_size=700,
         virtual_stages=chunks,
         memory=replace(MEMORIES[case["memory"]], loss_chunk_tokens=case["chunk"]),
-        compiler=BlockCompiler("aot_eager") if case["compiled"] else None,
         **{name: case[name] for name in ("sequence_parallel", "schedule", "sharding")},
+    )
+    assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
+
+
+@pytest.mark.parametrize(("tp", "memory"), [(1, "full, host"), (2, "kept")])
+def test_compiled_depths_do_the_same(tp: int, memory: str) -> None:
+    key = ("llama", 2, 2, 2, "all", True)
+    layout = Layout(
+        tp=tp, sequence_parallel=tp > 1, micro_batch_size=1, compiler=BlockCompiler("aot_eager"), memory=MEMORIES[memory]
     )
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
 
