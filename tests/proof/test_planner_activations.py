@@ -289,3 +289,15 @@ def test_a_step_moves_to_the_host_what_each_microbatch_saves() -> None:
     alone = plan_rank(everything, 1)
     (trace,) = alone.traces.values()
     assert alone.activations.to_host == 6 * sum(map(sum, trace.away))
+
+
+def test_depths_keep_less_where_layers_do() -> None:
+    """One more of them, run again or moved to host memory."""
+    base = {"num_layers": 1, "loss_chunk_tokens": 64}
+
+    def of_one(**memory: Any) -> int:
+        first, second = (plan_rank(settings(1, mtp_num_layers=k, **base, **memory), 1, 0).beside_inputs for k in (1, 2))
+        return second - first
+
+    kept = of_one()
+    assert 4 * of_one(**FULL) < kept and 4 * of_one(**OFFLOAD) < kept
