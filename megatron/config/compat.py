@@ -60,6 +60,10 @@ main-params-dtype=fp32: main parameters of a 16-bit model are always float32
 main-grads-dtype=fp32: main gradients of a 16-bit model are always float32
 exp-avg-dtype=fp32 exp-avg-sq-dtype=fp32: the optimizer's moments have the dtype of the main parameters
 rerun-mode=disabled: iterations are never run twice
+moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-use-legacy-grouped-gemm: products of experts are always grouped, and
+    kernels are chosen by torch
+moe-shared-expert-overlap: the shared expert is always computed while tokens travel
+moe-per-layer-logging: the log's numbers of experts are always of each layer too (--metrics-file, TensorBoard)
 tensorboard-queue-size=: TensorBoard's own queue is used
 """
 """Flags whose effect is always on here or cannot matter. Those with = take one value: one of those behind it, or any."""
@@ -82,8 +86,18 @@ record-memory-history: Use --profile, which also writes a memory snapshot.
 memory-snapshot-path: Use --profile-dir.
 use-torch-fsdp2: Use --data-parallel-sharding-strategy optim_grads_params, which runs on torch's fully_shard.
 torch-fsdp2-no-reshard-after-forward: Use --fsdp-reshard-after-forward never.
-moe-* num-experts expert-tensor-parallel-size overlap-moe-expert-parallel-comm: Mixtures of experts are not built yet; every layer
-    has one MLP (--ffn-hidden-size).
+moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy: No token is dropped; experts take all that are
+    sent to them.
+moe-router-enable-expert-bias moe-router-bias-update-rate: Balancing by biases is not built yet; --moe-aux-loss-coeff is.
+moe-input-jitter-eps: Noise on what the router sees is not built yet.
+moe-router-force-load-balancing moe-router-force-biased: A router that is forced trains nothing and measures nothing real.
+moe-router-topk-limited-devices: Use --moe-router-num-groups and --moe-router-group-topk.
+moe-router-padding-* moe-pad-experts-for-* moe-apply-probs-on-input moe-latent-size moe-use-upcycling moe-upcycling-*: Of mixtures
+    of experts this is not built yet.
+moe-enable-deepep moe-flex-* moe-deepep-* moe-hybridep-*: Tokens travel by torch's collectives (--moe-token-dispatcher-type).
+moe-layer-recompute: Use --recompute-granularity selective --recompute-modules mlp.
+moe-extended-tp: Use --expert-tensor-parallel-size.
+overlap-moe-expert-parallel-comm: Only the shared expert is computed while tokens travel.
 checkpoint-activations: Use --recompute-granularity full, or --recompute-activations for the parts that cost little.
 activations-checkpoint-method: Use --recompute-granularity full with --recompute-method.
 checkpoint-num-layers activations-checkpoint-num-layers: Use --recompute-granularity full with --recompute-num-layers.
@@ -184,13 +198,14 @@ exit-signal: SIGTERM always saves a checkpoint and exits; other signals are not 
 _CHOICES = """
 tokenizer-type=MultimodalTokenizer,SFTTokenizer,BertWordPieceLowerCase,BertWordPieceCase: is not built yet; byte-level BPE, tiktoken
     and sentencepiece files, bytes and NullTokenizer are
-recompute-modules=moe,moe_act,shared_experts: is not built yet, as there are no mixtures of experts; core_attn, layernorm, mlp_act
-    and mlp are
+recompute-modules=moe,moe_act,shared_experts: is not built; core_attn, layernorm, mlp_act and mlp are, and mlp means experts too
 recompute-modules=mla_up_proj: is not built yet; core_attn, layernorm, mlp_act and mlp are
 fp8-recipe=delayed: is refused: its scales follow from what earlier steps saw, a state that no layout, resume or recompute could
     do without, and that a first step does not have; tensorwise is the same with the scales of the numbers at hand
 fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are powers of two); blockwise has blocks of 128
 fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
+moe-router-load-balancing-type=global_aux_loss,sinkhorn: is not built yet; aux_loss, seq_aux_loss and none are
+moe-token-dispatcher-type=flex: is not built; alltoall and allgather are
 optimizer=dist_muon: is muon here, which always divides its state and its work among the ranks
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
 position-embedding-type=yarn: is --position-embedding-type rope with --rope-type yarn here

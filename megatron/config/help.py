@@ -158,10 +158,12 @@ def _text(flag: Flag) -> str:
 
 @functools.cache
 def field_docs(topic: type) -> dict[str, str]:
-    """The texts below the fields of a dataclass, each as one line, by the fields' names."""
+    """The texts below the fields of a dataclass and of those that it is made of, each as one line, by the fields' names."""
+    found: dict[str, str] = {}
+    for base in topic.__bases__:
+        found |= field_docs(base) if dataclasses.is_dataclass(base) else {}
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(topic))).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             assert isinstance(field.target, ast.Name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.config.experts import ExpertFields
 from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
 from megatron.spec.activations import activation_of
 
@@ -49,8 +50,8 @@ _MOST_LAYERS = 100_000  # more are refused, because each is a spec, and an entry
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape and parts of a GPT- or Llama-style decoder."""
+class ShapeFields:
+    """What all layers have in common, and what is outside of them."""
 
     num_layers: int = setting(0, at_least=1, at_most=_MOST_LAYERS, unit="layers", required=True)
     """Number of transformer layers. Required."""
@@ -288,3 +289,8 @@ class ModelConfig:
     def tied(self) -> bool:
         """Whether the output layer shares the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
+
+
+@dataclass(frozen=True)
+class ModelConfig(ExpertFields, ShapeFields):
+    """Shape and parts of a GPT- or Llama-style decoder."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.pipeline_layout import parse_layout, read_layout
-from megatron.config.setting import OtherThan, acts_with, idle_with, setting
+from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
 from megatron.spec.schedules import SCHEDULES, default_schedule
 
 if TYPE_CHECKING:  # a type checker takes no names from a table
@@ -16,6 +16,7 @@ else:
 PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 FsdpReshard = Literal["always", "never"]
+TokenDispatcher = Literal["alltoall", "allgather"]
 ContextWay = Literal["all_gather", "a2a", "p2p"]
 
 _FSDP = acts_with(data_parallel_sharding_strategy="optim_grads_params")
@@ -52,8 +53,20 @@ class ParallelConfig:
     """How a context rank meets the keys and values of the others, for all layers or for each: all_gather gathers them; a2a gives
     each rank all tokens of some heads; p2p sends them round a ring. By default all_gather where query heads share
     them, else p2p."""
-    expert_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
-    """Ranks that split the experts (EP). Only 1 so far."""
+    expert_model_parallel_size: int = setting(1, at_least=1, unit="ranks", acts=acts_with(num_experts=GIVEN))
+    """Ranks that hold different experts (EP). They are ranks of the same pipeline stage, which TP x CP x DP count already."""
+    expert_tensor_parallel_size: int | None = setting(
+        None,
+        at_least=1,
+        unit="ranks",
+        acts=acts_with(num_experts=GIVEN),
+    )
+    """Ranks that split each expert (ETP); by default as many as split the other layers."""
+    moe_token_dispatcher_type: TokenDispatcher = setting(
+        "alltoall", acts=acts_with(num_experts=GIVEN), idle=idle_with("each rank has all experts", expert_ranks=1)
+    )
+    """How tokens reach the ranks of their experts: alltoall sends each to these; allgather sends all to all, which pays where a
+    token passes most of the ranks."""
     sequence_parallel: bool = setting(False, idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1))
     """Split norms, dropout and residual along the sequence over the tensor ranks (saves activation memory)."""
     tp_comm_overlap: bool = setting(
@@ -143,6 +156,11 @@ class ParallelConfig:
     """Give up on a collective after this long."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that split each expert, after the default."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def schedule(self) -> str:

@@ -9,6 +9,7 @@ from megatron.config.checks import (
     context,
     data,
     each,
+    experts,
     groups,
     memory,
     model,
@@ -24,7 +25,7 @@ from megatron.config.config import Config
 from megatron.config.errors import Violation
 from megatron.config.setting import typed
 
-RULES = rules_in(each, model, parallel, context, pipeline, sharding, memory, speed, training, groups, precision, data)
+RULES = rules_in(each, model, parallel, context, experts, pipeline, sharding, memory, speed, training, groups, precision, data)
 """All rules. None depends on another: each is evaluated whatever the others say."""
 
 _SHOWN = 2  # suggestions for one setting

@@ -37,9 +37,10 @@ def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
     - tied parameters: one that two modules share would silently become two when they are wrapped separately;
     - those whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
       biases), because FSDP reduces over the data ranks alone;
+    - experts, whose gradient is partial over fewer of these;
     - any parameter, if there is only one data rank.
     """
-    apart = entry.record.tied or "tp" in entry.record.partial_over
+    apart = entry.record.tied or entry.record.partial_over != GRADIENT_AXES
     return context.fsdp_shard.size > 1 and not apart
 
 

@@ -66,9 +66,11 @@ class StepSums(NamedTuple):
     """The loss mask of the first microbatch."""
     max_logit: float
     """The largest score of attention, if it is asked for; all ranks know it, and one gives it."""
+    of_experts: tuple[float, ...] = ()
+    """What is said of the balance of experts, where there are some; all ranks know it, and one gives it."""
 
 
-NUM_SCALARS = 1 + len(StepSums._fields)
+NUM_SCALARS = len(StepSums._fields)
 """Numbers that a step sums over the world: before these the mask, which the first backward needs."""
 
 

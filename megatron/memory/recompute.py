@@ -13,8 +13,9 @@ are remade within backward, each when backward enters it, so that only one is he
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.memory.kept import current
 
+Decision = TypeVar("Decision")
 RegionFunction = Callable[..., torch.Tensor]
 """Computes a region from its inputs. Its argument `again` is set in a remake, which must call no hooks of modules: they have
 acted."""
@@ -42,12 +44,19 @@ class _Region:
         self._with_gradient = [x.requires_grad for x in inputs]
         self._inputs: Sequence[Any] = [x.detach() if self._on_host is None else self._on_host.pack(x) for x in inputs]
         self._count = 0
+        self.decisions: deque[Any] = deque()
+        """What the first forward decided, and the remake must not decide again; see `decided`."""
         self._saved: list[torch.Tensor | None] | None = None
 
     def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The first forward."""
-        with saved_tensors_hooks(self._number, self._take):
-            return self._function(*inputs, again=False)
+        global _running
+        _running = self
+        try:
+            with saved_tensors_hooks(self._number, self._take):
+                return self._function(*inputs, again=False)
+        finally:
+            _running = None
 
     def remake(self) -> None:
         """Run the region again, up to the last tensor that backward needs. Does nothing the second time."""
@@ -101,7 +110,8 @@ def _never(saved: None) -> torch.Tensor:
     raise AssertionError("nothing goes backward through a remake")
 
 
-# Set around one remake. A plain global, as in `megatron.parallel.accumulate`.
+# Set around one forward or remake. Plain globals, as in `megatron.parallel.accumulate`.
+_running: _Region | None = None
 _remaking: _Region | None = None
 
 
@@ -123,6 +133,18 @@ def recomputed(
     if ahead and kept is not None:
         kept.remakes.append(region.remake)
     return region.run(inputs)
+
+
+def decided(make: Callable[[], Decision]) -> Decision:
+    """What `make` gives, which has no gradient: in a remake that of the first forward. For choices that must not fall otherwise,
+    and for what the ranks tell each other."""
+    if _remaking is not None:
+        found: Decision = _remaking.decisions.popleft()
+        return found
+    made = make()
+    if _running is not None:
+        _running.decisions.append(made)
+    return made
 
 
 def is_remade() -> bool:

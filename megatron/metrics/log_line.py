@@ -24,6 +24,9 @@ def training_log_line(
     lm_loss: float | None,
     z_loss: float | None = None,
     mtp_loss: float | None = None,
+    load_balancing_loss: float | None = None,
+    moe_z_loss: float | None = None,
+    busiest_expert: float | None = None,
     loss_scale: float,
     skipped: int,
     nans: int,
@@ -48,6 +51,9 @@ def training_log_line(
         lm_loss: Mean over the interval; None when no step of it had a loss.
         z_loss: Mean over the interval of what --z-loss-coeff adds to what is minimised; None without it.
         mtp_loss: Mean over the interval of the loss of --mtp-num-layers, without its factor; None without them.
+        load_balancing_loss: Mean over the interval and the layers with experts, without its coefficient; None without experts.
+        moe_z_loss: Such a mean of the routers' z-loss.
+        busiest_expert: What the busiest expert gets, as a multiple of the mean of its layer; the largest of the interval.
         loss_scale: Scale of the loss.
         skipped: Steps of the interval without an update.
         nans: Steps of the interval with a NaN.
@@ -74,6 +80,12 @@ def training_log_line(
         fields.append(f"z loss: {z_loss:.6E}")
     if mtp_loss is not None:
         fields.append(f"mtp loss: {mtp_loss:.6E}")
+    if load_balancing_loss is not None:
+        fields.append(f"load_balancing_loss: {load_balancing_loss:.6E}")
+    if moe_z_loss is not None:
+        fields.append(f"router z loss: {moe_z_loss:.6E}")
+    if busiest_expert is not None:
+        fields.append(f"busiest expert: {busiest_expert:.3f}")
     fields.append(f"loss scale: {loss_scale:.1f}")
     if grad_norm is not None:
         fields.append(f"grad norm: {grad_norm:.3f}")

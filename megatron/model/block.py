@@ -14,6 +14,7 @@ from megatron.memory.recompute import recomputed
 from megatron.model.attention import Attention
 from megatron.model.compiled import CompiledBlock
 from megatron.model.dropout import Seeds, dropout
+from megatron.model.experts import Experts
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.latent_attention import LatentAttention
 from megatron.model.mlp import MLP
@@ -21,6 +22,7 @@ from megatron.model.norms import Norm
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.spec.layers import LatentAttentionSpec, LayerSpec
+from megatron.spec.mlps import ExpertsSpec, MLPSpec
 from megatron.tensor_parallel.linear import Remade
 
 _SITES = ("attention_output", "mlp_output")
@@ -49,7 +51,7 @@ class Block(nn.Module):
         self.attention = _attention_of(scope.child("attention"), config, spec, layer, selective)
         self.attention_post_norm = norm("attention_post_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(scope.child("mlp"), spec.mlp, remakes_activation="mlp_act" in selective)
+        self.mlp = _mlp_of(scope.child("mlp"), spec.mlp, layer, remakes_activation="mlp_act" in selective)
         self.mlp_post_norm = norm("mlp_post_norm")
         self.compiled: CompiledBlock | None = None
         """Runs the layer in its place, where there is a backward."""
@@ -98,6 +100,13 @@ class Block(nn.Module):
         """The residual stream with what attention or MLP gives."""
         dropped = dropout(given if norm is None else norm(given), self.probability, seeds, number)
         return x + dropped if self.multiplier == 1.0 else torch.add(x, dropped, alpha=self.multiplier)
+
+
+def _mlp_of(scope: Scope, spec: MLPSpec | ExpertsSpec, layer: int, *, remakes_activation: bool) -> MLP | Experts:
+    """An MLP, or experts."""
+    if isinstance(spec, ExpertsSpec):
+        return Experts(scope, spec, layer, remakes_activation=remakes_activation)
+    return MLP(scope, spec, remakes_activation=remakes_activation)
 
 
 def _attention_of(

@@ -13,9 +13,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ContextWay, ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.compiled import BlockCompiler
+from megatron.model.experts import Experts
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
 from megatron.model.output_layer import LossForm
+from megatron.moe.balance import Balance
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.overlap import Overlap, choose
 from megatron.parallel.params import ParamTable, materialize
@@ -52,6 +54,10 @@ class Model:
     """Which layers compute in 8 bits."""
     context_ways: tuple[ContextWay, ...] = ()
     """How context ranks share keys and values in each layer, where there are several."""
+    balance: Balance | None = None
+    """What takes the choices of routers, where there are experts."""
+    gathers_tokens: bool = False
+    """Whether experts get their tokens by allgather."""
     largest: LargestScores | None = None
     """What takes the largest scores of attention, where a run asks for them."""
 
@@ -112,6 +118,7 @@ def model_of(
         precision=config.precision,
         compiler=BlockCompiler.of(config.speed, defers=SCHEDULES[config.parallel.schedule].splits_backward),
         ways=context_ways(config.model, config.parallel.cp_comm_type),
+        gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
         watches_scores=config.logging.log_max_attention_logit or config.optimizer.qk_clip,
     )
 
@@ -131,6 +138,7 @@ def build_model(
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
     compiler: BlockCompiler | None = None,
     ways: Sequence[ContextWay] = (),
+    gathers_tokens: bool = False,
     watches_scores: bool = False,
 ) -> Model:
     """Build this rank's chunks on the meta device, then give them memory and initial values.
@@ -142,6 +150,7 @@ def build_model(
         loss: how the last chunk computes its loss.
         precision: which layers compute in 8 bits. (The dtype is that given here.)
         ways: how context ranks share keys and values in each layer, where there are several.
+        gathers_tokens: experts get their tokens by allgather, and not by alltoall.
         compiler: compiles the layers, if they are; not on the meta device, on which a plan looks at their operations.
         watches_scores: the largest scores of attention are asked for.
     """
@@ -149,14 +158,20 @@ def build_model(
     params = ParamTable()
     sequence_parallel = sequence_parallel and context.topology.tp > 1
     weights = {weight.name: weight for weight in model_weights(config, vocab_size)}
-    scope = Scope(context, params, weights, dtype, sequence_parallel, overlap, context_ways=tuple(ways), num_chunks=len(table))
+    scope = Scope(
+        *(context, params, weights, dtype, sequence_parallel, overlap),
+        context_ways=tuple(ways),
+        gathers_tokens=gathers_tokens,
+        num_chunks=len(table),
+    )
     chunks = {
         chunk.index: GPTChunk(replace(scope, chunk=chunk.index), config, chunk, loss=loss, precision=precision)
         for chunk in table
         if chunk.stage == context.group("pp").index
     }
     if compiler is not None and context.device.type != "meta":
-        compiler.compile([block for module in chunks.values() for block in module.all_blocks])
+        blocks = [block for module in chunks.values() for block in module.all_blocks]
+        compiler.compile([block for block in blocks if not isinstance(block.mlp, Experts)])
     if materialized and context.device.type != "meta":
         for module in chunks.values():
             materialize(module, params, context.device)
@@ -166,6 +181,14 @@ def build_model(
     if largest is not None:
         for module in chunks.values():
             module.watch_scores(largest)
+    balance = None
+    if config.num_experts is not None:
+        balance = Balance(config, context.sequence_group, context.device)
+        for module in chunks.values():
+            module.watch_routers(balance)
     return Model(
-        config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap, precision, tuple(ways), largest
+        *(config, dtype, vocab_size, table, chunks, params, sequence_parallel, seed, loss, overlap, precision, tuple(ways)),
+        balance=balance,
+        gathers_tokens=gathers_tokens,
+        largest=largest,
     )

@@ -19,12 +19,14 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.block import Block
 from megatron.model.dropout import dropout
+from megatron.model.experts import Experts
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
 from megatron.model.treatment import Treatment, treatments
+from megatron.moe.balance import Balance
 from megatron.parallel.collectives import own_part
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
@@ -199,6 +201,12 @@ class GPTChunk(nn.Module):
         """
         ends = (self.final_norm, self.output) if self.mtp is None else (self.mtp, *self.mtp.depths)
         return [module for module in (self.embedding, *self.layers, *ends) if module is not None]
+
+    def watch_routers(self, balance: Balance) -> None:
+        """Let the routers of its layers give their choices."""
+        for block in self.blocks:
+            if isinstance(block.mlp, Experts):
+                block.mlp.router.balance = balance
 
     def watch_scores(self, largest: LargestScores) -> None:
         """Let the attention of each layer give its largest scores."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.parallel.scope import Scope
 from megatron.spec.activations import ActivationName
-from megatron.spec.layers import MLPSpec
+from megatron.spec.mlps import MLPSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
 
@@ -136,7 +136,7 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
-_FUNCTIONS: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
+FUNCTIONS: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
     "gelu": lambda spec: partial(F.gelu, approximate="tanh"),  # as GPT-2
     "gelu_exact": lambda spec: F.gelu,
     "relu": lambda spec: _ReLU.apply,
@@ -159,8 +159,8 @@ def _quick_geglu(x: torch.Tensor, offset: float, clamp: float | None) -> torch.T
 
 
 _TRACED: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
-    "gelu": _FUNCTIONS["gelu"],
-    "gelu_exact": _FUNCTIONS["gelu_exact"],
+    "gelu": FUNCTIONS["gelu"],
+    "gelu_exact": FUNCTIONS["gelu_exact"],
     "relu": lambda spec: F.relu,
     "squared_relu": lambda spec: lambda x: F.relu(x).square(),
     "swiglu": lambda spec: _gated(F.silu),
@@ -180,7 +180,7 @@ class MLP(nn.Module):
 
     def __init__(self, scope: Scope, spec: MLPSpec, *, remakes_activation: bool = False) -> None:
         super().__init__()
-        self.activation, self.traced = _FUNCTIONS[spec.activation.name](spec), _TRACED[spec.activation.name](spec)
+        self.activation, self.traced = FUNCTIONS[spec.activation.name](spec), _TRACED[spec.activation.name](spec)
         self.remakes_activation = remakes_activation
         self.up = ColumnParallelLinear(scope.child("up"))
         self.down = RowParallelLinear(scope.child("down"))

@@ -2,10 +2,10 @@
 
 A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient),
 `accumulate_product` (a weight gradient that is still a matrix product), `accumulate_products` (a sum of products that are made one
-by one), `accumulate_sum` (a sum of rows, as a bias has) or `accumulate_rows` (that of a table of which a few rows were looked up);
-`through(param)` does the same for parameters that are used in ordinary torch operations. Autograd itself never sees a parameter's
-gradient, so nothing is allocated twice. And a schedule decides when a weight gradient is computed: inside `deferring()` products
-are deferred.
+by one), `accumulate_sum` (a sum of rows, as a bias has), `accumulate_rows` (that of a table of which a few rows were looked up) or
+`accumulate_grouped` (those of many matrices); `through(param)` does the same for parameters that are used in ordinary torch
+operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice. And a schedule decides when a weight
+gradient is computed: inside `deferring()` products are deferred.
 
 A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
 """
@@ -111,6 +111,17 @@ class GradSink:
             self.written = True
         self._wrote()
 
+    def add_each(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add to each matrix of a gradient [matrices, ..., in] the product of its piece, as in `add_products`; pieces may be
+        empty."""
+        main_grad = self._open()
+        for (grad_output, x), matrix in zip(pieces, main_grad.flatten(1, -2), strict=True):
+            if len(x):
+                weight_product(grad_output, x, matrix, add=self.written)
+            elif not self.written:
+                matrix.zero_()
+        self._wrote()
+
     def add_sum(self, rows: torch.Tensor) -> None:
         """Add the sum of rows [n, out] to a gradient of `out` elements, in the sink's dtype: a 16-bit sum over all tokens would
         lose digits, or overflow. The first is summed up where it belongs."""
@@ -176,6 +187,12 @@ def accumulate_products(
         product: makes each of them.
     """
     _collect(param, lambda sink: sink.add_products(pieces, product))
+
+
+def accumulate_grouped(param: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add the weight gradients of many matrices [matrices, ..., in], now: for each grad_output^T x of its rows, of which there may
+    be none."""
+    _collect(param, lambda sink: sink.add_each(pieces))
 
 
 def accumulate_sum(param: torch.Tensor, rows: torch.Tensor) -> None:

@@ -26,8 +26,15 @@ class Pending:
         reads: what it reads until then. (Backends hold on to it too; here it is seen, and counted, whatever the backend.)
     """
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | _Works | None = None, reads: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, result: torch.Tensor, work: dist.Work | _Works | Pending | None = None, reads: torch.Tensor | None = None
+    ) -> None:
         self._result, self._work, self._reads = result, work, reads
+
+    @property
+    def unfinished(self) -> torch.Tensor:
+        """The result, which may be read after `wait`."""
+        return self._result
 
     def wait(self) -> torch.Tensor:
         """Wait (on CUDA: let the current stream wait; several streams may) and return the result."""
@@ -199,6 +206,19 @@ class _ReduceScatterForward(torch.autograd.Function):
         return all_gather(grad, ctx.group), None
 
 
+class _AllGatherForward(torch.autograd.Function):
+    """Forward: gather. Backward: sum, keep this rank's part. (Korthikanti et al. 2022, "g".)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return reduce_scatter(grad, ctx.group), None
+
+
 def sum_forward(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum of the ranks' partial results, in place; its gradient is passed on as it is."""
     return x if group.size == 1 else _SumForward.apply(x, group)
@@ -207,3 +227,8 @@ def sum_forward(x: torch.Tensor, group: Group) -> torch.Tensor:
 def reduce_scatter_forward(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum of the ranks' partial results, cut along the sequence: [s, b, h] to [s/n, b, h]; its gradient is gathered."""
     return x if group.size == 1 else _ReduceScatterForward.apply(x, group)
+
+
+def all_gather_forward(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The ranks' parts along dimension 0 as a whole; of its gradient, the sum over the ranks, each gets its part."""
+    return x if group.size == 1 else _AllGatherForward.apply(x, group)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from megatron.config.launcher import launched
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.backends import check_error_handling, communicator, options, world_backend
-from megatron.parallel.topology import AXES, DATA_AXES, GRADIENT_AXES, Topology
+from megatron.parallel.topology import AXES, DATA_AXES, EXPERT_AXES, GRADIENT_AXES, Topology
 
 # Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
-_GROUP_AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), AXES)
+_GROUP_AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), ("tp", "cp"), AXES)
+_EXPERT_GROUP_AXES = (("etp", "ep"), ("edp",))
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class ParallelContext:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Place of this rank on every axis."""
-        return self.topology.coordinates(self.rank)
+        """Place of this rank on every axis, the experts' axes too."""
+        return self.topology.places(self.rank)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Size of every axis."""
-        return {axis: self.topology.size(axis) for axis in AXES}
+        return {axis: self.topology.size(axis) for axis in (*AXES, *EXPERT_AXES)}
 
     def group(self, *axes: str) -> Group:
         """The group over these axes that this rank belongs to.
@@ -69,7 +70,7 @@ class ParallelContext:
         Raises:
             KeyError: no group is made for this set of axes.
         """
-        return self._groups[tuple(axis for axis in AXES if axis in axes)]
+        return self._groups[tuple(axis for axis in (*AXES, *EXPERT_AXES) if axis in axes)]
 
     @property
     def world(self) -> Group:
@@ -85,6 +86,16 @@ class ParallelContext:
     def gradient_group(self) -> Group:
         """Ranks whose gradients are summed and over which state is sharded: the data ranks with the context ranks of each."""
         return self.group(*GRADIENT_AXES)
+
+    @property
+    def expert_group(self) -> Group:
+        """Ranks that together hold each expert once, and give each other tokens."""
+        return self.group("etp", "ep")
+
+    @property
+    def sequence_group(self) -> Group:
+        """Ranks that share each sequence, under sequence parallelism the tensor ranks too."""
+        return self.group("tp", "cp")
 
     @property
     def context_group(self) -> Group:
@@ -124,7 +135,7 @@ class ParallelContext:
         """The context of the rank at this stage that has the same places otherwise. For arithmetic only: its groups have only sizes
         and places."""
         groups = {**self._groups, ("pp",): replace(self.group("pp"), index=stage)}
-        return replace(self, rank=self.topology.rank(**{**self.coordinates, "pp": stage}), _groups=groups)
+        return replace(self, rank=self.topology.rank(**{**self.topology.coordinates(self.rank), "pp": stage}), _groups=groups)
 
 
 def make_context(
@@ -171,7 +182,7 @@ def make_context(
     def groups(*axes: str) -> list[tuple[int, ...]]:
         return [topology.group(rank, *axes)] if alone else topology.groups(*axes)
 
-    for axes in _GROUP_AXES:
+    for axes in (*_GROUP_AXES, *_EXPERT_GROUP_AXES):
         enter(axes, groups(*axes))
     if topology.cp > 1:
         for key in ("cp_ring", "cp_ring_grad"):

@@ -16,7 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.state_shape import StateShape
-from megatron.parallel.topology import GRADIENT_AXES
+from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES
 from megatron.spec.weights import ParamFacts, Weight, model_weights
 
 
@@ -53,7 +53,7 @@ class ParamRecord(ParamFacts):
             weight.name,
             weight.shape,
             splits=tuple(Split(dim, axis, weight.padded_size(tensor_size) if dim == 0 else None) for dim, axis in weight.splits),
-            partial_over=("tp", *GRADIENT_AXES) if weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES,
+            partial_over=_gradient_axes(weight, sequence_parallel),
             chunks=chunks,
             kind=weight.kind,
             init=weight.init,
@@ -64,9 +64,15 @@ class ParamRecord(ParamFacts):
         )
 
     @property
+    def of_experts(self) -> bool:
+        """Whether the ranks divide it as the experts' grid says."""
+        return any(split.axis in EXPERT_AXES for split in self.splits)
+
+    @property
     def replicated_axes(self) -> tuple[str, ...]:
         """Model-parallel axes along which every rank holds the same values."""
-        return tuple(axis for axis in ("tp",) if all(split.axis != axis for split in self.splits))
+        split = {split.axis for split in self.splits}
+        return tuple(axis for axis in (EXPERT_AXES[:2] if self.of_experts else ("tp",)) if axis not in split)
 
     def counts_at(self, context: ParallelContext) -> bool:
         """Whether a rank counts its slice in global norms: of the ranks that hold the same slice, one does."""
@@ -100,6 +106,13 @@ class ParamRecord(ParamFacts):
         """The boxes of the global tensor of a state that lies over a piece of this rank's part, without padding."""
         sizes = context.axis_sizes
         return shape.boxes(self.local_shape(sizes), self.held_box(sizes, context.coordinates), piece)
+
+
+def _gradient_axes(weight: Weight, sequence_parallel: bool) -> tuple[str, ...]:
+    """Axes over which the gradient of each rank is a partial sum."""
+    if weight.of_experts:
+        return EXPERT_AXES[-1:]
+    return ("tp", *GRADIENT_AXES) if weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES
 
 
 def global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:

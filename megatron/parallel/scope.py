@@ -32,6 +32,8 @@ class Scope:
     """How linear layers compute in 8 bits; None: in the dtype."""
     context_ways: tuple[ContextWay, ...] = ()
     """How context ranks share keys and values in each layer, where there are several."""
+    gathers_tokens: bool = False
+    """Whether experts get their tokens by allgather, and not by alltoall."""
     prefix: str = ""
     chunk: int = 0
     num_chunks: int = 1

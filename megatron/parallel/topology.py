@@ -1,4 +1,4 @@
-"""Rank arithmetic: which rank sits where in the grid, and who shares a group with whom. Pure; no process is started.
+"""Rank arithmetic: which rank sits where in two grids, and who shares a group with whom. Pure; no process is started.
 
 Worked example, 8 ranks at TP=2, PP=2, DP=2, default order tp-cp-dp-pp (the tensor coordinate varies fastest)::
 
@@ -15,17 +15,28 @@ Worked example, 8 ranks at TP=2, PP=2, DP=2, default order tp-cp-dp-pp (the tens
     model replicas   ("tp","pp")   [0,1,4,5] [2,3,6,7]
 
 With ``tp-cp-pp-dp`` (``--use-tp-pp-dp-mapping``) rank = tp + 2 * (pp + 2 * dp): the data groups become [0,4] [1,5] [2,6] [3,7].
+
+Experts have a grid of their own on the same ranks: the tp x cp x dp ranks of a stage, in this order, are etp x ep x edp, the
+expert-tensor coordinate fastest. At ETP=1, EP=2 the ranks above have
+
+    rank   0  1  2  3 | 4  5  6  7
+    ep     0  1  0  1 | 0  1  0  1
+    edp    0  0  1  1 | 0  0  1  1
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config.parallel import ParallelConfig
 
 AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp")
+"""Axes of the experts' grid within a stage: ranks along etp hold parts of the same experts, along ep other experts, along edp the
+same ones. The last is the experts' gradient group."""
 DATA_AXES = ("dp",)
 """The data group: its ranks read different samples. The ranks along cp read the same ones, and share each sequence."""
 GRADIENT_AXES = ("cp", "dp")
@@ -46,23 +57,54 @@ class Topology:
     pp: int = 1
     pp_before_dp: bool = False
     """Number the pipeline axis before the data axis (``--use-tp-pp-dp-mapping``)."""
+    ep: int = 1
+    """Ranks of a stage that hold different experts."""
+    expert_tensor: int | None = None
+    """Ranks of a stage that hold parts of the same expert; by default tp."""
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in (*AXES, "ep", "etp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"the size of axis {axis} must be at least 1, not {getattr(self, axis)}")
+        if self.stage_size % (self.etp * self.ep):
+            raise ValueError(f"the {self.stage_size} ranks of a stage do not divide by ETP x EP = {self.etp} x {self.ep}")
+
+    @property
+    def etp(self) -> int:
+        """Ranks that hold parts of the same expert."""
+        return self.tp if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same parts of the same experts."""
+        return self.stage_size // (self.etp * self.ep)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
 
     @classmethod
-    def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, pp_before_dp: bool = False) -> Topology:
+    def from_world(
+        cls,
+        world_size: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        pp_before_dp: bool = False,
+        ep: int = 1,
+        expert_tensor: int | None = None,
+    ) -> Topology:
         """The topology whose data size fills the world.
 
         Raises:
-            ValueError: a size is not positive, or tp x cp x pp does not divide the world size.
+            ValueError: a size is not positive, tp x cp x pp does not divide the world size, or etp x ep that of a stage.
         """
         cls(tp=tp, cp=cp, pp=pp)  # refuses sizes that are not positive
         if world_size < 1 or world_size % (tp * cp * pp):
             raise ValueError(f"world size {world_size} does not divide by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
-        return cls(tp=tp, cp=cp, dp=world_size // (tp * cp * pp), pp=pp, pp_before_dp=pp_before_dp)
+        return cls(tp, cp, world_size // (tp * cp * pp), pp, pp_before_dp, ep, expert_tensor)
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> Topology:
@@ -77,12 +119,17 @@ class Topology:
             cp=parallel.context_parallel_size,
             pp=parallel.pipeline_model_parallel_size,
             pp_before_dp=parallel.use_tp_pp_dp_mapping,
+            ep=parallel.expert_model_parallel_size,
+            expert_tensor=parallel.expert_tensor_parallel_size,
         )
 
     def __str__(self) -> str:
         """As "tensor 2 x pipeline 4 x data 8", with the context size where there is one."""
         context = f" x context {self.cp}" if self.cp > 1 else ""
-        return f"tensor {self.tp}{context} x pipeline {self.pp} x data {self.dp}"
+        experts = (
+            "" if (self.ep, self.etp) == (1, self.tp) else f" (experts: tensor {self.etp} x expert {self.ep} x data {self.edp})"
+        )
+        return f"tensor {self.tp}{context} x pipeline {self.pp} x data {self.dp}{experts}"
 
     @property
     def world_size(self) -> int:
@@ -109,22 +156,47 @@ class Topology:
             pp, dp = divmod(rest, self.dp)
         return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
 
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """Place of a rank on the experts' axes.
+
+        Raises:
+            ValueError: the rank is outside the world.
+        """
+        at = self.coordinates(rank)
+        rest, etp = divmod(at["tp"] + self.tp * (at["cp"] + self.cp * at["dp"]), self.etp)
+        edp, ep = divmod(rest, self.ep)
+        return {"etp": etp, "ep": ep, "edp": edp}
+
+    def places(self, rank: int) -> dict[str, int]:
+        """Place of a rank on every axis of both grids.
+
+        Raises:
+            ValueError: the rank is outside the world.
+        """
+        return {**self.coordinates(rank), **self.expert_coordinates(rank)}
+
     def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Rank at these coordinates."""
         outer = pp + self.pp * dp if self.pp_before_dp else dp + self.dp * pp
         return tp + self.tp * (cp + self.cp * outer)
 
+    def expert_rank(self, etp: int = 0, ep: int = 0, edp: int = 0, pp: int = 0) -> int:
+        """Rank at these coordinates of the experts' grid."""
+        rest, tp = divmod(etp + self.etp * (ep + self.ep * edp), self.tp)
+        dp, cp = divmod(rest, self.cp)
+        return self.rank(tp, cp, dp, pp)
+
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from `rank` at most along these axes.
+        """Ranks, ascending, that differ from `rank` at most along these axes, which are of one of the two grids.
 
         Raises:
             ValueError: there is no such axis, or no such rank.
         """
-        return self._members(axes, self.coordinates(rank))
+        return self._members(axes, self.places(rank))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Every group over these axes, each once, ordered by its first rank."""
-        others = [axis for axis in AXES if axis not in axes]
+        others = [axis for axis in self._grid(axes)[0] if axis not in axes]
         places = itertools.product(*(range(self.size(axis)) for axis in others))
         return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
 
@@ -154,9 +226,17 @@ class Topology:
 
     def _members(self, axes: tuple[str, ...], at: dict[str, int]) -> tuple[int, ...]:
         """Ranks that have these coordinates on the other axes."""
-        if not set(axes) <= set(AXES):
-            raise ValueError(f"the axes are {AXES}, and not {axes}")
+        grid, rank = self._grid(axes)
         if set(axes) == set(AXES):
             return tuple(range(self.world_size))
-        places = itertools.product(*(range(self.size(axis)) if axis in axes else (at[axis],) for axis in AXES))
-        return tuple(sorted(itertools.starmap(self.rank, places)))
+        places = itertools.product(*(range(self.size(axis)) if axis in axes else (at[axis],) for axis in grid))
+        return tuple(sorted(itertools.starmap(rank, places)))
+
+    def _grid(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[..., int]]:
+        """The grid that has these axes, and what gives the rank of a place in it."""
+        of_experts = (*EXPERT_AXES, "pp")
+        if set(axes) <= set(AXES):
+            return AXES, self.rank
+        if set(axes) <= set(of_experts):
+            return of_experts, self.expert_rank
+        raise ValueError(f"the axes are {AXES} or {of_experts}, and not {axes}")

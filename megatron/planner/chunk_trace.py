@@ -25,10 +25,12 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ContextWay
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
+from megatron.data_parallel.traffic import axes_in_words
 from megatron.memory.host import HostBuffer, HostMemory
 from megatron.memory.kept import Kept, keeping
 from megatron.model.build import Model
 from megatron.model.gpt import GPTChunk
+from megatron.moe.balance import Balance
 from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
@@ -201,7 +203,8 @@ def _trace(
     stand_ins = segments_that_stand(kind_of(chunk, layer_kinds(model.config, model.precision, model.context_ways))[-1])
     run = sorted(set(stand_ins))
     shared = ((group.process_group, "cp") for group in (context.context_group, *context.context_rings))
-    ledger = StorageLedger([(context.group("tp").process_group, "tp"), *shared])
+    wider = ((context.group(*axes).process_group, axes_in_words(axes, context)) for axes in (("tp", "cp"), ("etp", "ep")))
+    ledger = StorageLedger([(context.group("tp").process_group, "tp"), *shared, *wider])
     with CudaKernels() if on_cuda else _CpuKernels(), ledger:
         device = torch.device("meta" if on_cuda else device_type)
         chunk_run = ChunkRun(
@@ -281,6 +284,7 @@ class ChunkRun:
             model.sequence_parallel,
             model.overlap,
             context_ways=model.context_ways,
+            gathers_tokens=model.gathers_tokens,
             chunk=chunk.index,
             num_chunks=chunk.num_chunks,
         )
@@ -288,6 +292,10 @@ class ChunkRun:
         self._largest = None if model.largest is None else LargestScores.of(model.config, model.dtype, device)
         if self._largest is not None:
             self._module.watch_scores(self._largest)
+        self._balance: Balance | None = None
+        if model.balance is not None:
+            self._balance = Balance(model.config, context.sequence_group, device)
+            self._module.watch_routers(self._balance)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:
@@ -313,7 +321,7 @@ class ChunkRun:
         modules: list[nn.Module] = [*self._module.layers, *([] if self._module.mtp is None else self._module.mtp.depths)]
         numbers = [segment.layers[-1] for segment in segments]
         own = [f"mtp.{k - model.config.num_layers}.layer" if k >= model.config.num_layers else f"layers.{k}" for k in numbers]
-        self._first_products = {f"{name}.mlp.down.weight" for name in own}
+        self._first_products = {f"{name}.mlp.{part}down.weight" for name in own for part in ("", "experts.")}
         place = 0
         for segment in segments:
             modules[place].register_forward_pre_hook(self._cut)
@@ -327,6 +335,10 @@ class ChunkRun:
             splits: backward is an input gradient and a weight gradient, as in zero-bubble schedules.
             back_soon: the last layer that is chosen to be moved to the host stays.
         """
+        with contextlib.nullcontext() if self._balance is None else self._balance.watching(1.0):
+            self._run(splits, back_soon)
+
+    def _run(self, splits: bool, back_soon: bool) -> None:
         backward = OpKind.INPUT_GRAD if splits else OpKind.BACKWARD
         kept = Kept(host=self._host, back_soon=back_soon, living=[] if self._received is None else [self._received])
         watching = contextlib.nullcontext() if self._largest is None else self._largest.watching()

@@ -38,7 +38,7 @@ from megatron.planner.kinds import (
 from megatron.planner.peak import Held, held_over_step, peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
 from megatron.planner.state_report import amount, layout_of
-from megatron.spec.counts import attention_shares, check_count
+from megatron.spec.counts import attention_shares, check_count, count_active
 from megatron.spec.layers import alike, context_ways
 from megatron.spec.operations import Costs, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
@@ -178,6 +178,7 @@ class Planner:
             job=self._job(),
             layers=self._table,
             parameters=parameters,
+            active_parameters=count_active(config.model, self._vocab_size),
             parameters_by_stage=tuple(counted[stage] for stage in stages),
             kinds=kinds,
             work=step_work(
@@ -309,7 +310,9 @@ class Planner:
         state = OptimizerState(config.optimizer, context.axis_sizes, self._device_type)
         traces = self._trace(model, context)
         largest = 0 if model.largest is None else model.largest.found.nbytes
-        scalars = [Sending("world", "scalars", 2 * (ranks - 1) * (NUM_SCALARS * 8 + largest) // ranks)] if ranks > 1 else []
+        of_experts = 0 if model.balance is None else model.balance.found.nbytes + 8 * (2 + len(model.balance.layers))
+        scalars = 2 * (ranks - 1) * (NUM_SCALARS * 8 + largest + of_experts) // ranks
+        summed = [Sending("world", "scalars", scalars)] if ranks > 1 else []
         layouts: dict[object, tuple[dict[RankContent, list[Places]], list[Sending]]] = {}
         for stage in stages:
             # The operations of the stage, on the chunks of the one that the model is built for.
@@ -338,7 +341,7 @@ class Planner:
             yield (
                 stage,
                 StagePlan(
-                    stage, places, Bytes(activations.total, activations.host), activations.to_host, [*sent, *passed_on, *scalars]
+                    stage, places, Bytes(activations.total, activations.host), activations.to_host, [*sent, *passed_on, *summed]
                 ),
             )
 

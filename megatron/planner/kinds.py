@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from megatron.model.build import Model
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
-from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 from megatron.planner.allowances import Allowance, allowances
 from megatron.planner.plan import Places, RankKind, RankMemory, Traffic
 
@@ -62,7 +63,7 @@ def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
     topology, shard = context.topology, context.fsdp_shard.size
     data, last = axes_in_words(GRADIENT_AXES, context), topology.pp - 1
     replicas = topology.size(*GRADIENT_AXES) // shard
-    rings = (("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
+    rings = (("edp",), ("etp", "ep"), ("tp", "cp"), ("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
     return {
         "world": (topology.world_size, links.world),
         f"{shard} ranks of {data}": (shard, partial(links.parts, shard_size=shard)),
@@ -166,8 +167,10 @@ def places_by_content(
 def parameters_of_stage(model: Model, context: ParallelContext) -> int:
     """Elements that the ranks of a stage hold together, each once and without padding. A tied one counts in its first chunk."""
     counted = [entry.record for entry in model.params if entry.record.chunks[0] in model.chunks]
+    of_experts = sum(math.prod(record.shape) for record in counted if record.of_experts)
+    counted = [record for record in counted if not record.of_experts]
     split = [record for record in counted if not record.replicated_axes]
-    return sum(_num_held(split if tensor else counted, context, tensor) for tensor in range(context.topology.tp))
+    return of_experts + sum(_num_held(split if tensor else counted, context, tensor) for tensor in range(context.topology.tp))
 
 
 def _num_held(records: Iterable[ParamRecord], context: ParallelContext, tensor: int) -> int:
@@ -181,7 +184,11 @@ class _PlacedPart:
 
     def __init__(self, part: StatePart, context: ParallelContext, state: OptimizerState) -> None:
         group = part.group(context)
-        self._tensor_size = context.topology.tp if group is context.group("tp", *GRADIENT_AXES) else 1
+        self._of_experts = group is context.group("edp")
+        self._apart = context.topology.etp * context.topology.ep
+        """Neighbouring ranks that are not in one group, if it is one of experts."""
+        wide = self._of_experts or group is context.group("tp", *GRADIENT_AXES)
+        self._tensor_size = context.topology.tp if wide else 1
         self.over_tensor = self._tensor_size > 1 and group.size > 1
         self._size = group.size
         self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
@@ -194,6 +201,10 @@ class _PlacedPart:
         """Data ranks at which what is kept may change, on any tensor rank."""
         if len(self._starts) == 1:
             return
+        if self._of_experts:
+            for start in self._starts:
+                yield from (-(-(start * self._apart - tensor) // self._tensor_size) for tensor in (0, self._tensor_size - 1))
+            return
         ranks = self._size // self._tensor_size
         for first in range(0, data_size, ranks):
             for start in self._starts:
@@ -202,6 +213,8 @@ class _PlacedPart:
     def numbers(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each data rank, the index into `kept` of what it keeps."""
         index = tensor + self._tensor_size * data if self._tensor_size > 1 else data
+        if self._of_experts:
+            index = index // self._apart
         return np.searchsorted(self._starts, index % self._size, side="right") - 1
 
 
@@ -253,9 +266,10 @@ class Links:
         return self._topology.world_size
 
     def ring(self, stage: int, axes: Sequence[str]) -> Crossing:
-        """Sends around rings over some of tp, cp and dp."""
-        shape = (self._topology.dp, self._topology.cp, self._topology.tp)
-        return self._rings(stage, shape, [place for place, axis in enumerate(("dp", "cp", "tp")) if axis in axes])
+        """Sends around rings over some axes of one of the grids."""
+        order = ("edp", "ep", "etp") if set(axes) <= set(EXPERT_AXES) else ("dp", "cp", "tp")
+        shape = tuple(self._topology.size(axis) for axis in order)
+        return self._rings(stage, shape, [place for place, axis in enumerate(order) if axis in axes])
 
     def parts(self, stage: int, shard_size: int) -> Crossing:
         """Sends around the data ranks that share one copy of the model (--fsdp-shard-size)."""

@@ -155,6 +155,8 @@ class Plan:
     layers: Sequence[Chunk]
     parameters: int
     """Elements of the whole model, each counted once."""
+    active_parameters: int
+    """Those that a token is multiplied with or looks up: of experts the chosen ones."""
     parameters_by_stage: tuple[int, ...]
     """The same by stage; a tied parameter counts on the stage of its first chunk."""
     kinds: tuple[RankKind, ...]
@@ -251,7 +253,11 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "device_bytes": fullest.memory.total.device,
         "host_bytes": max(kind.memory.total.host for kind in plan.kinds),
         "fullest": plan.fullest,
-        "model": {"parameters": plan.parameters, "parameters_by_stage": list(plan.parameters_by_stage)},
+        "model": {
+            "parameters": plan.parameters,
+            "active_parameters": plan.active_parameters,
+            "parameters_by_stage": list(plan.parameters_by_stage),
+        },
         "tokens_per_step": plan.work.tokens,
         "flops": {
             "per_token": plan.work.flops_per_token,

@@ -128,8 +128,9 @@ def _job(plan: Plan) -> Iterator[str]:
         + f"; {job.sharding}"
     )
     padding = job.padded_vocab_size - job.vocab_size
+    active = "" if plan.active_parameters == plan.parameters else f" ({plan.active_parameters:,} active)"
     yield (
-        f"model of {plan.parameters:,} parameters in {job.dtype}, vocabulary {job.vocab_size:,}"
+        f"model of {plan.parameters:,} parameters{active} in {job.dtype}, vocabulary {job.vocab_size:,}"
         + (f" and {_count(padding, 'row')} of padding" if padding else "")
     )
     microbatches = _count(job.num_microbatches, "microbatch", "microbatches")

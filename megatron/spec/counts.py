@@ -25,6 +25,11 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     return sum(weight.numel for weight in model_weights(model, vocab_size))
 
 
+def count_active(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters that a token meets: all but the experts that it does not pass."""
+    return sum(weight.active for weight in model_weights(model, vocab_size))
+
+
 def check_count(model: ModelConfig, vocab_size: int, held: int, holders: str) -> None:
     """Check that so many parameters are all of the model.
 
@@ -40,7 +45,7 @@ def check_count(model: ModelConfig, vocab_size: int, held: int, holders: str) ->
 
 def layer_flops(model: ModelConfig) -> tuple[int, ...]:
     """Forward FLOPs of each layer for one token, averaged over a sequence that is one document."""
-    products = _of_layers(model, lambda layer: 2 * sum(weight.numel for weight in _matrices(model, layer)))
+    products = _of_layers(model, lambda layer: 2 * sum(weight.active for weight in _matrices(model, layer)))
     return tuple(map(operator.add, products, attention_flops(model)))
 
 
@@ -94,7 +99,7 @@ def flops_in_8_bits(model: ModelConfig, precision: PrecisionConfig) -> int:
 def recompute_flops(model: ModelConfig, segment: Segment) -> int:
     """FLOPs for one token of what backward computes again of neighbouring layers: all but the last product, whose result is not
     needed; of an MLP alone, its first product. (Probabilities are left out: whether they are kept depends on the kernel.)"""
-    products = _of_layers(model, lambda layer: [2 * weight.numel for weight in _matrices(model, layer)][-2:])
+    products = _of_layers(model, lambda layer: [2 * weight.active for weight in _matrices(model, layer)][-2:])
     numbers = [min(number, model.num_layers - 1) for number in segment.layers]  # a depth's layer is as the last one
     if segment.recomputed:
         forward, is_depth = layer_flops(model), segment.layers.start >= model.num_layers

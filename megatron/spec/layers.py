@@ -5,15 +5,16 @@ Layers may differ from each other: nobody assumes that they are equal, and `alik
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, TypeVar
 
 from megatron.config.model import ModelConfig, Normalization, NormPlacement, SoftmaxType
 from megatron.config.parallel import ContextWay
-from megatron.spec.activations import Activation, activation_of
 from megatron.spec.layer_pattern import marked, read_pattern, read_window
+from megatron.spec.mlps import ExpertsSpec, MLPSpec, experts_of, has_experts, mlp_of
 from megatron.spec.rotary import RotarySpec, rotary_of, score_factor
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -123,26 +124,13 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
-class MLPSpec:
-    """Two products with an activation between them."""
-
-    width: int
-    activation: Activation
-    bias: bool
-    offset: float = 0.0
-    """What quick_geglu adds to its second half."""
-    clamp: float | None = None
-    """The bound to which quick_geglu clamps its input."""
-
-
-@dataclass(frozen=True)
 class LayerSpec:
-    """Attention and an MLP, each with norms before, behind or on both sides of it, added to the residual stream."""
+    """Attention and an MLP (or experts), each with norms before, behind or on both sides of it, added to the residual stream."""
 
     norm: NormSpec
     """All norms of the layer, and those of query and key heads or of latents."""
     attention: AttentionSpec | LatentAttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
     placement: NormPlacement = "pre"
     parallel: bool = False
     """Whether the MLP has the same input as attention; if not, what attention has added is in it."""
@@ -160,23 +148,17 @@ class LayerSpec:
 @lru_cache(maxsize=64)
 def layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """One spec for each layer, in the order of the depth. The shape must be valid (see `config.checks.model`)."""
-    kinds = {marks: _layer(model, *marks) for marks in ((False, True), (False, False), (True, True), (True, False))}
-    return tuple(kinds[_has_window(model, number), _is_rotated(model, number)] for number in range(model.num_layers))
+    kind = functools.cache(partial(_layer, model))
+    marks = ((_has_window(model, i), _is_rotated(model, i), has_experts(model, i)) for i in range(model.num_layers))
+    return tuple(kind(*each) for each in marks)
 
 
-def _layer(model: ModelConfig, window: bool, rotated: bool) -> LayerSpec:
-    """A layer with or without the window and rotary positions."""
-    bias = not model.disable_bias_linear
+def _layer(model: ModelConfig, window: bool, rotated: bool, experts: bool) -> LayerSpec:
+    """A layer with or without the window, rotary positions and experts."""
     return LayerSpec(
         norm_of(model),
         _attention(model, window, rotated),
-        MLPSpec(
-            model.ffn_size,
-            activation_of(model),
-            bias or model.add_mlp_bias,
-            model.glu_linear_offset,
-            model.activation_func_clamp_value,
-        ),
+        experts_of(model) if experts else mlp_of(model, model.ffn_size),
         model.norm_placement,
         model.parallel_residual,
         model.residual_multiplier,

@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron.config.model import ModelConfig
 from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, NormSpec, depths, layers, norm_of
+from megatron.spec.mlps import ExpertsSpec, MLPSpec
 
 WORD_EMBEDDING = "embedding.word.weight"
 OUTPUT = "output.weight"
@@ -119,6 +120,18 @@ class Weight(ParamFacts):
     """The first dimension is padded to a multiple of this number x the ranks that divide it. None: no padding."""
     on_own_heads: bool = False
     """Every tensor rank holds the whole weight and applies it to its own heads only."""
+    used: int | None = None
+    """With how many of its entries, along the first dimension, a token is multiplied; None for all (experts are chosen)."""
+
+    @property
+    def active(self) -> int:
+        """Number of elements that a token is multiplied with."""
+        return self.numel if self.used is None else self.numel // self.shape[0] * self.used
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the ranks divide it as the experts' grid says."""
+        return any(axis in ("etp", "ep") for _, axis in self.splits)
 
     @property
     def part(self) -> str:
@@ -225,9 +238,10 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int, name: str |
         yield Weight(f"{name}.attention.sinks", (attention.heads,), ((0, "tp"),), kind="vector")
     yield from row(f"{name}.attention.output", inputs, hidden, bias=attention.output_bias, std=output_std)
     yield from (*norms.get("attention_post_norm", ()), *norms.get("mlp_norm", ()))
-    halves = 2 if mlp.activation.gated else 1
-    yield from column(f"{name}.mlp.up", hidden, mlp.width, bias=mlp.bias, std=std, halves=halves)
-    yield from row(f"{name}.mlp.down", mlp.width, hidden, bias=mlp.bias, std=output_std)
+    if isinstance(mlp, MLPSpec):
+        yield from _mlp(f"{name}.mlp", mlp, hidden, std, output_std)
+    else:
+        yield from _experts(f"{name}.mlp", mlp, hidden, std, output_std)
     yield from norms.get("mlp_post_norm", ())
 
 
@@ -241,6 +255,29 @@ def _attention(name: str, attention: AttentionSpec, kind: NormSpec, hidden: int,
             yield from norm(f"{name}.{which}", kind, attention.head_size, on_own_heads=True)
         elif attention.qk_norm == "all_heads":
             yield from norm(f"{name}.{which}", kind, count * attention.head_size, splits=((0, "tp"),))
+
+
+def _mlp(name: str, mlp: MLPSpec, hidden: int, std: float, output_std: float) -> Iterator[Weight]:
+    """An MLP."""
+    yield from column(f"{name}.up", hidden, mlp.width, bias=mlp.bias, std=std, halves=2 if mlp.activation.gated else 1)
+    yield from row(f"{name}.down", mlp.width, hidden, bias=mlp.bias, std=output_std)
+
+
+def _experts(name: str, mlp: ExpertsSpec, hidden: int, std: float, output_std: float) -> Iterator[Weight]:
+    """A router [E, h]; the matrices of all experts, with the expert as first dimension: `up` [E, f, h], or [E, 2, f, h] of gated
+    MLPs, and `down` [E, h, f]; and the shared expert, an MLP with perhaps a gate [1, h]."""
+    experts, chosen, width = mlp.router.experts, mlp.router.chosen, mlp.expert.width
+    yield whole(f"{name}.router", hidden, experts, std=std)
+    up = (experts, *((2,) if mlp.expert.activation.gated else ()), width, hidden)
+    splits = ((0, "ep"), (len(up) - 2, "etp"))
+    yield Weight(f"{name}.experts.up.weight", up, splits, init=Init(std), used=chosen)
+    yield Weight(
+        f"{name}.experts.down.weight", (experts, hidden, width), ((0, "ep"), (2, "etp")), init=Init(output_std), used=chosen
+    )
+    if mlp.shared is not None:
+        yield from _mlp(f"{name}.shared", mlp.shared, hidden, std, output_std)
+        if mlp.shared_gate:
+            yield whole(f"{name}.shared_gate", hidden, 1, std=std)
 
 
 def _latent_attention(name: str, attention: LatentAttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:

@@ -17,6 +17,7 @@ from megatron.metrics.log_line import training_log_line, validation_lines
 from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
 from megatron.model.build import Model
+from megatron.moe.balance import BalanceResult
 from megatron.optimizer.norms import square_sums
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
@@ -44,6 +45,7 @@ class _Interval:
     z_losses: list[float] = field(default_factory=list)
     noises: list[NoiseEstimate] = field(default_factory=list)
     mtp_losses: list[float] = field(default_factory=list)
+    balances: list[BalanceResult] = field(default_factory=list)
     imbalances: list[float] = field(default_factory=list)
     """Imbalances of the work of context ranks."""
     max_logits: list[float] = field(default_factory=list)
@@ -103,6 +105,7 @@ class Reporter:
                 sums.z_losses += [] if result.z_loss is None else [result.z_loss]
                 sums.noises += [] if result.noise is None else [result.noise]
                 sums.mtp_losses += [] if result.mtp_loss is None else [result.mtp_loss]
+                sums.balances += [] if result.balance is None else [result.balance]
                 sums.imbalances += [] if result.context_imbalance is None else [result.context_imbalance]
                 sums.max_logits += [] if result.max_attention_logit is None else [result.max_attention_logit]
         now = time.perf_counter()
@@ -162,6 +165,7 @@ class Reporter:
         seconds = time.perf_counter() - sums.started
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
         loss, z_loss, mtp_loss = _mean(sums.losses), _mean(sums.z_losses), _mean(sums.mtp_losses)
+        of_experts = _of_experts(sums.balances)
         noise, imbalance = noise_scale(sums.noises), _mean(sums.imbalances)
         max_logit = max(sums.max_logits, default=None)
         self.say(
@@ -176,6 +180,9 @@ class Reporter:
                 lm_loss=loss,
                 z_loss=z_loss,
                 mtp_loss=mtp_loss,
+                load_balancing_loss=of_experts.get("load_balancing_loss"),
+                moe_z_loss=of_experts.get("moe_z_loss"),
+                busiest_expert=of_experts.get("busiest_expert"),
                 loss_scale=result.loss_scale if result else 1.0,
                 skipped=sums.skipped,
                 nans=sums.nans,
@@ -196,6 +203,7 @@ class Reporter:
             "tokens_per_s": sums.samples * self._model.config.seq_length / seconds,
             "tflops_per_device": tflops,
             **extras,
+            **of_experts,
         }
         if self._peak is not None:
             values["mfu"] = tflops * 1e12 / self._peak
@@ -233,6 +241,7 @@ class Reporter:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
             values |= {} if result.z_loss is None else {"z_loss": result.z_loss}
             values |= {} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}
+            values |= {} if result.balance is None else _of_experts([result.balance])
             values |= {} if result.max_attention_logit is None else {"max_attention_logit": result.max_attention_logit}
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
@@ -255,6 +264,20 @@ class Reporter:
 def _mean(numbers: Sequence[float]) -> float | None:
     """None if there are none."""
     return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+def _of_experts(balances: Sequence[BalanceResult]) -> dict[str, float]:
+    """The balance of experts over some steps, by the names of the metrics file; nothing if there are no steps."""
+    if not balances:
+        return {}
+    count = len(balances)
+    layers = {layer: math.fsum(one.busiest[layer] for one in balances) / count for layer in balances[0].busiest}
+    return {
+        "load_balancing_loss": math.fsum(one.loss for one in balances) / count,
+        "moe_z_loss": math.fsum(one.z_loss for one in balances) / count,
+        "busiest_expert": max(one.worst for one in balances),
+        **{f"busiest_expert/layers.{layer}": value for layer, value in layers.items()},
+    }
 
 
 def _attended(result: StepResult | None, batch: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
+from megatron.moe.balance import BalanceResult
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
@@ -71,6 +72,8 @@ class StepResult:
     """How many samples of one document each need as much attention, where attention stays within documents."""
     context_imbalance: float | None = None
     """What the busiest context rank attends to in a microbatch, as a multiple of the mean over these; a mean over microbatches."""
+    balance: BalanceResult | None = None
+    """How evenly experts were chosen, where there are some."""
     exit_votes: tuple[bool, bool] = (False, False)
     """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
 
@@ -210,6 +213,7 @@ class TrainStep:
             max_attention_logit=sums.max_logit if self.model.largest is not None else None,
             attended_sequences=sums.attended if batch[0].documents is not None else None,
             context_imbalance=sums.context_imbalance / (len(batch) * self.context.data_group.size) or None,
+            balance=None if self.model.balance is None else self.model.balance.result(sums.of_experts),
             exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
         )
         if not overflow:
@@ -253,7 +257,12 @@ class TrainStep:
             noise = [*self._noise.sums(self.counted_squares), self._mask_sum(batch[:1] if self._noise.has_first else ())]
         logit = self._max_logit() if self.model.largest is not None else torch.zeros_like(squares)
         sums = torch.stack([loss_sum, *self._sums_beside, count, squares, zeros, *numbers, *noise, logit])
-        return StepSums(*all_reduce(sums, self.context.world).tolist())
+        if self.model.balance is not None:
+            found = self.model.balance.summed(self.context.world, len(batch) * self.context.data_group.size)
+            sums = torch.cat([sums, found if self.context.world.index == 0 else torch.zeros_like(found)])
+        known = len(StepSums._fields) - 1
+        found_numbers = all_reduce(sums, self.context.world).tolist()
+        return StepSums._make([*found_numbers[:known], tuple(found_numbers[known:])])
 
     def _max_logit(self) -> torch.Tensor:
         """Find the largest score of each head over the whole batch, and give this rank's share of the sum that is the largest of
@@ -296,8 +305,7 @@ class TrainStep:
             self._noise.start(measures=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
-        largest = self.model.largest
-        with self._timers("forward-backward", level=1), contextlib.nullcontext() if largest is None else largest.watching():
+        with self._timers("forward-backward", level=1), self._watching(len(batch)):
             loss_sum, self._sums_beside = self._run(batch, scaled)
         pending.wait()
         if inspect is None:
@@ -305,6 +313,17 @@ class TrainStep:
                 for provider in self.providers:
                     provider.finish_gradients()
         return loss_sum, local_count
+
+    @contextlib.contextmanager
+    def _watching(self, microbatches: int) -> Iterator[None]:
+        """Let layers tell what is asked of them beside their outputs, over a step of so many microbatches of a data rank."""
+        with contextlib.ExitStack() as stack:
+            if self.model.largest is not None:
+                stack.enter_context(self.model.largest.watching())
+            if self.model.balance is not None:
+                everywhere = microbatches * self.context.data_group.size
+                stack.enter_context(self.model.balance.watching(self.scaler.scale / everywhere))
+            yield
 
     def finish_publishing(self) -> None:
         """Wait until every parameter of this rank holds its new values, if they are still on their way."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.config import Config
+from megatron.config.experts import Balancing
 from megatron.config.model import ModelConfig, SoftmaxType
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
@@ -20,7 +21,8 @@ from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS
 from megatron.verification.plain_groups import own_updates
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.eight_bits import EightBits
-from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules
+from megatron.verification.reference.experts import ExpertsShape
+from megatron.verification.reference.model import Added, Batch, Rules, Seen, by_nobody, losses_with_rules
 from megatron.verification.reference.muon import MuonUpdate
 from megatron.verification.reference.qk_clip import ScoreClip
 from megatron.verification.reference.rotary import RotaryStretch
@@ -98,7 +100,7 @@ class _Reference:
         micro, size = self.config.training.micro_batch_size, EVALUATED_BATCHES * self.full_batch
         with torch.no_grad():
             parts = [self._losses(self.state.weights, _batch(self.task.held_out, first, micro)) for first in range(0, size, micro)]
-        losses, tokens = zip(*parts, strict=True)
+        losses, tokens, _ = zip(*parts, strict=True)
         return (sum(losses) / sum(tokens)).item()
 
     def _microbatches(self, first: int, size: int) -> tuple[list[float], list[float], Weights, dict[str, Tensor]]:
@@ -123,18 +125,20 @@ class _Reference:
 
         micro = self.config.training.micro_batch_size
         parts = [self._losses(leaves, _batch(self.task.samples, start, micro), keep) for start in range(first, first + size, micro)]
-        tokens = torch.stack([count for _, count in parts]).sum()
-        apart = [torch.autograd.grad(loss_sum / tokens, list(leaves.values())) for loss_sum, _ in parts]
+        tokens = torch.stack([count for _, count, _ in parts]).sum()
+        minimised = [loss_sum / tokens + added / len(parts) for loss_sum, _, added in parts]
+        apart = [torch.autograd.grad(each, list(leaves.values())) for each in minimised]
         contributions = {name: torch.stack(each) for name, each in zip(leaves, zip(*apart, strict=True), strict=True)}
-        losses, counts = ([number.item() for number in numbers] for numbers in zip(*parts, strict=True))
+        losses, counts, _ = ([number.item() for number in numbers] for numbers in zip(*parts, strict=True))
         return losses, counts, contributions, {name: torch.cat(values) for name, values in seen.items()}
 
-    def _losses(self, weights: Weights, batch: Batch, seen: Seen = by_nobody) -> tuple[Tensor, Tensor]:
-        """(sum of mask x loss, sum of the mask)."""
+    def _losses(self, weights: Weights, batch: Batch, seen: Seen = by_nobody) -> tuple[Tensor, Tensor, Tensor]:
+        """(sum of mask x loss, sum of the mask, what experts add to what is minimised)."""
         data = self.config.data
         rules = Rules(self.task.samples.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-        each, kept = losses_with_rules(self.shape, weights, batch, rules, seen)
-        return (each * kept).sum(), kept.sum()
+        added = Added(seen)
+        each, kept = losses_with_rules(self.shape, weights, batch, rules, added)
+        return (each * kept).sum(), kept.sum(), added.total
 
 
 def _batch(samples: RandomSamples, first: int, size: int) -> Batch:
@@ -198,6 +202,7 @@ def reference_shape(
         smoothing=training.label_smoothing,
         mtp_depths=model.mtp_num_layers,
         mtp_factor=training.mtp_loss_scaling_factor,
+        experts=experts_shape(model, training.micro_batch_size) if model.num_experts else None,
         width=model.hidden_size / model.mup_base_width if model.mup_base_width else 1.0,
         eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
         in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),
@@ -230,6 +235,35 @@ def _marks(text: str, count: int) -> list[bool]:
         return ast.literal_eval(node)
 
     return [bool(entry) for entry in values(ast.parse(text.strip(), mode="eval").body)]
+
+
+def experts_shape(model: ModelConfig, micro_batch_size: int) -> ExpertsShape:
+    """The experts of these settings. A number N marks the first layer and every N-th after it."""
+    assert model.num_experts is not None
+    freq, count = model.moe_layer_freq, model.num_layers
+    layers = _marks(freq, count) if "[" in freq else [layer % int(freq) == 0 for layer in range(count)]
+    softmax: Literal["softmax", "softmax first"] = "softmax first" if model.moe_router_pre_softmax else "softmax"
+    tokens: dict[Balancing, Literal["none", "microbatch", "sequence"]] = {
+        "none": "none",
+        "aux_loss": "microbatch",
+        "seq_aux_loss": "sequence",
+    }
+    return ExpertsShape(
+        tuple(layers),
+        model.num_experts,
+        model.moe_router_topk,
+        model.moe_ffn_hidden_size or model.ffn_size,
+        model.moe_shared_expert_intermediate_size,
+        model.moe_shared_expert_gate,
+        "sigmoid" if model.moe_router_score_function == "sigmoid" else softmax,
+        model.moe_router_topk_scaling_factor or 1.0,
+        model.moe_router_num_groups or 1,
+        model.moe_router_group_topk,
+        tokens[model.moe_router_load_balancing_type],
+        model.moe_aux_loss_coeff,
+        model.moe_z_loss_coeff or 0.0,
+        micro_batch_size,
+    )
 
 
 def latent_shape(model: ModelConfig) -> LatentShape:

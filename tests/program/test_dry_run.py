@@ -251,7 +251,7 @@ def plan(**changes: Any) -> Plan:
     places = tuple(Places(tensor, range(2)) for tensor in range(4))
     kinds = (RankKind((0,), places, 0, 10**9, _MEMORY, _SENT), RankKind((1,), places, 8, 10**9, last, _SENT))
     work = Work(16384, 6 * 10**9, 8e16, 0.2)
-    return dataclasses.replace(Plan(_JOB, layer_table(4, (0, 1)), 2 * 10**9, (10**9, 10**9), kinds, work), **changes)
+    return dataclasses.replace(Plan(_JOB, layer_table(4, (0, 1)), 2 * 10**9, 2 * 10**9, (10**9, 10**9), kinds, work), **changes)
 
 
 def test_first_comes_whether_it_fits_and_where_the_time_goes() -> None:

@@ -27,6 +27,9 @@ LATENT = (
 )
 
 
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5 --moe-ffn-hidden-size 32"
+
+
 @dataclass(frozen=True)
 class Fault:
     """Texts that are replaced in the source, and what the first finding then is."""
@@ -398,8 +401,8 @@ FAULTS = {
     "gradients that are reduced once, without the first microbatches": Fault(
         (
             (
-                "self._writes[number] < self._microbatches:\n            return",
-                "self._writes[number] < self._microbatches:\n            self._sinks[number].written = False\n            return",
+                "(self._microbatches if once else 1)):\n            return",
+                "(self._microbatches if once else 1)):\n            self._sinks[number].written = False\n            return",
             ),
         ),
         "--world-size 2 --data-parallel-sharding-strategy optim_grads_params --fsdp-reduce-once",
@@ -421,6 +424,59 @@ FAULTS = {
         None,
         ("though training with the same weights agrees", "dropout is on where it should be off"),
         step=0,
+    ),
+    "gradients of experts summed over the other grid's data ranks": Fault(
+        (("        return EXPERT_AXES[-1:]\n", "        return GRADIENT_AXES\n"),),
+        f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS}",
+        "gradient",
+        "layers.1.mlp.experts",
+        None,
+        (),
+    ),
+    "results of experts that come back in the order of the experts": Fault(
+        (("found.index_copy_(0, self.order, rows)", "found.index_copy_(0, self.order.sort().values, rows)"),),
+        f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS}",
+        "forward",
+        "layers.0.mlp",
+        None,
+        ("what the MLP gives",),
+    ),
+    "probabilities of experts without a gradient": Fault(
+        (("return way.by_expert(rows), grad_weights, None", "return way.by_expert(rows), torch.zeros_like(grad_weights), None"),),
+        f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS}",
+        "gradient",
+        "layers.1.mlp.router.weight",
+        None,
+        (),
+    ),
+    "balance of a tensor rank's own tokens": Fault(
+        (("return all_reduce(counts, self._sequence_ranks)", "return counts"),),
+        f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS}",
+        "gradient",
+        "mlp.router.weight",
+        None,
+        (),
+    ),
+    "a router's gradient that is not summed over the parts of the sequence": Fault(
+        (
+            (
+                "return not self.splits and (sequence_parallel",
+                "return 'router' not in self.name and not self.splits and (sequence_parallel",
+            ),
+        ),
+        f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS}",
+        "gradient",
+        "layers.1.mlp.router.weight",
+        "tensor",
+        ("the sum over the tensor group is missing",),
+    ),
+    "losses of balance as many times as there are data ranks": Fault(
+        (("everywhere = microbatches * self.context.data_group.size", "everywhere = microbatches"),),
+        f"--world-size 2 {EXPERTS}",
+        "gradient",
+        "mlp.router.weight",
+        None,
+        (),
     ),
     "a dropout mask that context ranks repeat": Fault(
         (("context_rank=self.cutting.group.index)", "context_rank=0)"),),

@@ -34,7 +34,7 @@ def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int
     collectives: Counter[tuple[int, ...]] = Counter()
     for call in calls:
         to_a_stage = call.what == "send" and call.ranks == context.group("pp").ranks
-        of_matrices = call.what == "all-to-all" and call.ranks != context.context_group.ranks
+        of_matrices = call.what == "all-to-all" and call.ranks not in (context.context_group.ranks, context.expert_group.ranks)
         key = () if to_a_stage else (-1,) if of_matrices else call.ranks
         collectives[key] += call.sent * call.itemsize  # type: ignore[assignment]
     messages, matrices = collectives.pop((), 0), collectives.pop((-1,), 0)
@@ -54,7 +54,7 @@ def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -
 def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups, by the words of the plan."""
     shard, replica = context.fsdp_shard, context.fsdp_replica
-    several = (GRADIENT_AXES, ("cp",), ("tp",), ("tp", *GRADIENT_AXES))
+    several = (("edp",), ("etp", "ep"), ("tp", "cp"), GRADIENT_AXES, ("cp",), ("tp",), ("tp", *GRADIENT_AXES))
     return {
         **{axes_in_words(axes, context): context.group(*axes).ranks for axes in several},
         "pipeline ends": context.pipeline_ends.ranks,
@@ -65,6 +65,15 @@ def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
 
 
 GRID: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "bf16": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 6,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+    "disable_bias_linear": True,
+}
+"""A token passes all experts, so that as much is sent as a plan takes it to be."""
 CASES: dict[str, dict[str, Any]] = {
     "no_shard, two depths": {**GRID, "sequence_parallel": True, "log_max_attention_logit": True, "mtp_num_layers": 2},
     "no_shard, overlapping tensor ranks": {**GRID, "sequence_parallel": True, "tp_comm_overlap": True},
@@ -104,6 +113,24 @@ CASES: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim_grads_params",
         "recompute_granularity": "full",
         "log_max_attention_logit": True,
+    },
+    "experts on ranks that exchange tokens": {
+        **GRID,
+        **EXPERTS,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": True,
+        "data_parallel_sharding_strategy": "optim",
+    },
+    "experts on ranks that gather tokens": {
+        **EXPERTS,
+        "context_parallel_size": 2,
+        "cp_comm_type": ("all_gather",),
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "moe_token_dispatcher_type": "allgather",
+        "recompute_granularity": "full",
+        "data_parallel_sharding_strategy": "optim_grads",
     },
     "adafactor": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "adafactor"},
     "muon, optim": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "muon"},

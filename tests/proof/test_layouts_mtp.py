@@ -23,6 +23,7 @@ from megatron.data.samples import DocumentRules
 from megatron.model.build import model_of
 from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import ModelInputs
+from megatron.model.mlp import MLP
 from megatron.model.multi_token import shifted
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import flops_in_8_bits, recompute_flops
@@ -204,7 +205,7 @@ def test_a_depth_is_treated_as_the_last_layer(memory: str) -> None:
     assert first_depth == replace(last, layers=range(2, 3)) and second_depth == replace(last, layers=range(3, 4))
     assert len(chunk.recomputed) == (0 if memory in ("parts", "host") else 4)
     assert all((block.compiled is not None) is compiles for block in chunk.all_blocks)
-    assert all(block.mlp.up.form.products is not None for block in chunk.all_blocks)
+    assert all(isinstance(block.mlp, MLP) and block.mlp.up.form.products is not None for block in chunk.all_blocks)
     layer, depth = (recompute_flops(config.model, segment) for segment in (last, first_depth))
     assert depth - layer == (4 * 16**2 if first_depth.recomputed else 0) and bool(layer) is (memory != "host")
     alone = replace(config.model, mtp_num_layers=0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.attention.backends import use_backend
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ContextWay, FsdpReshard, ParallelConfig, ShardingStrategy
+from megatron.config.parallel import ContextWay, FsdpReshard, ParallelConfig, ShardingStrategy, TokenDispatcher
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules, Microbatch
@@ -34,6 +34,7 @@ from megatron.training.step import TrainStep
 from megatron.verification.observation import TensorPart
 from megatron.verification.prove import import_before_fork
 from megatron.verification.recording import parts_of_parameters, parts_of_shards, set_weights
+from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.model import Batch
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
@@ -52,6 +53,9 @@ class Layout:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    dispatcher: TokenDispatcher = "alltoall"
     ways: tuple[ContextWay, ...] = ("all_gather",)
     """How context ranks share keys and values, in the layers in turn."""
     sequence_parallel: bool | Literal["overlapping"] = False
@@ -163,6 +167,7 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         attn_logit_softcapping=shape.score_cap,
         softmax_type={"none": "vanilla", "one": "off-by-one", "learned": "learnable"}[shape.sink],
         **latent_settings(shape.latent),
+        **expert_settings(shape.experts),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         make_vocab_size_divisible_by=1,
@@ -183,6 +188,31 @@ def latent_settings(latent: LatentShape | None) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotated,
         "v_head_dim": latent.value,
     }
+
+
+def expert_settings(experts: ExpertsShape | None) -> dict[str, Any]:
+    """The settings of experts."""
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.count,
+        "moe_layer_freq": pattern_text(experts.layers),
+        "moe_ffn_hidden_size": experts.width,
+        "moe_router_topk": experts.chosen,
+        "moe_shared_expert_intermediate_size": experts.shared,
+        "moe_shared_expert_gate": experts.gate,
+        "moe_router_score_function": "sigmoid" if experts.score == "sigmoid" else "softmax",
+        "moe_router_pre_softmax": experts.score == "softmax first",
+        "moe_router_topk_scaling_factor": None if experts.scaling == 1.0 else experts.scaling,
+        "moe_router_num_groups": None if experts.groups == 1 else experts.groups,
+        "moe_router_group_topk": experts.open_groups,
+        "moe_router_load_balancing_type": _BALANCED[experts.balance],
+        "moe_aux_loss_coeff": experts.balance_coeff,
+        "moe_z_loss_coeff": experts.z_coeff or None,
+    }
+
+
+_BALANCED = {"none": "none", "microbatch": "aux_loss", "sequence": "seq_aux_loss"}
 
 
 def stretch_settings(stretch: RotaryStretch | None) -> dict[str, Any]:
@@ -215,7 +245,8 @@ def window_settings(windows: Sequence[int | None]) -> dict[str, Any]:
 
 def context_of(layout: Layout, rank: int) -> ParallelContext:
     """A rank's place and groups; all ranks together."""
-    topology = Topology(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, pp_before_dp=layout.pp_before_dp)
+    sizes = layout.tp, layout.cp, layout.dp, layout.pp, layout.pp_before_dp, layout.ep, layout.etp
+    topology = Topology(*sizes)
     return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=layout.fsdp_shard_size)
 
 
@@ -224,6 +255,8 @@ def parallel_config(layout: Layout) -> ParallelConfig:
     return ParallelConfig(
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         pipeline_model_parallel_size=layout.pp,
         pipeline_schedule=layout.schedule,  # type: ignore[arg-type]
         num_virtual_stages_per_pipeline_rank=layout.virtual_stages,
@@ -284,6 +317,7 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         precision=precision_config(recipe.shape),
         watches_scores=bool(recipe.update.get("qk_clip")),
         compiler=layout.compiler,
+        gathers_tokens=layout.dispatcher == "allgather",
         ways=tuple(itertools.islice(itertools.cycle(layout.ways), config.num_layers)),
     )
 

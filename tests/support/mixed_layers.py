@@ -10,6 +10,7 @@ import pytest
 from megatron.config.model import ModelConfig
 from megatron.spec import layers as spec
 from megatron.spec.layers import LayerSpec
+from megatron.spec.mlps import MLPSpec
 
 
 def mix_layers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
@@ -27,6 +28,7 @@ def mix_layers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
 
 def _other(layer: LayerSpec) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, MLPSpec)
     return dataclasses.replace(
         layer,
         attention=dataclasses.replace(attention, rotary=None),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.spec.schedules import SCHEDULES
 from tests.support.random_attention import draw_attention
 from tests.support.random_draws import Draw, chance, number, one_of
-from tests.support.random_layout import draw_context, draw_layout
+from tests.support.random_layout import draw_context, draw_experts, draw_layout
 from tests.support.random_model import draw_model
 from tests.support.random_training import draw_eight_bits, draw_logging, draw_rule, draw_training
 
@@ -65,7 +65,10 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
         settings["mtp_num_layers"] = one_of(draw, 1, 2)
         settings["mtp_loss_scaling_factor"] = one_of(draw, None, 0.5)
     settings |= draw_logging(draw)
-    return settings | draw_context(draw, settings, dp), tp * pp * dp
+    settings |= draw_context(draw, settings, dp)
+    if chance(draw, 5):
+        settings |= draw_experts(draw, settings, tp, tp * dp)
+    return settings, tp * pp * dp
 
 
 @st.composite
@@ -100,6 +103,8 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "context_parallel_size": (2, 3),
     "cp_comm_type": (("a2a",), ("p2p", "all_gather")),
     "expert_model_parallel_size": (2,),
+    "num_experts": (4, 5),
+    "moe_router_topk": (3,),
     "sequence_parallel": (True,),
     "tp_comm_overlap": (True,),
     "pipeline_schedule": tuple(SCHEDULES),

@@ -54,6 +54,52 @@ def draw_context(draw: Draw, settings: Mapping[str, Any], ranks: int) -> dict[st
     return found | {"cp_comm_type": one_of(draw, None, *((way,) for way in ways), each)}
 
 
+def draw_experts(draw: Draw, settings: Mapping[str, Any], tp: int, ranks: int) -> dict[str, Any]:
+    """Experts in some layers, where the other settings go with them.
+
+    Args:
+        ranks: of a pipeline stage.
+    """
+    beside = ("fp8_format", "mup_base_width", "mtp_num_layers")
+    alone = tp > 1 and not settings.get("sequence_parallel")
+    if (
+        alone
+        or any(settings.get(name) for name in beside)
+        or settings.get("optimizer") in ("muon", "adafactor", "lamb", "adam8bit")
+    ):
+        return {}
+    etp = one_of(draw, None, 1, *(size for size in range(1, ranks + 1) if ranks % size == 0))
+    parts = tp if etp is None else etp
+    experts = one_of(draw, 2, 4, 6, 8)
+    chosen = one_of(draw, 1, 2, 2, experts)
+    found: dict[str, Any] = {
+        "num_experts": experts,
+        "moe_router_topk": chosen,
+        "expert_tensor_parallel_size": etp,
+        "expert_model_parallel_size": one_of(draw, *(n for n in range(1, experts + 1) if experts % n == 0 == ranks % (n * parts))),
+        "moe_ffn_hidden_size": parts * number(draw, 1, 5),
+        "moe_token_dispatcher_type": one_of(draw, None, "alltoall", "allgather"),
+        "disable_bias_linear": True,
+        "add_mlp_bias": None,
+        "moe_layer_freq": one_of(
+            draw, None, "2", str([number(draw, 0, 1) for _ in range(settings["num_layers"])]).replace(" ", "")
+        ),
+        "moe_aux_loss_coeff": one_of(draw, None, 0.2),
+        "moe_z_loss_coeff": one_of(draw, None, 0.1),
+        "moe_router_load_balancing_type": one_of(draw, None, "aux_loss", "seq_aux_loss"),
+        "moe_router_score_function": one_of(draw, None, "softmax", "sigmoid"),
+        "moe_router_topk_scaling_factor": one_of(draw, None, 2.5),
+        "moe_router_dtype": one_of(draw, None, "fp32", "fp64"),
+    }
+    found |= switches(draw, "moe_router_pre_softmax")
+    if chosen == 2 and experts % 4 == 0 and chance(draw, 2):
+        found |= {"moe_router_num_groups": experts // 2, "moe_router_group_topk": one_of(draw, 1, 2)}
+    if chance(draw, 3):
+        found["moe_shared_expert_intermediate_size"] = tp * number(draw, 1, 4)
+        found |= switches(draw, "moe_shared_expert_gate")
+    return found
+
+
 def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:
     """Buckets, what data ranks share, and what lies in host memory."""
     settings: dict[str, Any] = {}

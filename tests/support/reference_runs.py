@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.verification.reference.model import Batch, Rules, Seen, by_nobody, losses_with_rules, spans, token_losses
+from megatron.verification.reference.model import Added, Batch, Rules, Seen, by_nobody, losses_with_rules, spans, token_losses
 from megatron.verification.reference.qk_clip import ScoreClip
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from megatron.verification.reference.training import Rule, State, update
@@ -75,7 +75,8 @@ def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch, seen: Seen 
     """Mean cross entropy over the tokens of the batch that the mask keeps."""
     tokens, labels, mask = batch
     mask = mask.to(torch.float64)
-    return (token_losses(shape, weights, tokens, labels, seen=seen, mask=mask) * mask).sum() / mask.sum()
+    added = Added(seen)
+    return (token_losses(shape, weights, tokens, labels, seen=added, mask=mask) * mask).sum() / mask.sum() + added.unreported
 
 
 Loss = Callable[[ReferenceShape, Weights, Batch], Tensor]
@@ -164,5 +165,6 @@ def loss_of_documents_apart(shape: ReferenceShape, weights: Weights, batch: Batc
 
 def loss_with_rules(shape: ReferenceShape, weights: Weights, batch: Batch, rules: Rules) -> Tensor:
     """Mean loss of a batch of packed samples, each rule by itself."""
-    losses, kept = losses_with_rules(shape, weights, batch, rules)
-    return (losses * kept).sum() / kept.sum()
+    added = Added()
+    losses, kept = losses_with_rules(shape, weights, batch, rules, added)
+    return (losses * kept).sum() / kept.sum() + added.unreported

@@ -33,10 +33,12 @@ ABOVE = {
     "data_parallel": {"config", "parallel"},
     "attention": {"config", "parallel"},
     "context_parallel": {"config", "parallel", "attention"},
+    "moe": {"config", "parallel"},
     "model": {
         "config",
         "parallel",
         "attention",
+        "moe",
         "context_parallel",
         "precision",
         "tensor_parallel",
@@ -52,10 +54,12 @@ ABOVE["memory"] = set()
 for room in set(ABOVE) - {"config", "spec", "memory"}:
     ABOVE[room] |= {"spec", "memory"}
 """What each room may import beside itself. (Between config and spec: see `test_spec_lies_between_the_settings_and_their_rules`.)"""
-SETTINGS = {f"megatron.config.{name}" for name in "data memory model outputs parallel param_groups precision training".split()}
+SETTINGS = {
+    f"megatron.config.{name}" for name in "data experts memory model outputs parallel param_groups precision training".split()
+}
 """The dataclasses of the settings, which know nothing of the spec but its tables that read no settings."""
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data", "attention"}
-ABOVE["planner"] = {*ABOVE["checkpoint"], "attention", "context_parallel", "metrics"}
+ABOVE["planner"] = {*ABOVE["checkpoint"], "attention", "context_parallel", "moe", "metrics"}
 ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
@@ -246,6 +250,7 @@ def test_parallel_state_is_passed_on() -> None:
     assert found == {
         "megatron/memory/kept.py global _kept",
         "megatron/memory/recompute.py global _remaking",
+        "megatron/memory/recompute.py global _running",
         "megatron/parallel/accumulate.py global _deferred",
         "megatron/training/failure.py get_world_size",  # when all is lost, the context too
     }
@@ -267,7 +272,7 @@ def test_the_groups_of_data_and_of_gradients_are_named() -> None:
 
 # ---- settings
 
-REFUSED = {"expert_model_parallel_size": 2}
+REFUSED: dict[str, int] = {}
 """Fields that nothing reads yet: any value but the default is refused."""
 _WORDS = "megatron/config/data.py"
 READ_WITHIN = {
@@ -292,7 +297,7 @@ def read_of_settings(file: Path) -> set[str]:
 def behind_properties(topic: type) -> dict[str, set[str]]:
     """For each property of a topic, the fields that it reads."""
     found = {}
-    for name, value in vars(topic).items():
+    for name, value in (item for base in topic.__mro__ for item in vars(base).items()):
         if isinstance(value, property):
             body = ast.parse(textwrap.dedent(inspect.getsource(value.fget)))  # type: ignore[arg-type]
             found[name] = {

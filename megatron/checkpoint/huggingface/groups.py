@@ -12,6 +12,7 @@ from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.spec.activations import activation_of, by_hugging_face_name
 from megatron.spec.layers import AttentionSpec, layers
+from megatron.spec.mlps import MLPSpec
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Biases:
         there: dict[BiasPlace, bool] = {
             "qkv": isinstance(layer.attention, AttentionSpec) and layer.attention.qkv_bias,
             "output": layer.attention.output_bias,
-            "mlp": layer.mlp.bias,
+            "mlp": isinstance(layer.mlp, MLPSpec) and layer.mlp.bias,
         }
         return {name: all(there[place] for place in switched) for name, switched in (self.switches or {}).items()}
 

@@ -87,7 +87,9 @@ def notes(config: Config, world_size: int) -> list[str]:
     chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(config.model.num_layers)
     microbatches = config.training.final_batch_size(data_ranks) // (config.training.micro_batch_size * data_ranks)
     sharing_ranks = data_ranks * parallel.context_parallel_size  # they hold the same parameters
-    facts = {"data_ranks": data_ranks, "sharing_ranks": sharing_ranks, "chunks": chunks, "microbatches": microbatches}
+    expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size  # they hold each expert once
+    facts = {"data_ranks": data_ranks, "sharing_ranks": sharing_ranks, "expert_ranks": expert_ranks}
+    facts |= {"chunks": chunks, "microbatches": microbatches}
     look_up = _look_up(config, **facts)
     found = [
         f"{shown(config, flag.field)} {idle.effect}: {idle.words}."

@@ -48,7 +48,7 @@ mup_scale_or_latent = exclude_each_other("mup_base_kv_channels", "multi_latent_a
 def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
     """Entries of --param-groups can be read, their patterns match, and muP knows how their optimizers' rates are scaled."""
     texts = config.optimizer.param_groups
-    used = {config.optimizer.optimizer, *(entry.optimizer for entry in _readable(texts) if entry.optimizer)}
+    used = {config.optimizer.optimizer, *(entry.optimizer for entry in readable(texts) if entry.optimizer)}
     unknown = sorted(name for name in used if name not in MUP_RULES and name in flag_for("optimizer").choices)
     if config.model.mup_base_width is not None and unknown:
         yield Finding(
@@ -81,7 +81,7 @@ def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
 def slow_average_has_a_warmup(config: Config, world_size: int) -> Iterator[Finding]:
     """Its slow average begins with few gradients, so its weight must grow."""
     optimizer = config.optimizer
-    used = [optimizer.optimizer, *(entry.optimizer for entry in _readable(optimizer.param_groups))]
+    used = [optimizer.optimizer, *(entry.optimizer for entry in readable(optimizer.param_groups))]
     if "ademamix" in used and optimizer.ademamix_warmup_iters is None:
         length = config.training.train_iters
         candidates = [change(ademamix_warmup_iters=length)] if length else []
@@ -92,7 +92,7 @@ def slow_average_has_a_warmup(config: Config, world_size: int) -> Iterator[Findi
 def tensor_ranks_hold_whole_blocks(config: Config, world_size: int) -> Iterator[Finding]:
     """Where tensor ranks divide rows, the elements that share a scale lie on one of them."""
     ranks, size, optimizer = config.parallel.tensor_model_parallel_size, config.optimizer.adam_8bit_block_size, config.optimizer
-    entries = _readable(optimizer.param_groups)
+    entries = readable(optimizer.param_groups)
     used = "adam8bit" in (optimizer.optimizer, *(entry.optimizer for entry in entries))
     if not used or ranks == 1 or len(entries) < len(optimizer.param_groups) or not _has_parameters(config):
         return
@@ -114,7 +114,7 @@ def tensor_ranks_hold_whole_blocks(config: Config, world_size: int) -> Iterator[
 @rule()
 def group_values_fit(config: Config, world_size: int) -> Iterator[Finding]:
     """Rates of groups fall from lr to min-lr, and the betas are Adam's."""
-    entries = _readable(config.optimizer.param_groups)
+    entries = readable(config.optimizer.param_groups)
     if len(entries) < len(config.optimizer.param_groups) or not entries or not _has_parameters(config):
         return
     group_of, optimizer = groups_of(config.optimizer), config.optimizer
@@ -148,7 +148,8 @@ def _has_parameters(config: Config) -> bool:
     )
 
 
-def _readable(texts: Sequence[str]) -> list[GroupEntry]:
+def readable(texts: Sequence[str]) -> list[GroupEntry]:
+    """The entries that can be read."""
     found = []
     for text in texts:
         try:

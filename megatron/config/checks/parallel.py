@@ -105,13 +105,6 @@ sequence_divides_by_tensor = divides(
 )
 
 
-@rule("expert_model_parallel_size")
-def only_built_axes(config: Config, world_size: int) -> Iterator[Finding]:
-    """A mixture of experts is not built yet; the size must be 1."""
-    if config.parallel.expert_model_parallel_size > 1:
-        yield Finding(f"{shown(config, 'expert_model_parallel_size')} is refused.", [change(expert_model_parallel_size=1)])
-
-
 @rule("device", "distributed_backend")
 def backend_fits_device(config: Config, world_size: int) -> Iterator[Finding]:
     """NCCL moves only what lies on CUDA devices."""

@@ -30,6 +30,7 @@ def left_to_buckets(config: Config) -> list[str]:
         "the tied word embedding": any(weight.tied for weight in weights),
         "the norms of queries and keys": any(weight.partial_over_tp(False) for weight in weights),
         "what sequence parallelism leaves whole on each tensor rank": _splits_sequence(config),
+        "the experts": any(weight.of_experts for weight in weights),
     }
     return [what for what, is_left in left.items() if is_left]
 

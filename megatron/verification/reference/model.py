@@ -14,16 +14,37 @@ import torch
 from torch import Tensor
 
 from megatron.verification.reference.eight_bits import EightBits, product
+from megatron.verification.reference.experts import ExpertsShape, mixture
 from megatron.verification.reference.rotary import rotary_frequencies
 from megatron.verification.reference.shape import ReferenceShape, Weights
 
 Seen = Callable[[str, Tensor], None]
 """Called with (name, output [B, s, h]) of the embedding, of each layer, and of its attention and MLP; of the projection and the
-layer of each depth; and with ("layers.3.scores", largest score of each head and query [B, n, s], before any cap)."""
+layer of each depth; with ("layers.3.scores", largest score of each head and query [B, n, s], before any cap); and with
+("layers.3.balance", what the layer's experts add to what is minimised, as a mean over microbatches)."""
 
 
 def by_nobody(name: str, values: Tensor) -> None:
     """A `Seen` that does nothing."""
+
+
+class Added:
+    """A `Seen` that adds up what experts add to what is minimised, and hands on the rest."""
+
+    def __init__(self, seen: Seen = by_nobody) -> None:
+        self._seen = seen
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, name: str, values: Tensor) -> None:
+        if name.endswith(".balance"):
+            self.total = self.total + values
+        else:
+            self._seen(name, values)
+
+    @property
+    def unreported(self) -> Tensor:
+        """Zero, with the gradient of the sum."""
+        return self.total - self.total.detach()
 
 
 def token_losses(
@@ -176,7 +197,11 @@ def layer(
     attended = attend(shape, number, own, norm(shape, own, "attention_norm", x) if before else x, positions, documents, eight, seen)
     x = x + shape.residual_multiplier * (norm(shape, own, "attention_post_norm", attended) if behind else attended)
     source = start if shape.parallel else x
-    fed = mlp(shape, own, norm(shape, own, "mlp_norm", source) if before else source, eight)
+    source = norm(shape, own, "mlp_norm", source) if before else source
+    if shape.experts is not None and shape.experts.layers[number]:
+        fed = experts(shape, shape.experts, own, source, seen)
+    else:
+        fed = mlp(shape, own, source, eight)
     seen("attention", attended)
     seen("mlp", fed)
     return x + shape.residual_multiplier * (norm(shape, own, "mlp_post_norm", fed) if behind else fed)
@@ -308,6 +333,23 @@ def mlp(shape: ReferenceShape, layer: Weights, x: Tensor, eight: EightBits | Non
     if shape.clamp is not None:
         gate, up = torch.minimum(gate, torch.full_like(gate, shape.clamp)), up.clamp(-shape.clamp, shape.clamp)
     return linear(layer, "mlp.down", activated(shape.activation, gate) * (up + shape.offset), eight)
+
+
+def experts(shape: ReferenceShape, kind: ExpertsShape, layer: Weights, x: Tensor, seen: Seen = by_nobody) -> Tensor:
+    """The experts over [B, s, h], with the shared one."""
+
+    def one(number: int, rows: Tensor) -> Tensor:
+        up, down = layer["mlp.experts.up.weight"][number], layer["mlp.experts.down.weight"][number]
+        return mlp(shape, {"mlp.up.weight": up, "mlp.down.weight": down}, rows)
+
+    y, added, _ = mixture(kind, layer["mlp.router.weight"], x, one)
+    seen("balance", added)
+    if kind.shared is None:
+        return y
+    shared = mlp(shape, {name.replace("mlp.shared.", "mlp."): w for name, w in layer.items() if "mlp.shared." in name}, x)
+    if kind.gate:
+        shared = shared / (1 + torch.exp(-(x @ layer["mlp.shared_gate.weight"].T)))
+    return y + shared
 
 
 def activated(name: str, x: Tensor) -> Tensor:

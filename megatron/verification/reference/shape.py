@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.verification.reference.eight_bits import EightBits
+from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.rotary import RotaryStretch
 
 Weights = dict[str, Tensor]
@@ -108,6 +109,8 @@ class ReferenceShape:
     """Weight of their loss where it is minimised (it is not reported)."""
     smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary where the loss is minimised (but not where it is reported)."""
+    experts: ExpertsShape | None = None
+    """Experts in some layers; None where there are none."""
     width: float = 1.0
     """muP: the logits are divided by this."""
     eight_bits: EightBits | None = None
@@ -181,7 +184,17 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
     if shape.embedding_norm:
         add_norm("embedding.norm", h)
 
-    def add_layer(name: str) -> None:
+    def add_experts(name: str, experts: ExpertsShape) -> None:
+        add_linear(f"{name}.router", (experts.count,), h, False)
+        add_linear(f"{name}.experts.up", (experts.count, *up[:-1], experts.width), h, False)
+        add_linear(f"{name}.experts.down", (experts.count, h), experts.width, False)
+        if experts.shared is not None:
+            add_linear(f"{name}.shared.up", (*up[:-1], experts.shared), h, shape.bias or shape.mlp_bias)
+            add_linear(f"{name}.shared.down", (h,), experts.shared, shape.bias or shape.mlp_bias)
+        if experts.gate:
+            add_linear(f"{name}.shared_gate", (1,), h, False)
+
+    def add_layer(name: str, number: int) -> None:
         if shape.norms != "post":
             add_norm(f"{name}.attention_norm", h)
         if shape.latent is not None:
@@ -196,13 +209,16 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
             add_norm(f"{name}.attention_post_norm", h)
         if shape.norms != "post":
             add_norm(f"{name}.mlp_norm", h)
-        add_linear(f"{name}.mlp.up", up, h, shape.bias or shape.mlp_bias)
-        add_linear(f"{name}.mlp.down", (h,), shape.ffn, shape.bias or shape.mlp_bias)
+        if shape.experts is not None and shape.experts.layers[number]:
+            add_experts(f"{name}.mlp", shape.experts)
+        else:
+            add_linear(f"{name}.mlp.up", up, h, shape.bias or shape.mlp_bias)
+            add_linear(f"{name}.mlp.down", (h,), shape.ffn, shape.bias or shape.mlp_bias)
         if shape.norms != "pre":
             add_norm(f"{name}.mlp_post_norm", h)
 
     for i in range(shape.num_layers):
-        add_layer(f"layers.{i}")
+        add_layer(f"layers.{i}", i)
     add_norm("final_norm", h)
     if not shape.tied:
         shapes["output.weight"] = (shape.vocab, h)
@@ -210,7 +226,7 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         add_norm(f"mtp.{k}.hidden_norm", h)
         add_norm(f"mtp.{k}.embedding_norm", h)
         shapes[f"mtp.{k}.projection.weight"] = (h, 2 * h)
-        add_layer(f"mtp.{k}.layer")
+        add_layer(f"mtp.{k}.layer", shape.num_layers - 1)
     return shapes
 
 

@@ -60,7 +60,7 @@ checkpoint-activations checkpoint-num-layers activations-checkpoint-method distr
 no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
 fp8-param-gather fp8-margin fp8-interval fp8-amax-history-len no-fp8-wgrad fp4-format
-moe-router-topk moe-layer-freq moe-grouped-gemm num-experts
+moe-expert-capacity-factor moe-router-force-load-balancing moe-router-enable-expert-bias
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform
 use-torch-fsdp2 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
 log-straggler no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank
@@ -129,9 +129,9 @@ def test_a_value_that_changes_nothing_is_named() -> None:
         (["--dataloader-type", "cyclic"], ["cyclic is refused", "already shuffled"]),
         (["--ckpt-format", "torch"], ["--ckpt-format torch", "torch_dist or fsdp_dtensor only"]),
         (["--attention-backend", "local"], ["local is not built", "unfused (math)"]),
-        (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not built yet", "mlp_act and mlp are"]),
+        (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not built;", "mlp means experts too"]),
         (["--rerun-mode", "validate_results"], ["disabled only"]),
-        (["--expert-model-parallel-size", "2"], ["refused", "--expert-model-parallel-size 1"]),
+        (["--moe-token-dispatcher-type", "flex"], ["flex is not built", "alltoall and allgather are"]),
         (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "fp32 only"]),
         (["--no-mock-data", "--data-path", "0.3", "a", "b", "0.7"], ["word 3, 'b'", "where a weight belongs"]),
         (["--no-mock-data", "--data-path", "1.0", "b", "2"], ["the last weight, 2, has no prefix", "./2"]),

@@ -41,7 +41,7 @@ def test_a_page_says_what_a_setting_is() -> None:
 
 
 def test_flags_that_are_no_settings_say_so() -> None:
-    assert explain("moe-router-topk").startswith("--moe-router-topk is refused. Mixtures of experts")
+    assert explain("moe-latent-size").startswith("--moe-latent-size is refused. Of mixtures of experts")
     assert "is accepted and has no effect" in explain("use-flash-attn")
     assert "Use --check-replicas-every" in explain("check-weight-hash-across-dp-replicas-interval")
 
@@ -87,7 +87,7 @@ def test_every_number_has_a_unit_and_nothing_else() -> None:
 
 
 def test_conditions_are_about_settings() -> None:
-    counted = {"data_ranks", "sharing_ranks", "chunks", "microbatches"}
+    counted = {"data_ranks", "sharing_ranks", "expert_ranks", "chunks", "microbatches"}
     known = {flag.field: flag for flag in flags().values()}
     for flag in known.values():
         assert flag.facts.acts is None or flag.field not in flag.facts.acts.others

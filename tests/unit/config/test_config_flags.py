@@ -140,11 +140,16 @@ def test_what_cannot_be_read_is_named(words: list[str], parts: list[str]) -> Non
 def test_all_problems_are_reported_together() -> None:
     """Forms of values, refused flags and rules between the others, in one message."""
     with pytest.raises(ConfigError) as caught:
-        load([*BASE, "--hidden-sise", "7", "--lr", "abc", "--moe-router-topk", "2", "--attention-dropout", "2"], 1)
+        load([*BASE, "--hidden-sise", "7", "--lr", "abc", "--moe-layer-recompute", "--attention-dropout", "2"], 1)
     text = str(caught.value)
     assert len(caught.value.violations) == 4
     assert text.startswith("4 problems in the settings:\n")
-    for part in ("--hidden-sise is not a flag", "--lr takes a number", "--moe-router-topk 2 is refused", "--attention-dropout 2.0"):
+    for part in (
+        "--hidden-sise is not a flag",
+        "--lr takes a number",
+        "--moe-layer-recompute is refused",
+        "--attention-dropout 2.0",
+    ):
         assert part in text
 
 

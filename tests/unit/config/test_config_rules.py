@@ -35,6 +35,8 @@ DATA = "--no-mock-data --data-path corpus"
 
 
 LATENT = "--multi-latent-attention --position-embedding-type rope"
+EXPERTS = "--num-experts 8 --disable-bias-linear"
+
 CASES: list[Case] = [
     ("--num-layers 0", 1, {"--num-layers"}, ["--num-layers is missing"], []),
     (
@@ -289,7 +291,71 @@ CASES: list[Case] = [
         ["not built"],
         ["--no-log-gradient-noise", "--context-parallel-size 1"],
     ),
-    ("--expert-model-parallel-size 2", 2, {"--expert-model-parallel-size"}, ["refused"], ["--expert-model-parallel-size 1"]),
+    ("--expert-model-parallel-size 2", 2, {"--expert-model-parallel-size"}, ["only with --num-experts"], []),
+    ("--expert-tensor-parallel-size 2", 2, {"--expert-tensor-parallel-size"}, ["only with --num-experts"], []),
+    ("--moe-token-dispatcher-type allgather", 2, {"--moe-token-dispatcher-type"}, ["only with --num-experts"], []),
+    ("--moe-layer-freq 2", 1, {"--moe-layer-freq"}, ["only with --num-experts"], []),
+    ("--moe-ffn-hidden-size 8", 1, {"--moe-ffn-hidden-size"}, ["only with --num-experts"], []),
+    ("--moe-router-topk 1", 1, {"--moe-router-topk"}, ["only with --num-experts"], []),
+    ("--moe-shared-expert-intermediate-size 8", 1, {"--moe-shared-expert-intermediate-size"}, ["only with --num-experts"], []),
+    (f"{EXPERTS} --moe-shared-expert-gate", 1, {"--moe-shared-expert-gate"}, ["--moe-shared-expert-intermediate-size"], []),
+    ("--moe-router-score-function sigmoid", 1, {"--moe-router-score-function"}, ["only with --num-experts"], []),
+    ("--moe-router-pre-softmax", 1, {"--moe-router-pre-softmax"}, ["only with --num-experts"], []),
+    ("--moe-router-topk-scaling-factor 2", 1, {"--moe-router-topk-scaling-factor"}, ["only with --num-experts"], []),
+    ("--moe-router-num-groups 2", 1, {"--moe-router-num-groups"}, ["only with --num-experts"], []),
+    (f"{EXPERTS} --moe-router-group-topk 2", 1, {"--moe-router-group-topk"}, ["only with --moe-router-num-groups"], []),
+    ("--moe-router-dtype fp64", 1, {"--moe-router-dtype"}, ["only with --num-experts"], []),
+    ("--moe-router-load-balancing-type none", 1, {"--moe-router-load-balancing-type"}, ["only with --num-experts"], []),
+    ("--moe-aux-loss-coeff 0.1", 1, {"--moe-aux-loss-coeff"}, ["only with --num-experts"], []),
+    ("--moe-z-loss-coeff 0.1", 1, {"--moe-z-loss-coeff"}, ["only with --num-experts"], []),
+    (f"{EXPERTS} --moe-router-topk 9", 1, {"--moe-router-topk", "--num-experts"}, ["passes each"], ["--moe-router-topk 8"]),
+    (f"{EXPERTS} --moe-router-num-groups 3", 1, {"--num-experts", "--moe-router-num-groups"}, ["8 does not divide"], []),
+    (
+        f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 4 --moe-router-topk 4",
+        1,
+        {"--moe-router-group-topk", "--moe-router-num-groups"},
+        ["4 is above"],
+        [],
+    ),
+    (
+        f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3",
+        1,
+        {"--moe-router-topk", "--moe-router-group-topk"},
+        ["does not divide"],
+        ["--moe-router-topk 2", "--moe-router-topk 4"],
+    ),
+    (
+        f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 6",
+        1,
+        {"--moe-router-topk", "--moe-router-group-topk"},
+        ["more than the 4 experts of 2 open groups"],
+        ["--moe-router-topk 4"],
+    ),
+    (f"{EXPERTS} --expert-model-parallel-size 3", 6, {"--num-experts"}, ["8 does not divide"], ["--expert-model-parallel-size 2"]),
+    (f"{EXPERTS} --expert-model-parallel-size 4", 2, {"--expert-model-parallel-size"}, ["The 2 ranks of a pipeline stage"], []),
+    (f"{EXPERTS} --moe-layer-freq [1,0]", 1, {"--moe-layer-freq", "--num-layers"}, ["2 entries for 4 layers"], ["--num-layers 2"]),
+    (
+        f"{EXPERTS} --moe-ffn-hidden-size 9 --expert-tensor-parallel-size 2",
+        2,
+        {"--moe-ffn-hidden-size", "--expert-tensor-parallel-size"},
+        ["9 does not divide by the 2 ranks"],
+        ["--moe-ffn-hidden-size 10"],
+    ),
+    (
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 9 --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        {"--moe-shared-expert-intermediate-size", "--tensor-model-parallel-size"},
+        ["does not divide by"],
+        ["--moe-shared-expert-intermediate-size 10"],
+    ),
+    (f"{EXPERTS} --tensor-model-parallel-size 2", 2, {"--sequence-parallel"}, ["same tokens"], ["--sequence-parallel"]),
+    ("--num-experts 8", 1, {"--num-experts", "--disable-bias-linear"}, ["biases are not built"], []),
+    (f"{EXPERTS} --moe-layer-freq [0,0,0,0]", 1, {"--moe-layer-freq"}, ["leaves no layer with experts"], []),
+    (f"{EXPERTS} --param-groups '* optimizer=muon'", 1, {"--param-groups"}, ["muon for some parameters"], []),
+    (f"{EXPERTS} --optimizer muon", 1, {"--num-experts", "--optimizer"}, ["not built yet"], ["--optimizer adam"]),
+    (f"{EXPERTS} --bf16 --fp8-format hybrid", 1, {"--num-experts", "--fp8-format"}, ["not built yet"], []),
+    (f"{EXPERTS} --mup-base-width 48", 1, {"--num-experts", "--mup-base-width"}, ["not built yet"], []),
+    (f"{EXPERTS} --mtp-num-layers 1", 1, {"--num-experts", "--mtp-num-layers"}, ["not built yet"], []),
     (
         "--device cpu --distributed-backend nccl",
         1,
@@ -1177,6 +1243,11 @@ def test_each_setting_that_may_do_nothing_has_a_case() -> None:
 
 VALID = [
     ("", 1),
+    (
+        f"{EXPERTS} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --context-parallel-size 2",
+        4,
+    ),
+    (f"{EXPERTS} --moe-layer-freq [0,1,1,0] --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2", 1),
     (f"{LATENT} --hidden-size 100 --q-lora-rank 7 --v-head-dim 5 --tensor-model-parallel-size 4 --sequence-parallel", 4),
     ("", 1_000_000),
     ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 3 --sequence-parallel --num-layers 7", 24),

@@ -108,7 +108,7 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("tensor-model-parallel-size: [1, 2]\n", ["takes a whole number, not 2."]),
         ("model: 3\n", ["line 1: model is a heading under which settings stand, not a setting."]),
         ("seed: 1\ndata:\n", ["line 2: data is a heading under which settings stand"]),
-        ("num-experts: 8\n", ["--num-experts 8 is refused"]),
+        ("moe-extended-tp: true\n", ["--moe-extended-tp is refused"]),
         ("data_path: [--bf16]\n", ["takes any number of texts"]),
         ("lr: 1\nlr: 2\n", ["line 2: lr was already set in", "line 1"]),
         ("lr: 1\noptimizer: {lr: 2}\n", ["line 2: lr was already set"]),

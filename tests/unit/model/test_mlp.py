@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.mlp import _FUNCTIONS, _TRACED, _swiglu_gradient
+from megatron.model.mlp import _TRACED, FUNCTIONS, _swiglu_gradient
 from megatron.spec.activations import ACTIVATIONS, Activation
-from megatron.spec.layers import MLPSpec
+from megatron.spec.mlps import MLPSpec
 
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -29,7 +29,7 @@ def quick(x: torch.Tensor) -> torch.Tensor:
 
 
 def function_of(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    return _FUNCTIONS[activation.name](MLPSpec(8, activation, bias=False, offset=1.0, clamp=0.5))
+    return FUNCTIONS[activation.name](MLPSpec(8, activation, bias=False, offset=1.0, clamp=0.5))
 
 
 def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
@@ -63,7 +63,7 @@ def test_the_same_for_a_compiler() -> None:
     for activation in ACTIVATIONS:
         x = torch.randn((5, 2, 8) if activation.gated else (5, 8), dtype=torch.float64)
         spec = MLPSpec(8, activation, bias=False, offset=1.0, clamp=0.5)
-        torch.testing.assert_close(_TRACED[activation.name](spec)(x), _FUNCTIONS[activation.name](spec)(x), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(_TRACED[activation.name](spec)(x), FUNCTIONS[activation.name](spec)(x), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("few_launches", [False, True])

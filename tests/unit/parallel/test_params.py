@@ -75,7 +75,8 @@ def test_a_split_that_does_not_divide_is_our_mistake() -> None:
 def test_replicated_axes() -> None:
     assert ParamRecord("norm", (8,)).replicated_axes == ("tp",)
     assert ParamRecord("up", (8, 8), (Split(0, "tp"),)).replicated_axes == ()
-    assert ParamRecord("experts", (8, 8), (Split(0, "ep"),)).replicated_axes == ("tp",)
+    assert ParamRecord("experts", (8, 8), (Split(0, "ep"),)).replicated_axes == ("etp",)
+    assert ParamRecord("experts", (8, 8), (Split(0, "ep"), Split(1, "etp"))).replicated_axes == ()
 
 
 class Tied(nn.Module):

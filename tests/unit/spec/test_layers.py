@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.planner.chunk_trace import segments_that_stand
 from megatron.spec import counts
 from megatron.spec.layers import LayerSpec, alike, layers
+from megatron.spec.mlps import MLPSpec
 from megatron.spec.weights import model_weights
 from tests.support.mixed_layers import mix_layers
 
@@ -23,6 +24,7 @@ MODEL = ModelConfig(
 def kinds(text: str) -> list[LayerSpec]:
     """A layer for each letter."""
     (layer,) = alike(layers(MODEL))
+    assert isinstance(layer.mlp, MLPSpec)
     return [dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, width=ord(letter))) for letter in text]
 
 

@@ -1,0 +1,113 @@
+"""Experts in the place of an MLP (docs/moe.md): a router, a dispatcher, and the experts of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.memory.recompute import decided
+from megatron.model.mlp import FUNCTIONS, MLP
+from megatron.moe.balance import Balance
+from megatron.moe.choice import choose, probabilities, scores_of
+from megatron.moe.dispatch import Dispatcher
+from megatron.moe.grouped import grouped_linear
+from megatron.parallel.accumulate import through
+from megatron.parallel.scope import Scope
+from megatron.spec.mlps import ExpertsSpec, MLPSpec, RouterSpec
+from megatron.tensor_parallel.linear import Remade
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token."""
+
+    weight: nn.Parameter
+
+    def __init__(self, scope: Scope, spec: RouterSpec, layer: int) -> None:
+        super().__init__()
+        self.spec, self.layer = spec, layer
+        self.balance: Balance | None = None
+        """What takes the choices of training steps."""
+        scope.parameter(self, "weight")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map hidden states [s, b, h] to the weights of experts and their numbers, both [s, b, k]."""
+        dtype = x.dtype if self.spec.dtype is None else torch.promote_types(x.dtype, _DTYPES[self.spec.dtype])
+        logits = F.linear(x.to(dtype), through(self.weight).to(dtype))
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        scores = scores_of(logits, self.spec)
+        chosen = decided(lambda: choose(scores.detach(), self.spec))
+        weights = probabilities(logits, scores, chosen, self.spec)
+        if self.balance is not None:
+            weights = self.balance.minimise(weights, logits, chosen, self.layer, self.spec)
+        return weights, chosen
+
+
+class ManyMLPs(nn.Module):
+    """The experts of this rank: MLPs without biases, whose weights lie in one tensor each."""
+
+    def __init__(self, scope: Scope, spec: MLPSpec) -> None:
+        super().__init__()
+        self.activation, self.gated = FUNCTIONS[spec.activation.name](spec), spec.activation.gated
+        self.up, self.down = _Matrices(scope.child("up")), _Matrices(scope.child("down"))
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Map rows [n, h], of which each expert has so many, to the same shape (with several ETP ranks, to this one's summand)."""
+        wide = self.up(rows, counts)
+        return self.down(self.activation(wide.unflatten(-1, (2, -1)) if self.gated else wide), counts)
+
+
+class _Matrices(nn.Module):
+    weight: nn.Parameter
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        scope.parameter(self, "weight")
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return grouped_linear(rows, self.weight, counts)
+
+
+class Experts(nn.Module):
+    """A router with its experts, of which this rank has some; and perhaps a shared expert, split over the tensor ranks."""
+
+    def __init__(self, scope: Scope, spec: ExpertsSpec, layer: int, *, remakes_activation: bool = False) -> None:
+        super().__init__()
+        self.router = Router(scope.child("router"), spec.router, layer)
+        self.experts = ManyMLPs(scope.child("experts"), spec.expert)
+        self.shared = MLP(scope.child("shared"), spec.shared, remakes_activation=remakes_activation) if spec.shared else None
+        self.shared_gate = _Gate(scope.child("shared_gate")) if spec.shared_gate else None
+        self.dispatcher = Dispatcher.of(scope.context, spec.router.experts, gathers=scope.gathers_tokens)
+
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
+        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
+        x = x.value if isinstance(x, Remade) else x
+        weights, chosen = self.router(x)
+        y, shared = self.dispatcher.run(
+            x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), self.experts, lambda: self._of_shared(x)
+        )
+        y = y.view_as(x)
+        return y if shared is None else y + shared
+
+    def _of_shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self.shared is None:
+            return None
+        found: torch.Tensor = self.shared(x)
+        return found if self.shared_gate is None else found * self.shared_gate(x)
+
+
+class _Gate(nn.Module):
+    """The sigmoid of a product of each token: [s, b, h] to [s, b, 1]."""
+
+    weight: nn.Parameter
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        scope.parameter(self, "weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, through(self.weight)).sigmoid()

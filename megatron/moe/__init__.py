@@ -1,0 +1,1 @@
+"""Mixtures of experts: who is chosen, how tokens travel, products of many matrices, balance. Definitions are in docs/moe.md."""

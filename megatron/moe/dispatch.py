@@ -1,0 +1,263 @@
+"""How tokens reach the ranks of their experts, and results come back.
+
+A *choice* is a token with one of its k experts. The ranks of an expert group (etp x ep, `ParallelContext.expert_group`) hold each
+expert once: place etp + ETP x ep of the group holds part etp of the experts ep x E/EP, ... Two dispatchers:
+
+========== ========================================= ==============================================================
+           forward                                   backward
+========== ========================================= ==============================================================
+alltoall   each choice goes to the ranks of its      the same ways back and forth
+           expert, its result comes back, and the
+           token's rank adds them up
+allgather  all tokens go to all ranks, each adds up  all-gather of the results' gradients, reduce-scatter of those
+           its experts' results, reduce-scatter      of tokens and probabilities
+========== ========================================= ==============================================================
+
+The host waits for the device once in each forward, for the number of rows that each expert gets; never in backward.
+
+Shapes: `t` this rank's tokens, `h` hidden size, `k` experts of a token, `n` rows for this rank's experts, `G` ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron.memory.recompute import decided
+from megatron.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_gather_forward,
+    all_to_all,
+    reduce_scatter_forward,
+    start_exchange,
+)
+from megatron.parallel.context import Group, ParallelContext
+
+Apply = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""Runs this rank's experts over rows [n, h], of which each expert has so many."""
+Meanwhile = Callable[[], torch.Tensor | None]
+"""What else there is to compute while tokens travel."""
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """One of the two ways, for the experts of a layer.
+
+    Args:
+        experts: of the layer, on all ranks.
+        gathers: allgather instead of alltoall.
+    """
+
+    group: Group
+    experts: int
+    etp: int
+    """Ranks that hold parts of the same experts."""
+    gathers: bool
+    planned: bool = False
+    """Whether tokens have no values, so that all experts are taken to get as many."""
+    elsewhere: int = 1
+    """How many times as many choices there are as go to these experts, if all get as many."""
+
+    @classmethod
+    def of(cls, context: ParallelContext, experts: int, *, gathers: bool) -> Dispatcher:
+        """The dispatcher of a rank."""
+        group = context.expert_group
+        return cls(group, experts, context.topology.etp, gathers and group.size > 1, context.device.type == "meta")
+
+    def run(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, apply: Apply, meanwhile: Meanwhile
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sum over each token's experts of its weight x what the expert gives; and what was computed meanwhile.
+
+        Args:
+            x: [t, h].
+            weights: [t, k].
+            chosen: int64 [t, k]; the number E stands for no expert.
+        """
+        if not self.gathers:
+            return self._exchanged(x, weights, chosen, apply, meanwhile)
+        here = self.experts * self.etp // self.group.size
+        x, weights = all_gather_forward(x, self.group), all_gather_forward(weights, self.group)
+        everywhere = decided(lambda: all_gather(chosen, self.group))
+        first = self.group.index // self.etp * here
+        mine = (everywhere - first).where((everywhere >= first) & (everywhere < first + here), here)
+        alone = replace(self, group=Group("alone", self.group.ranks[:1], 0), experts=here, etp=1, elsewhere=self.experts // here)
+        partial, beside = alone._exchanged(x, weights, mine, apply, meanwhile)
+        return reduce_scatter_forward(partial, self.group), beside
+
+    def _exchanged(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, apply: Apply, meanwhile: Meanwhile
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        way = decided(lambda: self._way(chosen))
+        trip = _Trip(way)
+        unfinished = _Send.apply(x, trip)
+        beside = meanwhile()
+        results = apply(_Arrive.apply(unfinished, trip), way.counts)
+        return _Collect.apply(results, weights, way), beside
+
+    def _way(self, chosen: torch.Tensor) -> _Dispatch:
+        if self.planned:
+            return _Dispatch.balanced(chosen, self.group, self.experts, self.etp, self.elsewhere)
+        return _Dispatch.of(chosen, self.group, self.experts, self.etp)
+
+
+@dataclass(frozen=True)
+class _Dispatch:
+    """Where each choice of a microbatch goes."""
+
+    group: Group
+    etp: int
+    tokens: int
+    k: int
+    order: torch.Tensor
+    """The choices that go to an expert, in the order of the experts, by number: token x k + place; int64."""
+    place: torch.Tensor | None
+    """The rows that arrive, in the order of the experts; None where they arrive so."""
+    goes: Sequence[int]
+    """Rows to each rank."""
+    comes: Sequence[int]
+    """Rows from each rank."""
+    counts: Sequence[int]
+    """Rows of each expert of this rank."""
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, group: Group, experts: int, etp: int) -> _Dispatch:
+        """Sort the choices by expert, and tell the other ranks how many come."""
+        (tokens, k), here, ranks = chosen.shape, experts * etp // group.size, group.size
+        flat = chosen.flatten()
+        of_expert = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+        of_expert = of_expert.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+        to_rank = of_expert.view(-1, 1, here).expand(-1, etp, -1).reshape(ranks, here)  # neighbours along etp get the same
+        from_rank = all_to_all(to_rank, group)
+        go, come = torch.stack([to_rank, from_rank]).tolist()  # the host waits
+        goes, comes = [sum(row) for row in go], [sum(row) for row in come]
+        place = None
+        if here > 1 and ranks > 1:
+            labels = torch.arange(here, device=flat.device).repeat(ranks)
+            place = labels.repeat_interleave(from_rank.flatten(), output_size=sum(comes)).argsort(stable=True)
+        counts = [sum(column) for column in zip(*come, strict=True)]
+        return cls(group, etp, tokens, k, flat.argsort(stable=True)[: sum(goes[::etp])], place, goes, comes, counts)
+
+    @classmethod
+    def balanced(cls, chosen: torch.Tensor, group: Group, experts: int, etp: int, elsewhere: int) -> _Dispatch:
+        """The same where all experts get as many, as near as may be."""
+        (tokens, k), here, ranks = chosen.shape, experts * etp // group.size, group.size // etp
+        goes = [count for count in _even(tokens * k // elsewhere, ranks) for _ in range(etp)]
+        comes = _even(sum(goes), group.size)
+        # What it takes to find out: the counts.
+        order, counts = chosen.new_empty(tokens * k // elsewhere), chosen.new_empty(2, group.size, here)
+        if group.size > 1:
+            all_to_all(counts[0], group)
+        place = chosen.new_empty(sum(comes)) if here > 1 and group.size > 1 else None
+        return cls(group, etp, tokens, k, order, place, goes, comes, _even(sum(comes), here))
+
+    def start(self, rows: torch.Tensor, *, back: bool = False) -> Pending:
+        """Begin to send rows [.., h] to the ranks of their experts, or back. The result is [.., h] too."""
+        if self.group.size == 1:
+            return Pending(rows)
+        goes, comes, width = (self.comes, self.goes, rows.shape[1]) if back else (self.goes, self.comes, rows.shape[1])
+        received, rows = rows.new_empty(sum(comes), width), rows.contiguous()
+        counts = [count * width for count in comes], [count * width for count in goes]
+        return Pending(received, start_exchange(received.view(-1), rows.view(-1), counts, self.group))
+
+    def to_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of choices, in the order of the experts, as they are sent."""
+        if self.etp == 1:
+            return rows
+        return torch.cat([part for part in rows.split(self.goes[:: self.etp]) for _ in range(self.etp)])
+
+    def by_expert(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows that have arrived, in the order of the experts."""
+        return rows if self.place is None else rows.index_select(0, self.place)
+
+    def as_arrived(self, rows: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        return rows if self.place is None else torch.empty_like(rows).index_copy_(0, self.place, rows)
+
+    def by_choice(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows that have come back, by token and choice: [t, k, h]. Those of the etp ranks are added; a choice of no expert has
+        zeros."""
+        if self.etp > 1:
+            parts = rows.split(self.goes)
+            sums = [torch.stack(parts[i : i + self.etp]).sum(0) for i in range(0, len(parts), self.etp)]
+            rows = torch.cat(sums)
+        shape = (self.tokens * self.k, rows.shape[1])
+        found = rows.new_empty(shape) if len(rows) == shape[0] else rows.new_zeros(shape)
+        return found.index_copy_(0, self.order, rows).view(self.tokens, self.k, -1)
+
+
+def _even(count: int, parts: int) -> list[int]:
+    """So many in nearly equal parts."""
+    return [count // parts + (i < count % parts) for i in range(parts)]
+
+
+class _Trip:
+    """What is on its way, forward or backward."""
+
+    def __init__(self, way: _Dispatch) -> None:
+        self.way = way
+        self.pending: Pending | None = None
+
+    def set_out(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """Start. The result must not be read before it has arrived."""
+        self.pending = self.way.start(rows, back=back)
+        return self.pending.unfinished
+
+    def arrive(self) -> torch.Tensor:
+        """Wait."""
+        assert self.pending is not None
+        found, self.pending = self.pending.wait(), None
+        return found
+
+
+class _Send(torch.autograd.Function):
+    """Tokens [t, h] set out, and in backward their gradients arrive. What `_Arrive` waits for may be computed beside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trip: _Trip) -> torch.Tensor:  # type: ignore[override]
+        ctx.trip, way = trip, trip.way
+        return trip.set_out(way.to_ranks(x.index_select(0, way.order // way.k)))
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.trip.way.by_choice(ctx.trip.arrive()).sum(1), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Rows [n, h] arrive, and in backward their gradients set out."""
+
+    @staticmethod
+    def forward(ctx: Any, unfinished: torch.Tensor, trip: _Trip) -> torch.Tensor:  # type: ignore[override]
+        ctx.trip = trip
+        rows = trip.way.by_expert(trip.arrive())
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        rows = ctx.trip.way.as_arrived(grad)
+        ctx.trip.set_out(rows, back=True)
+        return rows, None  # of the right shape; what `_Send` takes is on its way
+
+
+class _Collect(torch.autograd.Function):
+    """Results [n, h] go back to their tokens, and are added with weights [t, k]: [t, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, results: torch.Tensor, weights: torch.Tensor, way: _Dispatch) -> torch.Tensor:  # type: ignore[override]
+        found = way.by_choice(way.start(way.as_arrived(results), back=True).wait())
+        ctx.save_for_backward(found, weights)
+        ctx.way = way
+        return torch.bmm(weights.unsqueeze(1), found.to(weights.dtype)).squeeze(1).to(results.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        (found, weights), way = ctx.saved_tensors, ctx.way
+        wide = grad.to(weights.dtype)
+        grad_weights = torch.bmm(found.to(weights.dtype), wide.unsqueeze(2)).squeeze(2)
+        scaled = (weights.unsqueeze(2) * wide.unsqueeze(1)).to(grad.dtype).flatten(0, 1)
+        rows = way.start(way.to_ranks(scaled.index_select(0, way.order))).wait()
+        return way.by_expert(rows), grad_weights, None

@@ -1,0 +1,75 @@
+"""Products of rows with many matrices: each row with that of its expert. The rows of an expert are neighbours.
+
+Shapes: `n` rows, `E` experts of this rank. A weight is [E, out, in], or [E, 2, out, in] for the two halves of a gated MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.memory.recompute import about_to_save
+from megatron.parallel.accumulate import accumulate_grouped, now_or_deferred
+from megatron.parallel.products import input_product, linear
+
+_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def grouped_linear(x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int]) -> torch.Tensor:
+    """Multiply each row with the matrix of its expert: [n, in] to [n, out] (or [n, 2 out]).
+
+    The gradient of the weight goes where `accumulate` says, now or deferred; that of an expert without rows is zero.
+
+    Args:
+        counts: rows of each expert.
+    """
+    return _GroupedLinear.apply(x, weight, counts)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
+        about_to_save(x)
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.counts = weight, counts  # a leaf, which needs no saving
+        return _products(x, weight.flatten(1, -2), counts, transposed=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
+        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+        grad_output = grad_output.contiguous()
+        grad_input = _products(grad_output, weight.flatten(1, -2), counts, transposed=False) if ctx.needs_input_grad[0] else None
+        now_or_deferred(
+            lambda: accumulate_grouped(weight, [(grad_output[rows], x[rows]) for rows in _rows(counts)]), keeps=(grad_output, x)
+        )
+        return grad_input, None, None
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
+    """Rows [n, k] times the matrices [E, m, k] transposed, or [E, k, m] as they are: [n, m]."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and _grouped_mm is not None:
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+        found: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2) if transposed else weight, offs=ends)
+        return found
+    return each_product(x, weight, counts, transposed=transposed)
+
+
+def each_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
+    """The same, one expert after the other: what a grouped kernel is compared with, and the way where there is none."""
+    out = x.new_empty(len(x), weight.shape[1 if transposed else 2])
+    for rows, matrix in zip(_rows(counts), weight.unbind(), strict=True):
+        if rows.start < rows.stop:
+            out[rows] = (linear if transposed else input_product)(x[rows], matrix)
+    return out
+
+
+def _rows(counts: Sequence[int]) -> Iterator[slice]:
+    """The rows of each expert."""
+    start = 0
+    for count in counts:
+        yield slice(start, start + count)
+        start += count

@@ -1,0 +1,96 @@
+"""What follows attention in a layer: an MLP, or experts with a router. Their meaning is in docs/moe.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.experts import Balancing, RouterDtype, ScoreFunction
+from megatron.config.model import ModelConfig
+from megatron.spec.activations import Activation, activation_of
+from megatron.spec.layer_pattern import marked, read_pattern
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Two products with an activation between them."""
+
+    width: int
+    activation: Activation
+    bias: bool
+    offset: float = 0.0
+    """What quick_geglu adds to its second half."""
+    clamp: float | None = None
+    """The bound to which quick_geglu clamps its input."""
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How experts are chosen for a token, and what balances them."""
+
+    experts: int
+    chosen: int
+    """Experts that a token passes (k)."""
+    score_function: ScoreFunction
+    pre_softmax: bool
+    """Whether softmax is over all experts, and not over the chosen ones."""
+    scaling: float
+    """Factor of the probabilities."""
+    groups: int
+    """Groups of neighbouring experts; 1 for no groups."""
+    open_groups: int
+    """Groups that a token may choose from."""
+    dtype: RouterDtype | None
+    """Dtype of the product, in place of the model's."""
+    balancing: Balancing
+    balance_coeff: float
+    z_coeff: float
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A router, equal experts, and perhaps an expert that all tokens pass."""
+
+    router: RouterSpec
+    expert: MLPSpec
+    shared: MLPSpec | None
+    shared_gate: bool
+    """Whether the result of the shared expert is multiplied by a sigmoid."""
+
+
+def mlp_of(model: ModelConfig, width: int) -> MLPSpec:
+    """An MLP of a width, as all of the model are otherwise."""
+    bias = not model.disable_bias_linear or model.add_mlp_bias
+    return MLPSpec(width, activation_of(model), bias, model.glu_linear_offset, model.activation_func_clamp_value)
+
+
+def experts_of(model: ModelConfig) -> ExpertsSpec:
+    """The experts of a layer that has some."""
+    assert model.num_experts is not None
+    shared = model.moe_shared_expert_intermediate_size
+    router = RouterSpec(
+        model.num_experts,
+        model.moe_router_topk,
+        model.moe_router_score_function,
+        model.moe_router_pre_softmax,
+        model.moe_router_topk_scaling_factor or 1.0,
+        model.moe_router_num_groups or 1,
+        model.moe_router_group_topk,
+        model.moe_router_dtype,
+        model.moe_router_load_balancing_type,
+        model.moe_aux_loss_coeff,
+        model.moe_z_loss_coeff or 0.0,
+    )
+    return ExpertsSpec(
+        router,
+        mlp_of(model, model.moe_ffn_hidden_size or model.ffn_size),
+        None if shared is None else mlp_of(model, shared),
+        model.moe_shared_expert_gate,
+    )
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Whether a layer, counted from 0, has experts. A number N marks the first and every N-th after it."""
+    if model.num_experts is None:
+        return False
+    pattern = read_pattern(model.moe_layer_freq)
+    return layer % pattern == 0 if isinstance(pattern, int) else marked(pattern, layer)

@@ -1,0 +1,55 @@
+"""Which experts are chosen: ties, groups and probabilities by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.moe.choice import balance_scores, choose, probabilities, scores_of
+from megatron.spec.mlps import RouterSpec
+
+SPEC = RouterSpec(4, 2, "softmax", False, 1.0, 1, 1, None, "none", 0.0, 0.0)
+
+
+def chosen_of(logits: list[float], spec: RouterSpec = SPEC) -> list[int]:
+    return choose(scores_of(torch.tensor([logits], dtype=torch.float64), spec), spec)[0].tolist()  # type: ignore[no-any-return]
+
+
+def test_of_equal_scores_the_lower_number_is_chosen() -> None:
+    assert chosen_of([1.0, 3.0, 3.0, 2.0]) == [1, 2]
+    assert chosen_of([2.0, 1.0, 2.0, 2.0]) == [0, 2]
+    assert chosen_of([0.0] * 4) == [0, 1]
+    many = replace(SPEC, experts=512, chosen=8)
+    assert chosen_of([0.0] * 512, many) == list(range(8))
+    assert chosen_of([-1.0] * 256 + [0.5] * 256, many) == list(range(256, 264))
+
+
+def test_groups_close_others() -> None:
+    """A group is judged by the sum of its best scores, as many as a token would pass in it; of equal groups the first is open."""
+    groups = replace(SPEC, experts=6, groups=3, open_groups=1)
+    assert chosen_of([9.0, 0.0, 5.0, 5.0, 1.0, 1.0], groups) == [2, 3]
+    assert chosen_of([9.0, 1.0, 5.0, 5.0, 1.0, 1.0], groups) == [0, 1]
+    one_each = replace(groups, open_groups=2)
+    assert chosen_of([9.0, 0.0, 5.0, 5.0, 6.0, 1.0], one_each) == [0, 4]
+    assert chosen_of([1.0, 1.0, 5.0, 4.0, 1.0, 9.0], one_each) == [5, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [math.exp(2) / (math.exp(2) + math.exp(1)), math.exp(1) / (math.exp(2) + math.exp(1))]),
+        ({"pre_softmax": True}, [math.exp(2) / (math.exp(2) + math.exp(1) + 2), math.exp(1) / (math.exp(2) + math.exp(1) + 2)]),
+        ({"chosen": 1, "scaling": 3.0}, [3.0]),
+        ({"chosen": 1, "score_function": "sigmoid"}, [1 / (1 + math.exp(-2))]),
+        ({"score_function": "sigmoid", "scaling": 2.0}, [2 * 0.54645, 2 * 0.45355]),
+    ],
+)
+def test_probabilities(changes: dict[str, object], expected: list[float]) -> None:
+    spec, logits = replace(SPEC, **changes), torch.tensor([[0.0, 1.0, 0.0, 2.0]], dtype=torch.float64)  # type: ignore[arg-type]
+    scores = scores_of(logits, spec)
+    found = probabilities(logits, scores, choose(scores, spec), spec)
+    assert found[0].tolist() == pytest.approx(expected, rel=1e-4)
+    assert float(balance_scores(logits, spec).sum()) == pytest.approx(1.0)
