@@ -20,6 +20,7 @@ FREE_FIELDS = frozenset(
     {
         *("seq_length", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "fp32_residual_connection"),
         "init_method_std",
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_dtype"),
     }
 )
 """Fields that may differ between a checkpoint and the run that continues it: they change no parameter, and not what the model

@@ -195,6 +195,10 @@ class Planner:
                 f"attention is taken to be computed by {' and '.join(attention)}",
                 *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
                 *self._of_context_ranks(),
+                *(
+                    ["all experts are taken to get as many tokens: a rank of busier ones keeps more activations"]
+                    * bool(config.model.num_experts)
+                ),
                 *(["layers are planned as without --compile: compiled, they keep as much or less"] * config.speed.compile),
                 *_NOTES,
             ),

@@ -13,6 +13,7 @@ from megatron.checkpoint.source import WeightSource
 from megatron.inference.forward import sequence_logits
 from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
+from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.model import logits as reference_logits
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
@@ -79,6 +80,12 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
         "gpt_neox",
         gpt2_like(vocab=131, positions="rope", rotary_percent=0.5, activation="gelu_exact", parallel=True, tied=False),
     ),
+    "mixtral": ("mixtral", llama_like(vocab=131, experts=ExpertsShape((True, True), 4, 2, 48))),
+    "qwen2-moe": (
+        "qwen2_moe",
+        llama_like(vocab=131, qkv_bias=True, experts=ExpertsShape((True, True), 4, 2, 20, 24, True, score="softmax first")),
+    ),
+    "qwen3-moe": ("qwen3_moe", llama_like(vocab=131, qk_norm=True, experts=ExpertsShape((False, True), 6, 3, 20))),
     "smollm3": ("smollm3", llama_like(vocab=131, unrotated=(True, False), windows=(4, None), mlp_bias=True, tied=True)),
     "deepseek-v2": ("deepseek_v2", deepseek_like(vocab=131, epsilon=1e-6, latent=LatentShape(10, 6, plain=6, rotated=4, value=3))),
     "deepseek-v3-halves": (
@@ -156,6 +163,8 @@ def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: s
         ("llama-tied-biases-all-heads", {}, Layout(tp=2, pp=2)),
         ("qwen2-tied", {"num_key_value_heads": 2}, Layout(tp=2, pp=2)),
         ("llama", {}, Layout(tp=3)),
+        ("qwen3-moe", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
+        ("mixtral", {"vocab_size": VOCAB}, Layout(dp=4, ep=2, etp=2)),
     ],
 )
 def test_every_layout_reads_its_parts(case: str, changes: dict[str, Any], layout: Layout, tmp_path: Path) -> None:

@@ -121,6 +121,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-yarn": ("deepseek_v2", _DEEPSEEK | {"rope_scaling": _YARN}),
     "deepseek-v3": ("deepseek_v3", _DEEPSEEK | {"rope_scaling": {name: _YARN[name] for name in _YARN if name != "mscale"}}),
     "deepseek-v3-halves": ("deepseek_v3", _DEEPSEEK | {"rope_interleave": False, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", _SMALL | {"num_local_experts": 4, "intermediate_size": 44, "sliding_window": 9, "pad_token_id": None}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        _SMALL
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 26}
+        | {"mlp_only_layers": [1]},
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        _SMALL
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True, "head_dim": 12}
+        | {"decoder_sparse_step": 2, "attention_bias": True},
+    ),
 }
 """Name -> architecture and settings; grouped queries of 6 heads over 3 unless they say otherwise."""
 
@@ -176,7 +189,10 @@ def in_doubles(folder: Path) -> Any:
     """The model that transformers makes of a folder, in float64."""
     transformers = library(json.loads((folder / "config.json").read_text())["model_type"])
     with InDoubles():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the others have no float64
+        return model
 
 
 def saved(case: str, folder: Path, *, shard: str = "5GB", **changes: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.topology import AXES, DATA_AXES, GRADIENT_AXES, Topology
 
-GROUPS = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), AXES)
+GROUPS = (("tp",), ("cp",), ("tp", "cp"), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), AXES, ("etp", "ep"), ("edp",))
 CPU = torch.device("cpu")
 
 

@@ -31,6 +31,9 @@ FAMILIES = (
     "gemma",
     "gemma2",
     "gemma3_text",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
 )
 DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

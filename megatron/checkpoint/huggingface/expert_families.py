@@ -1,4 +1,4 @@
-"""GPT-OSS and DeepSeek: their attention, and no experts yet.
+"""Models with experts: Mixtral and Qwen; of GPT-OSS and DeepSeek their attention, and no experts yet.
 
 The defaults of fields that a file leaves out are those of the configuration classes of transformers.
 """
@@ -9,12 +9,14 @@ from megatron.checkpoint.huggingface.family import Settings
 from megatron.checkpoint.huggingface.groups import (
     Biases,
     NotBuilt,
+    Only,
     Sizes,
     Switch,
 )
 from megatron.checkpoint.huggingface.latent_fields import OF_EXPERTS, LatentSizes
 from megatron.checkpoint.huggingface.layer_fields import WindowFields
 from megatron.checkpoint.huggingface.llama_families import like_llama
+from megatron.checkpoint.huggingface.mixture_fields import MixtureFields
 from megatron.checkpoint.huggingface.rotary_fields import Rotary
 
 _GPT_OSS_YARN = {
@@ -41,6 +43,57 @@ GPT_OSS = like_llama(
     rotary=Rotary(max_positions=131072, theta=150000.0, default=_GPT_OSS_YARN),
     epsilon=1e-5,
     always={"softmax_type": "learnable"},
+)
+
+_EXPERT_TRAINING = ("output_router_logits", "router_aux_loss_coef")
+_QWEN_EXPERTS = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.up": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+    "mlp.shared.up": "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+_NO_WINDOW = Only("use_sliding_window", False, "windows of this architecture cannot be built here")
+_OF_WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
+
+MIXTRAL = like_llama(
+    "mixtral",
+    "MixtralForCausalLM",
+    Biases(),
+    WindowFields(default=None),
+    MixtureFields(count="num_local_experts", experts=8, chosen=2),
+    Only("router_jitter_noise", 0.0, "noise on what the router sees cannot be built here"),
+    sizes=Sizes(max_positions=4096 * 32, kv_heads=8),
+    rotary=Rotary(max_positions=4096 * 32, theta=1e6),
+    epsilon=1e-5,
+    names={
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.up": "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
+        "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+    },
+    without_effect=_EXPERT_TRAINING,
+)
+QWEN2_MOE = like_llama(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    Biases(switches={"qkv_bias": ("qkv",)}, default=True),
+    _NO_WINDOW,
+    MixtureFields(count="num_experts", experts=60, chosen=4, width=1408, may_sum_to_1=True, shared=5632, in_steps=True),
+    sizes=Sizes(max_positions=32768, kv_heads=16),
+    names=_QWEN_EXPERTS,
+    without_effect=(*_EXPERT_TRAINING, *_OF_WINDOWS),
+)
+QWEN3_MOE = like_llama(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    Biases(switches={"attention_bias": ("qkv", "output")}),
+    _NO_WINDOW,
+    MixtureFields(count="num_experts", experts=128, chosen=8, width=768, may_sum_to_1=True, in_steps=True),
+    sizes=Sizes(max_positions=32768, kv_heads=4),
+    always={"qk_layernorm": True},
+    names=_QWEN_EXPERTS,
+    without_effect=(*_EXPERT_TRAINING, *_OF_WINDOWS),
 )
 
 _LATENT_NAMES = {

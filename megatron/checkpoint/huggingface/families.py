@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.huggingface.expert_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS
+from megatron.checkpoint.huggingface.expert_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.gpt_families import GPT2, GPT_NEOX
 from megatron.checkpoint.huggingface.llama_families import GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM
@@ -31,6 +31,9 @@ FAMILIES: dict[str, Family] = {
         GEMMA,
         GEMMA2,
         GEMMA3,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
     )
 }
 """Architectures by their name in config.json. A model is written as the first that it fits."""

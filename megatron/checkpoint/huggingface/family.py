@@ -57,7 +57,8 @@ class Family:
     layer: str
     """Name of layer {} after the prefix."""
     names: Mapping[str, str]
-    """Their modules by ours: the name within the layer, or else after the prefix. Of several, the rows laid end to end are ours."""
+    """Their modules by ours: the name within the layer, or else after the prefix. Of several, the rows laid end to end are ours. {}
+    is the number of an expert: theirs have modules of their own."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Tensors that some files hold under another name: the name there, and that by `names`."""
     grouped_heads: bool = False
@@ -101,7 +102,9 @@ class Family:
             layer, part = in_layer(name)
             module, _, attribute = part.rpartition(".")
             before = "" if module == "output" else self.prefix if layer is None else f"{self.prefix}{self.layer.format(layer)}."
-            theirs = [f"{before}{each}.{attribute}" for each in self.names[module].split()]
+            experts = range(model.num_experts or 0) if "{}" in self.names[module] else (0,)
+            each_expert = (each.format(expert) for expert in experts for each in self.names[module].split())
+            theirs = [f"{before}{each}.{attribute}" for each in each_expert]
             is_matrix, order = record.kind != "vector", None
             rows = math.prod(record.shape[:-1] if is_matrix else record.shape)
             counts = [rows // len(theirs)] * len(theirs)
@@ -129,14 +132,27 @@ IN_SPECS = frozenset(
         *("rope_low_freq_factor", "rope_high_freq_factor", "rope_type", "rotary_scaling_factor", "beta_fast", "beta_slow"),
         *("original_max_position_embeddings", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
         *("rope_attention_factor", "rope_short_factors", "rope_long_factors"),
+        *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size"),
+        *("moe_shared_expert_gate", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+        *("moe_router_num_groups", "moe_router_group_topk"),
     }
 )
 """Settings whose whole effect is in the specs of layers and weights, so that two spellings of one model are known as the same. All
 others are compared as they are."""
 
 
+_OF_TRAINING: Settings = {
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_dtype": None,
+}
+"""Settings in the specs of layers that change nothing but the training of a model, or rounding, with values for all."""
+
+
 def computed(model: ModelConfig) -> tuple[Any, ...]:
     """What tells a model from all that compute something else or have other weights; the rest of its settings is spelling."""
+    model = dataclasses.replace(model, **_OF_TRAINING)
     weights = tuple((weight.name, weight.shape, weight.tied) for weight in model_weights(model, 1))
     others = {name: value for name, value in vars(model).items() if name not in IN_SPECS | FREE_FIELDS}
     return layers(model), norm_of(model), weights, others

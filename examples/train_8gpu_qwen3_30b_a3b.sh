@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Qwen3 30B-A3B (Qwen team 2025), a mixture of experts, on one node of 8 GPUs of 80 GB: expert 8 x data 8. Each GPU has 16 of the 128
+# experts of each layer, and the optimizer's state of the rest is sharded; half of the state is in host memory.
+#
+#   DATA=data/corpus_text_document bash examples/train_8gpu_qwen3_30b_a3b.sh [flags that are added, or count instead of those here]
+#
+#   DATA         prefix of the dataset, as tools/preprocess_data.py writes it
+#   TOKENIZER    folder of its vocab.json and merges.txt
+#   MODEL        another model of that size (python pretrain_gpt.py --model list)
+#   More variables: examples/launch.sh.
+#
+# By the dry run (DRY_RUN=1), with as many tokens for each expert:
+#   memory per GPU       62.5 GB
+#   tokens per step      4,194,304
+#   pipeline idle        0.0 %
+set -euo pipefail
+
+here=$(dirname "${BASH_SOURCE[0]}")
+source "$here/launch.sh"
+need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it"
+
+model=(--model "${MODEL:-qwen3-30b-a3b}")
+layout=(--device cuda --bf16 --expert-model-parallel-size 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --recompute-granularity full --optimizer-cpu-offload --optimizer-offload-fraction 0.5)
+# Balanced over the microbatches of a rank; its coefficient is Qwen's (section 2).
+experts=(--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32)
+# 2 trillion tokens, 4 million in a step.
+batch=(--micro-batch-size 2 --global-batch-size 1024 --train-iters 476837 "${experts[@]}")
+optimizer=(--lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000
+    --weight-decay 0.1 --adam-beta2 0.95 --adam-eps 1e-8)
+data=(--data-path "$DATA" --tokenizer-type GPT2BPETokenizer
+    --vocab-file "${TOKENIZER:-tokenizer}/vocab.json" --merge-file "${TOKENIZER:-tokenizer}/merges.txt")
+
+launch 1 8 qwen3-30b-a3b "$@"

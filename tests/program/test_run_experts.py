@@ -1,0 +1,82 @@
+"""Runs of models with experts: the log, and a checkpoint that goes on at any layout of the experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.equality import number_differences
+from tests.support.runs import arguments, digest, read_metrics, run, timeless
+
+STEPS, STOP = 4, 2
+SETTINGS: dict[str, Any] = {
+    "num_layers": 2,
+    "fp64": True,
+    "train_iters": STEPS,
+    "disable_bias_linear": True,
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+    "position_embedding_type": "rope",
+    "num_experts": 4,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+    "eval_iters": 1,
+    "eval_interval": 2,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "expert 2": (2, {"expert_model_parallel_size": 2}),
+    "expert 4, pipeline 2": (8, {"expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2}),
+    "expert tensor 1 beside tensor 2": (
+        2,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "context 2, gathered": (
+        2,
+        {"context_parallel_size": 2, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
+    ),
+    "sharded": (4, {"data_parallel_sharding_strategy": "optim_grads_params", "expert_model_parallel_size": 2}),
+}
+NUMBERS = ("lm_loss", "grad_norm", "load_balancing_loss", "moe_z_loss", "busiest_expert", "validation_loss")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    said = run(arguments(**SETTINGS, save=folder, save_interval=STOP, metrics_file=folder / "metrics"))
+    assert "| load_balancing_loss: 1.0" in said and "| router z loss: 1." in said and "| busiest expert: 1." in said
+    return folder
+
+
+def numbers(path: Path) -> list[float]:
+    """What is logged behind the stop."""
+    lines = [line for line in read_metrics(path) if line["iteration"] > STOP]
+    found = [line[name] for line in lines for name in NUMBERS if name in line]
+    assert len(found) == (STEPS - STOP) * 5 + 1
+    return found
+
+
+def test_a_checkpoint_goes_on_at_any_layout_of_the_experts(one: Path, tmp_path: Path) -> None:
+    for name, (ranks, layout) in LAYOUTS.items():
+        metrics = tmp_path / name.replace(" ", "-")
+        run(arguments(**SETTINGS, **layout, load=one, ckpt_step=STOP, metrics_file=metrics), ranks)
+        assert not number_differences(name, numbers(metrics), numbers(one / "metrics"), 1e-10)
+
+
+def test_and_at_the_same_bit_for_bit(tmp_path: Path) -> None:
+    """In bfloat16, with recompute; what each layer's experts get is in the metrics file."""
+    settings = SETTINGS | {"fp64": False, "bf16": True, "recompute_granularity": "full"} | LAYOUTS["expert 2"][1]
+    run(arguments(**settings, save=tmp_path / "whole", save_interval=STOP, metrics_file=tmp_path / "whole.jsonl"), 2)
+    again = {"load": tmp_path / "whole", "ckpt_step": STOP, "save": tmp_path / "again", "metrics_file": tmp_path / "again.jsonl"}
+    run(arguments(**settings, **again), 2)
+    lines = timeless(tmp_path / "whole.jsonl")
+    assert timeless(tmp_path / "again.jsonl") == [line for line in lines if line["iteration"] > STOP]
+    assert digest(tmp_path / "again", STEPS) == digest(tmp_path / "whole", STEPS)
+    assert {"busiest_expert/layers.0", "busiest_expert/layers.1"} <= lines[0].keys()
