@@ -24,13 +24,14 @@ from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, ParamTable
 from megatron.parallel.shards import Shard
-from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 
 
 def whole_over(record: ParamRecord) -> tuple[str, ...]:
     """Axes along which every rank should have the same gradient, so that it is not summed over them."""
     split = {split.axis for split in record.splits}
-    return tuple(axis for axis in ("tp", *GRADIENT_AXES) if axis not in split and axis not in record.partial_over)
+    grid = EXPERT_AXES if record.of_experts else ("tp", *GRADIENT_AXES)
+    return tuple(axis for axis in grid if axis not in split and axis not in record.partial_over)
 
 
 class OwnGradients:

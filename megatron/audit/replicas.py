@@ -148,8 +148,11 @@ class Replicas:
             "tensor ranks": context.group("tp"),
             f"{sharers} ranks": context.gradient_group,
             f"the {sharers} ranks that hold the same part": context.fsdp_replica,
+            "the ranks with the same experts": context.group("edp"),
             "the first and the last stage": context.pipeline_ends,
         }
+        if context.group("edp").ranks == context.gradient_group.ranks:
+            del groups["the ranks with the same experts"]
         self._common = {what: (group, self._held_by_all(group)) for what, group in groups.items() if group.size > 1}
         self._needed = sorted({index for _, indices in self._common.values() for index in indices})
 

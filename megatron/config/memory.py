@@ -35,6 +35,16 @@ _NO_NORM_BEFORE = idle_with(
     recompute_modules=(("layernorm",),),
     every=True,
 )
+_EXPERTS_KEEP = tuple(
+    idle_with(
+        "experts keep the results of their norm and activation; --recompute-modules mlp makes them again",
+        effect="frees less in layers with experts",
+        num_experts=GIVEN,
+        recompute_modules=parts,
+        every=True,
+    )
+    for parts in ((("layernorm",),), (("mlp_act",),), (("layernorm", "mlp_act"),))
+)
 _ONE_MEMORY = idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu")
 
 
@@ -66,7 +76,9 @@ class MemoryConfig:
     later stages of 1f1b keep fewer microbatches and need less. auto chooses, for each stage, the fewest that fit into
     --device-memory-gb. In place of --recompute-num-layers."""
     recompute_modules: tuple[RecomputeModule, ...] = setting(
-        ("core_attn",), acts=acts_with(recompute_granularity="selective", recompute_activations=True), idle=_NO_NORM_BEFORE
+        ("core_attn",),
+        acts=acts_with(recompute_granularity="selective", recompute_activations=True),
+        idle=(_NO_NORM_BEFORE, *_EXPERTS_KEEP),
     )
     """Parts of each layer that selective recompute takes. core_attn: the probabilities of attention, where its kernel keeps them
     (on CPU with dropout; on a GPU in 32 and 64 bits, by head

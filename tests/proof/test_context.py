@@ -77,7 +77,7 @@ def test_groups_of_eight_ranks_are_those_of_the_topology() -> None:
                 expected = topology.group(rank, *axes)
                 assert found["groups"]["-".join(axes)] == (expected, expected.index(rank), len(expected), list(expected))
             assert found["groups"]["world"][0] == tuple(range(8))
-            assert found["coordinates"] == topology.coordinates(rank) and found["order"]
+            assert found["coordinates"] == topology.places(rank) and found["order"]
             pipeline = topology.group(rank, "pp")
             assert pipeline[found["stage"]] == rank and found["stage"] == topology.coordinates(rank)["pp"]
             ends = (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) and topology.pp > 1 else (rank,)

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 from megatron.config.config import Config
-from megatron.config.parallel import ParallelConfig
-from megatron.config.rules import violations
 from megatron.spec.activations import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,8 +270,6 @@ def test_the_groups_of_data_and_of_gradients_are_named() -> None:
 
 # ---- settings
 
-REFUSED: dict[str, int] = {}
-"""Fields that nothing reads yet: any value but the default is refused."""
 _WORDS = "megatron/config/data.py"
 READ_WITHIN = {
     "use_checkpoint_args": "megatron/config/cli.py",
@@ -318,13 +314,5 @@ def test_every_setting_is_read_where_it_acts() -> None:
         assert isinstance(settings, type)
         behind = set().union(*(fields for name, fields in behind_properties(settings).items() if name in used))
         unread += [field.name for field in dataclasses.fields(settings) if field.name not in used | behind]
-    assert set(unread) == {*REFUSED, *READ_WITHIN}
+    assert set(unread) == {*READ_WITHIN}
     assert all(name in read_of_settings(Path(file)) for name, file in READ_WITHIN.items())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_nothing_reads_yet_are_refused(name: str) -> None:
-    config = Config(parallel=ParallelConfig(**{name: REFUSED[name]}))  # type: ignore[arg-type]
-    flag = f"--{name.replace('_', '-')}"
-    assert any(flag in str(violation) for violation in violations(config, 2))
-    assert not any(flag in str(violation) for violation in violations(Config(), 2))

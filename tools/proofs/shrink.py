@@ -79,7 +79,9 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     parallel = _ranks(config.parallel, whole, sizes)
     even = parallel.sharding == "optim_grads_params" and divides_evenly(config, whole, vocab_size)
     shards = (parallel.fsdp_shard_size or sizes.sharing) if even else 1
-    cuts = Cuts(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision), sizes.cp, "a2a" in parallel.cp_comm_type)
+    of_expert = (parallel.expert_model_parallel_size, parallel.expert_tensor_size)
+    by_heads = "a2a" in parallel.cp_comm_type
+    cuts = Cuts(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision), sizes.cp, *of_expert, by_heads)
     rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
     before = pattern_of(config.model, config.parallel, vocab_size)
     precision = reduced_precision(config.precision)
@@ -147,8 +149,15 @@ def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> Para
     shard = parallel.fsdp_shard_size
     if shard is not None and sizes.sharing != whole.sharing:
         shard = 2 if shard < whole.sharing and sizes.sharing > 2 else None
+    stage, etp = sizes.tp * sizes.sharing, parallel.expert_tensor_parallel_size
+    if etp is not None and sizes.tp * sizes.sharing != whole.tp * whole.sharing:
+        etp = None if etp == whole.tp else min(etp, 2 if stage % 2 == 0 else 1)
+    left = stage // (sizes.tp if etp is None else etp)
+    ep = parallel.expert_model_parallel_size
     return dataclasses.replace(
         parallel,
+        expert_tensor_parallel_size=etp,
+        expert_model_parallel_size=max(size for size in range(1, left + 1) if left % size == 0 and size <= ep),
         tensor_model_parallel_size=sizes.tp,
         context_parallel_size=sizes.cp,
         pipeline_model_parallel_size=sizes.pp,

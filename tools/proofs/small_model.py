@@ -22,6 +22,8 @@ from megatron.spec.rotary import original_context
 from megatron.spec.weights import model_weights
 from megatron.verification.reference.training import batch_size
 
+_MOST_CHOSEN = 4
+"""The most experts that a token passes."""
 _MOST_QUERIES = 4
 """The most query heads that share a key-value head."""
 _SEQUENCE, _WIDTH, _ROWS, _SPARE_POSITIONS = 16, 12, 64, 8
@@ -40,6 +42,10 @@ class Cuts:
     """What the dimensions of products on a rank are multiples of: more than 1 where they are computed in 8 bits."""
     context: int = 1
     """Number of context ranks, which cut the sequence first."""
+    experts: int = 1
+    """Ranks that hold different experts."""
+    of_expert: int = 1
+    """Ranks that cut each expert."""
     shares_heads: bool = False
     """Whether context ranks share the heads of a tensor rank among each other."""
 
@@ -117,6 +123,7 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
         window_size=_window(model, sequence),
         window_attn_skip_freq=_pattern(model.window_attn_skip_freq, num_layers),
         no_rope_freq=_pattern(model.no_rope_freq, num_layers),
+        moe_layer_freq=_pattern(model.moe_layer_freq, num_layers) or "1",
         num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=_width(model, tp, cuts),
@@ -129,7 +136,29 @@ def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, c
         make_vocab_size_divisible_by=multiple,
         **_stretching(model, latents.get("qk_pos_emb_head_dim", int(size * model.rotary_percent)) // 2, sequence),
         **latents,
+        **_experts(model, cuts),
     )
+
+
+def _experts(model: ModelConfig, cuts: Cuts) -> dict[str, Any]:
+    """A few narrow experts, of which a token passes some, as it does of the many; in groups if they were, some of them closed."""
+    if model.num_experts is None:
+        return {}
+    shared, groups = model.moe_shared_expert_intermediate_size, model.moe_router_num_groups or 1
+    opened = min(2, model.moe_router_group_topk)
+    of_group = model.moe_router_topk // model.moe_router_group_topk if groups > 1 else model.moe_router_topk
+    chosen = opened * min(_MOST_CHOSEN // opened, of_group)
+    several = min(groups, 2 * opened)
+    least = chosen // opened + (model.num_experts // groups > of_group)
+    each = next(each for each in itertools.count(least) if several * each % cuts.experts == 0 and several * each > 1)
+    return {
+        "num_experts": several * each,
+        "moe_router_topk": chosen,
+        "moe_router_num_groups": several if groups > 1 else None,
+        "moe_router_group_topk": opened,
+        "moe_ffn_hidden_size": 5 * cuts.of_expert,
+        "moe_shared_expert_intermediate_size": None if shared is None else 6 * cuts.tp,
+    }
 
 
 def _latents(model: ModelConfig, cuts: Cuts) -> dict[str, Any]:

@@ -153,6 +153,9 @@ def rules_know_experts(config: Config, world_size: int) -> Iterator[Finding]:
 experts_compute_in_their_dtype = exclude_each_other(
     "num_experts", "fp8_format", why="Products of experts in 8 bits are not built yet."
 )
+noise_is_of_own_samples = exclude_each_other(
+    "num_experts", "log_gradient_noise", why="A rank's gradients of experts are of the samples of other data ranks too."
+)
 experts_are_not_scaled_with_the_width = exclude_each_other(
     "num_experts", "mup_base_width", why="What muP asks of experts is not built yet."
 )
