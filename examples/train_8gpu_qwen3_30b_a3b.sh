@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Qwen3 30B-A3B (Qwen team 2025), a mixture of experts, on one node of 8 GPUs of 80 GB: expert 8 x data 8. Each GPU has 16 of the 128
-# experts of each layer, and the optimizer's state of the rest is sharded; half of the state is in host memory.
+# Qwen3 30B-A3B (Qwen team 2025), a mixture of experts, on one node of 8 GPUs of 80 GB: expert 8 x data 8. Each GPU has 16 of the
+# 128 experts of each layer, and the optimizer's state of the rest is sharded; half of the state is in host memory.
 #
 #   DATA=data/corpus_text_document bash examples/train_8gpu_qwen3_30b_a3b.sh [flags that are added, or count instead of those here]
 #

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import TensorInfo, WeightSource
-from megatron.config.data import DataConfig
-from megatron.config.model import ModelConfig
+from megatron.checkpoint.source import OtherModel, WeightSource
 from megatron.parallel.boxes import Box
 from megatron.spec.layers import norm_of, scores_of
 
@@ -30,42 +27,21 @@ def folded(source: WeightSource) -> WeightSource:
     return _Folded(source)
 
 
-class _Folded:
-    """A `WeightSource`."""
+class _Folded(OtherModel):
+    """The model with another final norm."""
 
     def __init__(self, source: WeightSource) -> None:
-        self._source, self._width = source, source.model.mup_width
-        scale = scores_of(source.model, window=False).scale
-        self.model: ModelConfig = dataclasses.replace(
-            source.model,
-            mup_base_width=None,
-            mup_base_kv_channels=None,
-            softmax_scale=source.model.softmax_scale if source.model.mup_base_kv_channels is None else scale,
-        )
+        model, self._width = source.model, source.model.mup_width
+        scale = model.softmax_scale if model.mup_base_kv_channels is None else scores_of(model, window=False).scale
+        super().__init__(source, dataclasses.replace(model, mup_base_width=None, mup_base_kv_channels=None, softmax_scale=scale))
         self.notes = [
             *source.notes,
             f"the logits of this model are divided by {self._width:g} (--mup-base-width); here its final norm is, which gives the "
             "same logits, but trains otherwise",
         ]
 
-    @property
-    def name(self) -> str:
-        return self._source.name
-
-    @property
-    def vocab_size(self) -> int:
-        return self._source.vocab_size
-
-    @property
-    def tokenizer(self) -> DataConfig | None:
-        return self._source.tokenizer
-
-    @property
-    def weights(self) -> Mapping[str, TensorInfo]:
-        return self._source.weights
-
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        found = self._source.read(name, box)
+        found = super().read(name, box)
         if not name.startswith("final_norm."):
             return found
         centre = float(norm_of(self.model).zero_centred and name.endswith(".weight"))

@@ -71,6 +71,29 @@ class WeightSource(Protocol):
         """
 
 
+class OtherModel:
+    """A `WeightSource` that gives the weights of another as those of a model that differs from its own."""
+
+    def __init__(self, source: WeightSource, model: ModelConfig) -> None:
+        self._source, self.model = source, model
+        self.weights, self.notes = source.weights, source.notes
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    @property
+    def vocab_size(self) -> int:
+        return self._source.vocab_size
+
+    @property
+    def tokenizer(self) -> DataConfig | None:
+        return self._source.tokenizer
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        return self._source.read(name, box)
+
+
 def misfits(found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Texts about expected tensors that are missing or have another shape, one for each."""
     wrong = []

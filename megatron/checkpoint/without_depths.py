@@ -6,12 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import torch
-
-from megatron.checkpoint.source import TensorInfo, WeightSource
-from megatron.config.data import DataConfig
-from megatron.config.model import ModelConfig
-from megatron.parallel.boxes import Box
+from megatron.checkpoint.source import OtherModel, TensorInfo, WeightSource
 from megatron.spec.weights import depth_of
 
 
@@ -20,12 +15,11 @@ def without_depths(source: WeightSource) -> WeightSource:
     return _NextToken(source) if source.model.mtp_num_layers else source
 
 
-class _NextToken:
-    """A `WeightSource`."""
+class _NextToken(OtherModel):
+    """The model alone."""
 
     def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.model: ModelConfig = dataclasses.replace(source.model, mtp_num_layers=0)
+        super().__init__(source, dataclasses.replace(source.model, mtp_num_layers=0))
         self.weights: Mapping[str, TensorInfo] = {name: one for name, one in source.weights.items() if depth_of(name) is None}
         left = [math.prod(one.shape) for name, one in source.weights.items() if name not in self.weights]
         self.notes = [
@@ -33,18 +27,3 @@ class _NextToken:
             f"the {len(left)} tensors of multi-token prediction (--mtp-num-layers {source.model.mtp_num_layers}; {sum(left):,} "
             "parameters) are left out: they change no logit of the next token",
         ]
-
-    @property
-    def name(self) -> str:
-        return self._source.name
-
-    @property
-    def vocab_size(self) -> int:
-        return self._source.vocab_size
-
-    @property
-    def tokenizer(self) -> DataConfig | None:
-        return self._source.tokenizer
-
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        return self._source.read(name, box)

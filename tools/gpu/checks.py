@@ -24,6 +24,7 @@ SCRIPTS = (
     "train_1gpu_gpt_125m",
     "train_1gpu_gpt_1_3b",
     "train_8gpu_llama_7b",
+    "train_8gpu_qwen3_30b_a3b",
     "train_16nodes_llama_13b",
     "train_16nodes_llama_70b",
     "train_16nodes_long_llama_70b",

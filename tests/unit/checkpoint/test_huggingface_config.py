@@ -20,6 +20,7 @@ from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
 from megatron.spec.layers import layers
 from megatron.spec.rotary import YarnScaling, rotary_of
+from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.rotary import RotaryStretch
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
@@ -595,6 +596,7 @@ BASES = (
     llama_like(stretch=RotaryStretch("llama3", 2.0, 99)),
     llama_like(stretch=RotaryStretch("yarn", 2.0, 99)),
     llama_like(stretch=RotaryStretch("longrope", 2.0, 99, short=(1.0,) * 4, long=(2.0,) * 4)),
+    llama_like(experts=ExpertsShape((True, True), 8, 2, 12, 8, groups=2, open_groups=1)),
 )
 OTHERS: dict[str, Any] = {
     "window_size": "5,0",
@@ -602,6 +604,7 @@ OTHERS: dict[str, Any] = {
     "no_rope_freq": "2",
     "kv_channels": 4,
     "softmax_scale": 0.5,
+    "moe_layer_freq": "2",
 }
 """Other values, for settings whose type does not say which there are."""
 
