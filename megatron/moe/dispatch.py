@@ -58,7 +58,7 @@ class Dispatcher:
     """Ranks that hold parts of the same experts."""
     gathers: bool
     planned: bool = False
-    """Whether tokens have no values, so that all experts are taken to get as many."""
+    """Whether tokens have no values, or nobody answers, so that all experts are taken to get as many."""
     elsewhere: int = 1
     """How many times as many choices there are as go to these experts, if all get as many."""
 
@@ -66,7 +66,8 @@ class Dispatcher:
     def of(cls, context: ParallelContext, experts: int, *, gathers: bool) -> Dispatcher:
         """The dispatcher of a rank."""
         group = context.expert_group
-        return cls(group, experts, context.topology.etp, gathers and group.size > 1, context.device.type == "meta")
+        alone = context.device.type == "meta" or context.backend == "fake"
+        return cls(group, experts, context.topology.etp, gathers and group.size > 1, alone)
 
     def run(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, apply: Apply, meanwhile: Meanwhile
@@ -149,10 +150,11 @@ class _Dispatch:
         goes = [count for count in _even(tokens * k // elsewhere, ranks) for _ in range(etp)]
         comes = _even(sum(goes), group.size)
         # What it takes to find out: the counts.
-        order, counts = chosen.new_empty(tokens * k // elsewhere), chosen.new_empty(2, group.size, here)
+        order = torch.arange(tokens * k // elsewhere, device=chosen.device)
+        counts = chosen.new_empty(2, group.size, here)
         if group.size > 1:
             all_to_all(counts[0], group)
-        place = chosen.new_empty(sum(comes)) if here > 1 and group.size > 1 else None
+        place = torch.arange(sum(comes), device=chosen.device) if here > 1 and group.size > 1 else None
         return cls(group, etp, tokens, k, order, place, goes, comes, _even(sum(comes), here))
 
     def start(self, rows: torch.Tensor, *, back: bool = False) -> Pending:
