@@ -22,7 +22,7 @@ from megatron.checkpoint.manifest import tiles
 from megatron.parallel.boxes import Box
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry, ParamRecord, ParamTable
+from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import Shard
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 
@@ -38,13 +38,13 @@ class OwnGradients:
     """Receives every gradient of one step on this rank (`look`).
 
     Args:
-        params: this rank's parameters.
+        params: this rank's parameters that have a gradient.
         shards: this rank's shards.
-        records: those of the whole model; the rows of all signatures are in their order.
+        records: those of the whole model with a gradient; the rows of all signatures are in their order.
     """
 
     def __init__(
-        self, params: ParamTable, shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext
+        self, params: Sequence[ParamEntry], shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext
     ) -> None:
         self._params, self._context = params, context
         self._shards = {shard.record.name: shard for shard in shards}

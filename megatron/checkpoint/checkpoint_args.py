@@ -14,7 +14,7 @@ from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flags
-from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS
+from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
 
@@ -54,7 +54,9 @@ def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, li
         theirs: Any = getattr(getattr(saved, flag.topic), flag.field)
         if theirs is None and flag.field in _DERIVED:
             theirs = getattr(saved.model, _DERIVED[flag.field])
-        if mine != theirs and (flag.field in free or (flag.field in FREE_DOWNWARD and mine < theirs)):
+        if mine != theirs and (
+            flag.field in free or (flag.field in FREE_DOWNWARD and mine < theirs) or (flag.field in FREE_UPWARD and mine > theirs)
+        ):
             kept[flag.field] = mine
         elif mine != theirs:
             problems.append(

@@ -86,10 +86,6 @@ record-memory-history: Use --profile, which also writes a memory snapshot.
 memory-snapshot-path: Use --profile-dir.
 use-torch-fsdp2: Use --data-parallel-sharding-strategy optim_grads_params, which runs on torch's fully_shard.
 torch-fsdp2-no-reshard-after-forward: Use --fsdp-reshard-after-forward never.
-moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy: No token is dropped; experts take all that are
-    sent to them.
-moe-router-enable-expert-bias moe-router-bias-update-rate: Balancing by biases is not built yet; --moe-aux-loss-coeff is.
-moe-input-jitter-eps: Noise on what the router sees is not built yet.
 moe-router-force-load-balancing moe-router-force-biased: A router that is forced trains nothing and measures nothing real.
 moe-router-topk-limited-devices: Use --moe-router-num-groups and --moe-router-group-topk.
 moe-router-padding-* moe-pad-experts-for-* moe-apply-probs-on-input moe-latent-size moe-use-upcycling moe-upcycling-*: Of mixtures
@@ -204,7 +200,7 @@ fp8-recipe=delayed: is refused: its scales follow from what earlier steps saw, a
     do without, and that a first step does not have; tensorwise is the same with the scales of the numbers at hand
 fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are powers of two); blockwise has blocks of 128
 fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
-moe-router-load-balancing-type=global_aux_loss,sinkhorn: is not built yet; aux_loss, seq_aux_loss and none are
+moe-router-load-balancing-type=sinkhorn: is not built; aux_loss, seq_aux_loss, global_aux_loss and none are
 moe-token-dispatcher-type=flex: is not built; alltoall and allgather are
 optimizer=dist_muon: is muon here, which always divides its state and its work among the ranks
 position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are

@@ -8,7 +8,7 @@ from typing import Literal
 from megatron.config.setting import GIVEN, OtherThan, acts_with, setting
 
 ScoreFunction = Literal["softmax", "sigmoid"]
-Balancing = Literal["none", "aux_loss", "seq_aux_loss"]
+Balancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"]
 RouterDtype = Literal["fp32", "fp64"]
 DropPolicy = Literal["probs", "position"]
 
@@ -46,7 +46,8 @@ class ExpertFields:
     moe_router_dtype: RouterDtype | None = setting(None, acts=_EXPERTS)
     """Dtype of the router's product; by default the model's. (What follows is computed in at least float32.)"""
     moe_router_load_balancing_type: Balancing = setting("aux_loss", acts=_EXPERTS)
-    """Tokens of which the balance is judged that a loss rewards: those of each microbatch, or of each sequence."""
+    """Tokens of which the balance is judged that a loss rewards: those of each microbatch, of each sequence, or of the global batch
+    (whose experts' shares are those of the update before)."""
     moe_aux_loss_coeff: float = setting(
         0.0,
         at_least=0,
@@ -56,3 +57,18 @@ class ExpertFields:
     """Coefficient of the load-balancing loss of each layer."""
     moe_z_loss_coeff: float | None = setting(None, above=0, unit="coefficient", acts=_EXPERTS)
     """Coefficient of the mean square of the log-sum-exp of the router's logits in each layer (ST-MoE)."""
+    moe_router_enable_expert_bias: bool = setting(
+        False, acts=acts_with(every=True, num_experts=GIVEN, moe_router_score_function="sigmoid")
+    )
+    """Choose experts by their scores plus a bias, which each update raises for experts that were chosen less often than the mean,
+    and lowers for others (balance without a loss, DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = setting(1e-3, above=0, unit="score", acts=acts_with(moe_router_enable_expert_bias=True))
+    """By how much an update raises or lowers these biases."""
+    moe_expert_capacity_factor: float | None = setting(None, at_least=1, unit="x the mean", acts=_EXPERTS)
+    """An expert takes at most so many times its mean share of the choices in a sequence; it drops the others. By default none."""
+    moe_token_drop_policy: DropPolicy = setting("probs", acts=_CAPACITY)
+    """Which choices beyond that are dropped: those with the smallest probabilities, or those of the last tokens."""
+    moe_pad_expert_input_to_capacity: bool = setting(False, acts=_CAPACITY)
+    """Fill the input of each expert up with zeros to the most that it takes, so that its products always have the same shape."""
+    moe_input_jitter_eps: float | None = setting(None, above=0, below=1, unit="share", acts=_EXPERTS)
+    """Multiply the input of routers in training by random numbers between 1 - eps and 1 + eps (Switch Transformer)."""

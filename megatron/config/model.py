@@ -21,12 +21,16 @@ FREE_FIELDS = frozenset(
         *("seq_length", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "fp32_residual_connection"),
         "init_method_std",
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_dtype"),
+        *("moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
+        "moe_input_jitter_eps",
     }
 )
 """Fields that may differ between a checkpoint and the run that continues it: they change no parameter, and not what the model
-computes with dropout off, but for rounding."""
+computes with dropout off, but for rounding and for tokens that experts drop."""
 FREE_DOWNWARD = frozenset({"mtp_num_layers"})
 """Fields that may be less than in the checkpoint: what is beyond is left out, and the rest computes what it did."""
+FREE_UPWARD = frozenset({"moe_router_enable_expert_bias"})
+"""Fields that may be more than in the checkpoint: what they add begins at zero, and computes nothing then."""
 FREE_AT_BEGINNING = frozenset(
     {
         *("window_size", "rotary_base_local"),

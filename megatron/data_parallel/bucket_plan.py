@@ -94,7 +94,10 @@ def plan_buckets(
     planned: list[list[ParamEntry]] = []
     for entry in reversed(list(entries)):
         record = entry.record
-        kind = (context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), record.kind == "vector")
+        kind = (
+            *(context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), record.kind == "vector"),
+            record.by_counts is None,  # of another dtype
+        )
         held = open_buckets.get(kind)
         if held is None or sum(e.param.numel() for e in held) + entry.param.numel() > limit:
             held = open_buckets[kind] = []

@@ -325,7 +325,7 @@ def state_layout(
         main = main_grad_dtype(dtype)
         passing, reductions = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce)
         buffers = Bytes(passing * main.itemsize)
-    parts += [BucketPart(plan, sharding, dtype) for plan in plans]
+    parts += [BucketPart(plan, sharding, plan.params[0].entry.param.dtype) for plan in plans]
     sent += bucket_traffic(plans, context, sharding, dtype, reductions)
     return StateLayout(parts, buffers, tuple(joined(sent)))
 

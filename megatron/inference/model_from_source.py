@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron.checkpoint.as_used import as_used
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.source import WeightSource, misfits
-from megatron.checkpoint.without_depths import without_depths
 from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_fit_tensor
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
@@ -17,14 +17,14 @@ from megatron.spec.layers import context_ways
 
 
 def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtype) -> Model:
-    """This rank's part of the source's model with its weights, rounded to `dtype`, on the context's device; without multi-token
-    prediction, which changes no logit.
+    """This rank's part of the source's model with its weights, rounded to `dtype`, on the context's device; without what
+    only training needs (`as_used`).
 
     Raises:
         CheckpointError: the source does not hold the model that it describes, or is damaged.
         ValueError: the model cannot be split over this layout.
     """
-    source = without_depths(source)
+    source = as_used(source)
     config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
     for rule in (heads_divide_by_tensor, query_groups_fit_tensor, mlp_divides_by_tensor):
         for finding in rule(config, context.topology.world_size):

@@ -27,6 +27,7 @@ def training_log_line(
     load_balancing_loss: float | None = None,
     moe_z_loss: float | None = None,
     busiest_expert: float | None = None,
+    dropped_share: float | None = None,
     loss_scale: float,
     skipped: int,
     nans: int,
@@ -53,6 +54,7 @@ def training_log_line(
         mtp_loss: Mean over the interval of the loss of --mtp-num-layers, without its factor; None without them.
         load_balancing_loss: Mean over the interval and the layers with experts, without its coefficient; None without experts.
         moe_z_loss: Such a mean of the routers' z-loss.
+        dropped_share: Share of the experts' choices that were dropped.
         busiest_expert: What the busiest expert gets, as a multiple of the mean of its layer; the largest of the interval.
         loss_scale: Scale of the loss.
         skipped: Steps of the interval without an update.
@@ -86,6 +88,8 @@ def training_log_line(
         fields.append(f"router z loss: {moe_z_loss:.6E}")
     if busiest_expert is not None:
         fields.append(f"busiest expert: {busiest_expert:.3f}")
+    if dropped_share is not None:
+        fields.append(f"dropped: {dropped_share:.1%}")
     fields.append(f"loss scale: {loss_scale:.1f}")
     if grad_norm is not None:
         fields.append(f"grad norm: {grad_norm:.3f}")

@@ -15,10 +15,10 @@ from megatron.metrics.log_line import perplexity
 class Sink(Protocol):
     """Takes numbers by name. Only the rank that logs opens one.
 
-    Names are those of the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert, grad_norm,
-    learning_rate, loss_scale, skipped, elapsed_ms, tokens_per_s, tflops_per_device, global_batch_size, num_zeros, params_norm,
-    gradient_noise, context_imbalance,
-    max_attention_logit, validation_loss, validation_mtp_loss, test_loss, test_mtp_loss, and any other.
+    Names are those of the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert, dropped_share,
+    grad_norm, learning_rate, loss_scale, skipped, elapsed_ms, tokens_per_s, tflops_per_device, global_batch_size, num_zeros,
+    params_norm, gradient_noise, context_imbalance, max_attention_logit, validation_loss, validation_mtp_loss, test_loss,
+    test_mtp_loss, and any other.
     """
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
@@ -75,6 +75,7 @@ _TAGS = {
     "mtp_loss": "mtp loss",
     "moe_z_loss": "router z loss",
     "busiest_expert": "busiest expert",
+    "dropped_share": "share of choices dropped",
     "learning_rate": "learning-rate",
     "global_batch_size": "batch-size",
     "loss_scale": "loss-scale",

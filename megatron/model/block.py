@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import nn
@@ -52,6 +53,7 @@ class Block(nn.Module):
         self.attention_post_norm = norm("attention_post_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = _mlp_of(scope.child("mlp"), spec.mlp, layer, remakes_activation="mlp_act" in selective)
+        self.has_experts = isinstance(self.mlp, Experts)
         self.mlp_post_norm = norm("mlp_post_norm")
         self.compiled: CompiledBlock | None = None
         """Runs the layer in its place, where there is a backward."""
@@ -69,27 +71,34 @@ class Block(nn.Module):
         if self.compiled is not None and torch.is_grad_enabled():
             return self.compiled(x, rotary, key, documents, seeds)
         attended = self.attention.mixed(self._normed(self.attention_norm, x), rotary, key, documents, cache)
-        return self.after(x, attended, seeds)
+        return self.after(x, attended, seeds, partial(self.mlp, documents=documents, key=key) if self.has_experts else self.mlp)
 
     def before(self, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What comes before attention: its queries, keys and values."""
         return self.attention.split(self._normed(self.attention_norm, x), rotary)
 
-    def after(self, x: torch.Tensor, attended: torch.Tensor, seeds: Seeds | None) -> torch.Tensor:
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, seeds: Seeds | None, mlp: Callable[..., torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """What comes after attention.
 
         Args:
             x: the layer's input.
             attended: [s, b, n * d].
             seeds: of the two dropout masks; None switches dropout off.
+            mlp: the layer's, with what experts are told besides.
         """
+        mlp = mlp or self.mlp
         with_attention = self._added(x, self.attention.output(attended), self.attention_post_norm, seeds, 0)
         source = x if self.parallel else with_attention
-        fed = recomputed(self._norm_and_mlp, source) if self.recomputes_mlp else self.mlp(self._normed(self.mlp_norm, source))
+        if self.recomputes_mlp:
+            fed = recomputed(partial(self._norm_and_mlp, mlp), source)
+        else:
+            fed = mlp(self._normed(self.mlp_norm, source))
         return self._added(with_attention, fed, self.mlp_post_norm, seeds, 1)
 
-    def _norm_and_mlp(self, x: torch.Tensor, *, again: bool) -> torch.Tensor:
-        return self.mlp(x.to(self.dtype) if self.mlp_norm is None else self.mlp_norm(x))
+    def _norm_and_mlp(self, mlp: Callable[..., torch.Tensor], x: torch.Tensor, *, again: bool) -> torch.Tensor:
+        return mlp(x.to(self.dtype) if self.mlp_norm is None else self.mlp_norm(x))
 
     def _normed(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor | Remade:
         if norm is None:

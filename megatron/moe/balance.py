@@ -17,7 +17,9 @@ from megatron.memory.recompute import decided, is_remade
 from megatron.moe.choice import balance_scores
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
+from megatron.parallel.params import ParamRecord
 from megatron.spec.mlps import RouterSpec, has_experts
+from megatron.spec.weights import in_layer
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class BalanceResult:
     """The load-balancing loss, a mean over the layers with experts, without its coefficient."""
     z_loss: float
     """The routers' z-loss, such a mean too."""
+    dropped: float | None
+    """The share of the choices that experts did not take, such a mean too; None where they take all."""
     busiest: dict[int, float]
     """For each layer with experts, the choices of its busiest expert over the mean of all."""
 
@@ -47,9 +51,12 @@ class Balance:
     def __init__(self, model: ModelConfig, sequence_ranks: Group, device: torch.device) -> None:
         assert model.num_experts is not None
         self.layers = [layer for layer in range(model.num_layers) if has_experts(model, layer)]
-        self._sequence_ranks, self._experts = sequence_ranks, model.num_experts
-        self.found = torch.zeros(model.num_layers, model.num_experts + 2, dtype=torch.float64, device=device)
-        """For each layer the choices of each expert, the load-balancing loss and the z-loss, as far as this rank has them."""
+        self._sequence_ranks, self._drops = sequence_ranks, model.moe_expert_capacity_factor is not None
+        self.found = torch.zeros(model.num_layers, model.num_experts + 3, dtype=torch.float64, device=device)
+        """For each layer the choices of each expert, the load-balancing loss, the z-loss and the dropped choices, as far as this
+        rank has them."""
+        self._counts: torch.Tensor | None = None
+        """The choices of each expert in the global batch of the last step, once they are summed: [layers, E]."""
         self._scale: float | None = None
 
     @contextlib.contextmanager
@@ -67,7 +74,13 @@ class Balance:
             self._scale = None
 
     def minimise(
-        self, weights: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor, layer: int, spec: RouterSpec
+        self,
+        weights: torch.Tensor,
+        logits: torch.Tensor,
+        chosen: torch.Tensor,
+        layer: int,
+        spec: RouterSpec,
+        shares_before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take the choices of a microbatch, and let its losses be minimised with what is made of the weights.
 
@@ -75,40 +88,62 @@ class Balance:
             weights: [s, b, k], returned as they are.
             logits: [s, b, E], in at least float32.
             chosen: [s, b, k].
+            shares_before: the shares of the experts in the update before, over the mean: [E].
         """
         if self._scale is None:
             return weights
-        counts = decided(lambda: self._counts(chosen, layer, spec))
+        counts = decided(lambda: self._count(chosen, layer, spec))
         tokens = logits[..., 0].numel() * self._sequence_ranks.size
-        if spec.balancing == "aux_loss":
+        if shares_before is not None:
+            shares = shares_before / spec.experts
+        elif spec.balancing == "aux_loss":
             shares = counts.sum(0) / (spec.chosen * tokens)
         else:
             shares = counts * len(counts) / (spec.chosen * tokens)
         balance = (balance_scores(logits, spec) * shares.to(logits.dtype)).sum() * (spec.experts / tokens)
         z = logits.logsumexp(-1).square().sum() / tokens
         if not is_remade():
-            self.found[layer, -2:] += torch.stack([balance, z]).detach()
+            self.found[layer, -3:-1] += torch.stack([balance, z]).detach()
         if spec.balancing != "none" and spec.balance_coeff:
             weights = _Minimised.apply(weights, balance, spec.balance_coeff * self._scale)
         return _Minimised.apply(weights, z, spec.z_coeff * self._scale) if spec.z_coeff else weights
 
-    def _counts(self, chosen: torch.Tensor, layer: int, spec: RouterSpec) -> torch.Tensor:
+    def drop(self, layer: int, takes: torch.Tensor) -> None:
+        """Take which of a microbatch's choices experts take, bool [s, b, k]."""
+        if self._scale is not None:
+            self.found[layer, -1] += takes.logical_not().sum()
+
+    def _count(self, chosen: torch.Tensor, layer: int, spec: RouterSpec) -> torch.Tensor:
         """The choices of each expert in each whole sequence of a microbatch [b, E], float64."""
         flat = chosen.transpose(0, 1).flatten(1)
         counts = self.found.new_zeros(len(flat), spec.experts)
         counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))
-        self.found[layer, :-2] += counts.sum(0)
+        self.found[layer, :-3] += counts.sum(0)
         return all_reduce(counts, self._sequence_ranks)
 
     def summed(self, world: Group, microbatches: int) -> torch.Tensor:
         """What all ranks have found in a step of so many microbatches altogether, on the device: the numbers of `result`."""
-        found = all_reduce(self.found, world)[self.layers]
-        counts, losses = found[:, :-2], (found[:, -2:] / microbatches).mean(0)
-        return torch.cat([losses, counts.amax(1) / counts.mean(1)])
+        whole = all_reduce(self.found, world)
+        self._counts, found = whole[:, :-3], whole[self.layers]
+        counts, losses = found[:, :-3], (found[:, -3:-1] / microbatches).mean(0)
+        return torch.cat([losses, (found[:, -1] / counts.sum(1)).mean(0, keepdim=True), counts.amax(1) / counts.mean(1)])
+
+    def gradient(self, record: ParamRecord) -> torch.Tensor:
+        """What stands for the gradient of a vector that counts move (`ByCounts`), once they are summed: the choices of each expert
+        over the mean, less 1, [E]."""
+        layer, _ = in_layer(record.name)
+        assert self._counts is not None and layer is not None
+        return self._counts[layer] / self._counts[layer].mean() - 1.0
+
+    @property
+    def num_results(self) -> int:
+        """How many numbers `summed` gives."""
+        return 3 + len(self.layers)
 
     def result(self, numbers: Sequence[float]) -> BalanceResult:
         """The numbers of `summed` by their names."""
-        return BalanceResult(numbers[0], numbers[1], dict(zip(self.layers, numbers[2:], strict=True)))
+        loss, z_loss, dropped = numbers[:3]
+        return BalanceResult(loss, z_loss, dropped if self._drops else None, dict(zip(self.layers, numbers[3:], strict=True)))
 
 
 class _Minimised(torch.autograd.Function):

@@ -49,6 +49,24 @@ class AdamW(UpdateRule):
         )
 
 
+class CountsRule(UpdateRule):
+    """Moves what choices of experts move (`ByCounts`), by what `Balance.gradient` gives. There is no rate, decay or clipping."""
+
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """See `UpdateRule`."""
+
+        def move(update: Update) -> None:
+            for target in targets:
+                assert target.record.by_counts is not None
+                step = target.record.by_counts.step
+                if step is None:
+                    torch.add(target.grad, 1.0, out=target.main)
+                else:
+                    target.main.sub_(target.grad.sign(), alpha=step)
+
+        return move
+
+
 class SGD(UpdateRule):
     """Gradient descent with momentum. The weight decay is added to the gradient."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.adafactor import Adafactor
 from megatron.optimizer.eight_bits import EightBitAdamW
-from megatron.optimizer.elementwise import SGD, AdamW, AdEMAMix, Lion
+from megatron.optimizer.elementwise import SGD, AdamW, AdEMAMix, CountsRule, Lion
 from megatron.optimizer.lamb import Lamb
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.rule import UpdateRule
@@ -45,8 +45,11 @@ def rules_of(config: OptimizerConfig) -> RuleOf:
     """The rule of each parameter in a run with these settings: that of its group."""
     group_of = groups_of(config)
     made: dict[str, RuleOf] = {}
+    by_counts = CountsRule()
 
     def rule_of(record: ParamRecord) -> UpdateRule:
+        if record.by_counts is not None:
+            return by_counts
         optimizer = group_of(record).optimizer
         if optimizer not in made:
             made[optimizer] = RULES[optimizer](config)

@@ -65,11 +65,13 @@ class ParallelContext:
         return {axis: self.topology.size(axis) for axis in (*AXES, *EXPERT_AXES)}
 
     def group(self, *axes: str) -> Group:
-        """The group over these axes that this rank belongs to.
+        """The group over these axes that this rank belongs to; over none, this rank alone.
 
         Raises:
             KeyError: no group is made for this set of axes.
         """
+        if not axes:
+            return Group("alone", (self.rank,), 0)
         return self._groups[tuple(axis for axis in (*AXES, *EXPERT_AXES) if axis in axes)]
 
     @property

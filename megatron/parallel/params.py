@@ -61,6 +61,7 @@ class ParamRecord(ParamFacts):
             width=weight.width,
             heads=weight.heads,
             scores=weight.scores,
+            by_counts=weight.by_counts,
         )
 
     @property
@@ -70,7 +71,9 @@ class ParamRecord(ParamFacts):
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """Model-parallel axes along which every rank holds the same values."""
+        """Model-parallel axes along which every rank holds the same values; of what counts move, all axes, as nothing shards it."""
+        if self.by_counts is not None:
+            return ("tp", *GRADIENT_AXES)
         split = {split.axis for split in self.splits}
         return tuple(axis for axis in (EXPERT_AXES[:2] if self.of_experts else ("tp",)) if axis not in split)
 
@@ -110,6 +113,8 @@ class ParamRecord(ParamFacts):
 
 def _gradient_axes(weight: Weight, sequence_parallel: bool) -> tuple[str, ...]:
     """Axes over which the gradient of each rank is a partial sum."""
+    if weight.by_counts is not None:
+        return ()  # counts are summed as they are taken, see `moe/balance.py`
     if weight.of_experts:
         return EXPERT_AXES[-1:]
     return ("tp", *GRADIENT_AXES) if weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES
@@ -141,8 +146,8 @@ class ParamEntry:
 
     @property
     def uses_per_microbatch(self) -> int:
-        """How often backward writes its gradient in one microbatch on this rank: once for each use."""
-        return len(self.holders) + self.more_uses
+        """How often backward writes its gradient in one microbatch on this rank: once for each use, if it has a gradient."""
+        return 0 if self.record.by_counts is not None else len(self.holders) + self.more_uses
 
     @property
     def held_elsewhere(self) -> bool:

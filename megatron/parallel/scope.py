@@ -65,7 +65,9 @@ class Scope:
             sequence_parallel=self.sequence_parallel,
             chunks=ends if weight.tied else (self.chunk,),
         )
-        local = torch.empty(record.local_shape(self.context.axis_sizes), dtype=self.dtype, device="meta")
+        # Steps of a bias are much smaller than the bias, so 16 bits would lose them.
+        dtype = self.dtype if record.by_counts is None else torch.promote_types(self.dtype, torch.float32)
+        local = torch.empty(record.local_shape(self.context.axis_sizes), dtype=dtype, device="meta")
         module.register_parameter(attribute, nn.Parameter(local))
         self.table.add(record, module, attribute, self.chunk)
 

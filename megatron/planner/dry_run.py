@@ -314,7 +314,7 @@ class Planner:
         state = OptimizerState(config.optimizer, context.axis_sizes, self._device_type)
         traces = self._trace(model, context)
         largest = 0 if model.largest is None else model.largest.found.nbytes
-        of_experts = 0 if model.balance is None else model.balance.found.nbytes + 8 * (2 + len(model.balance.layers))
+        of_experts = 0 if model.balance is None else model.balance.found.nbytes + 8 * model.balance.num_results
         scalars = 2 * (ranks - 1) * (NUM_SCALARS * 8 + largest + of_experts) // ranks
         summed = [Sending("world", "scalars", scalars)] if ranks > 1 else []
         layouts: dict[object, tuple[dict[RankContent, list[Places]], list[Sending]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.config.experts import Balancing, RouterDtype, ScoreFunction
@@ -44,6 +45,20 @@ class RouterSpec:
     balancing: Balancing
     balance_coeff: float
     z_coeff: float
+    bias_step: float | None = None
+    """By how much an update moves the bias of the scores that experts are chosen by; None: there is no bias."""
+    jitter: float = 0.0
+    """Noise on the input of the router: each number of it times one between 1 - jitter and 1 + jitter."""
+    capacity: float | None = None
+    """How many times the mean number of choices of an expert in a sequence it takes at most; None: all."""
+    drops_last: bool = False
+    """Whether choices of late tokens are dropped first, not those with small probabilities."""
+    pads: bool = False
+    """Whether the input of an expert is filled up with zeros to the most that it takes."""
+
+    def taken(self, length: int) -> int | None:
+        """Choices that an expert takes of a sequence of so many tokens; None: all."""
+        return None if self.capacity is None else math.ceil(self.capacity * length * self.chosen / self.experts)
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,11 @@ def experts_of(model: ModelConfig) -> ExpertsSpec:
         model.moe_router_load_balancing_type,
         model.moe_aux_loss_coeff,
         model.moe_z_loss_coeff or 0.0,
+        model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
+        model.moe_input_jitter_eps or 0.0,
+        model.moe_expert_capacity_factor,
+        model.moe_token_drop_policy == "position",
+        model.moe_pad_expert_input_to_capacity,
     )
     return ExpertsSpec(
         router,

@@ -76,6 +76,15 @@ class ScoreRows:
 
 
 @dataclass(frozen=True)
+class ByCounts:
+    """What moves a vector with a number for each expert: no gradient, but how often the routers of a global batch chose each."""
+
+    step: float | None = None
+    """An update adds so much for an expert that was chosen less often than the mean, and subtracts it for one chosen more often
+    (DeepSeek-V3, section 2.1.2). None: it becomes what share of the choices each expert got, over the mean share."""
+
+
+@dataclass(frozen=True)
 class ParamFacts:
     """What is true of one parameter of the whole model, whoever holds it."""
 
@@ -95,6 +104,8 @@ class ParamFacts:
     """The heads that its rows are, where it projects to queries, keys and values at once."""
     scores: ScoreRows | None = field(default=None, kw_only=True)
     """What its rows, or the elements of a bias, are in the scores of heads, where they are of heads and no norm comes after."""
+    by_counts: ByCounts | None = field(default=None, kw_only=True)
+    """How the choices of routers move it; None: a gradient does."""
 
     @property
     def role(self) -> Role:
@@ -264,10 +275,15 @@ def _mlp(name: str, mlp: MLPSpec, hidden: int, std: float, output_std: float) ->
 
 
 def _experts(name: str, mlp: ExpertsSpec, hidden: int, std: float, output_std: float) -> Iterator[Weight]:
-    """A router [E, h]; the matrices of all experts, with the expert as first dimension: `up` [E, f, h], or [E, 2, f, h] of gated
-    MLPs, and `down` [E, h, f]; and the shared expert, an MLP with perhaps a gate [1, h]."""
+    """A router [E, h], perhaps with a bias of its choices [E], or the shares of the experts [E] in the update before; the matrices
+    of all experts, with the expert as first dimension: `up` [E, f, h], or [E, 2, f, h] of gated MLPs, and `down` [E, h, f]; and the
+    shared expert, an MLP with perhaps a gate [1, h]."""
     experts, chosen, width = mlp.router.experts, mlp.router.chosen, mlp.expert.width
     yield whole(f"{name}.router", hidden, experts, std=std)
+    if mlp.router.bias_step is not None:
+        yield Weight(f"{name}.router.bias", (experts,), kind="vector", by_counts=ByCounts(mlp.router.bias_step))
+    if mlp.router.balancing == "global_aux_loss":
+        yield Weight(f"{name}.router.shares", (experts,), kind="vector", init=Init(constant=1.0), by_counts=ByCounts())
     up = (experts, *((2,) if mlp.expert.activation.gated else ()), width, hidden)
     splits = ((0, "ep"), (len(up) - 2, "etp"))
     yield Weight(f"{name}.experts.up.weight", up, splits, init=Init(std), used=chosen)

@@ -183,6 +183,7 @@ class Reporter:
                 load_balancing_loss=of_experts.get("load_balancing_loss"),
                 moe_z_loss=of_experts.get("moe_z_loss"),
                 busiest_expert=of_experts.get("busiest_expert"),
+                dropped_share=of_experts.get("dropped_share"),
                 loss_scale=result.loss_scale if result else 1.0,
                 skipped=sums.skipped,
                 nans=sums.nans,
@@ -276,6 +277,7 @@ def _of_experts(balances: Sequence[BalanceResult]) -> dict[str, float]:
         "load_balancing_loss": math.fsum(one.loss for one in balances) / count,
         "moe_z_loss": math.fsum(one.z_loss for one in balances) / count,
         "busiest_expert": max(one.worst for one in balances),
+        **({} if balances[0].dropped is None else {"dropped_share": math.fsum(one.dropped or 0.0 for one in balances) / count}),
         **{f"busiest_expert/layers.{layer}": value for layer, value in layers.items()},
     }
 

@@ -13,7 +13,7 @@ from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_
 from megatron.checkpoint.source import FOREIGN, kind_of
 from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
-from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, ModelConfig
+from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig
 from megatron.config.save import from_dict
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
@@ -43,6 +43,8 @@ class _Chosen(NamedTuple):
     path: Place
     state: dict[str, Any]
     notes: list[str]
+    begin: frozenset[str] = frozenset()
+    """Parameters that it lacks and that begin with their initial values."""
 
 
 def resume(
@@ -103,7 +105,7 @@ def _continued(
     chosen: _Chosen, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
 ) -> Resumed:
     """Take over the counts, and agree on the schedules."""
-    path, state, notes = chosen
+    path, state, notes, _ = chosen
     try:
         if wants_state:
             optimizer.num_updates = int(state["optimizer_updates"])
@@ -155,6 +157,7 @@ def _fill(
         has_average = chosen.state.get("ema_decay") is not None
         averages = wants_state and has_average
         tensors = global_tensors(optimizer, context, state=wants_state, averages=averages)
+        tensors = [tensor for tensor in tensors if tensor.name.partition(".")[2] not in chosen.begin]
         try:
             loaded = load_tensors(
                 chosen.path,
@@ -241,12 +244,17 @@ def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, st
 
 def _fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, goes_on: bool) -> _Chosen:
     state = read_state(path)
-    notes = notes + check_model(config, read_config(path), vocab_size, path, goes_on=goes_on)
+    record = read_config(path)
+    notes = notes + check_model(config, record, vocab_size, path, goes_on=goes_on)
+    saved = {weight.name for weight in model_weights(from_dict(record["config"]).model, vocab_size)}
+    begin = [one for one in model_weights(config.model, vocab_size) if one.by_counts is not None and one.name not in saved]
+    if begin:
+        notes.append(f"{len(begin)} tensors of routers that the checkpoint lacks begin anew ({begin[0].name}, ...)")
     if goes_on and "progress" not in state:
         raise CheckpointError(
             f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
         )
-    return _Chosen(path, state, notes)
+    return _Chosen(path, state, notes, frozenset(one.name for one in begin))
 
 
 def _told(loaded: Loaded) -> str:
@@ -297,7 +305,8 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
     saved = from_dict(record["config"])
     model = _differences(_effective(saved.model), _effective(config.model))
     fewer = {name for name in FREE_DOWNWARD if getattr(config.model, name) < getattr(saved.model, name)}
-    may_differ = FREE_FIELDS | fewer | (frozenset() if goes_on else FREE_AT_BEGINNING)
+    more = {name for name in FREE_UPWARD if getattr(config.model, name) > getattr(saved.model, name)}
+    may_differ = FREE_FIELDS | fewer | more | (frozenset() if goes_on else FREE_AT_BEGINNING)
     wrong = [text for name, text in model.items() if name not in may_differ]
     if record["vocab_size"] != vocab_size:
         wrong.append(f"vocabulary {record['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
@@ -338,7 +347,8 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
 
 def _told_of_depths(saved: ModelConfig, here: ModelConfig, vocab_size: int) -> str:
     """What is left out where a run has fewer depths of multi-token prediction than its checkpoint."""
-    left = [weight for weight in model_weights(saved, vocab_size) if _is_left_out(weight.name, here)]
+    weights = (weight for weight in model_weights(saved, vocab_size) if depth_of(weight.name) is not None)
+    left = [weight for weight in weights if _is_left_out(weight.name, here)]
     depths = f"{saved.mtp_num_layers - here.mtp_num_layers} of {saved.mtp_num_layers} depths of multi-token prediction"
     return (
         f"WARNING: {depths} in the checkpoint are left out, with their moments: {len(left)} tensors of "
@@ -347,9 +357,10 @@ def _told_of_depths(saved: ModelConfig, here: ModelConfig, vocab_size: int) -> s
 
 
 def _is_left_out(name: str, here: ModelConfig) -> bool:
-    """Whether a parameter is of a depth that this run's model does not have."""
+    """Whether a parameter is of a depth that this run's model does not have, or shares of experts, which it does not need."""
     depth = depth_of(name)
-    return depth is not None and depth >= here.mtp_num_layers
+    shares = name.endswith("router.shares") and here.moe_router_load_balancing_type != "global_aux_loss"
+    return shares or (depth is not None and depth >= here.mtp_num_layers)
 
 
 def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) -> LearningSchedule:

@@ -136,7 +136,7 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
     """Number of parameters of the built model, summed over all ranks, each element once and without padding.
 
     Args:
-        shards: those that this rank counts.
+        shards: this rank's.
 
     Raises:
         RuntimeError: the sum differs from what the settings say: a layer is lost or doubled.

@@ -140,7 +140,8 @@ class TrainStep:
             before_backward=self._before_backward,
             before_remake=self._before_remake,
         )
-        self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted]
+        self._by_counts = [shard for shard in self.optimizer.shards if shard.record.by_counts is not None]
+        self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted and shard.record.by_counts is None]
         self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
         """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
         self._counted_grads = [shard.counted_grad for shard in self.counted_shards]
@@ -259,6 +260,8 @@ class TrainStep:
         sums = torch.stack([loss_sum, *self._sums_beside, count, squares, zeros, *numbers, *noise, logit])
         if self.model.balance is not None:
             found = self.model.balance.summed(self.context.world, len(batch) * self.context.data_group.size)
+            for shard in self._by_counts:
+                shard.grad.copy_(self.model.balance.gradient(shard.record))
             sums = torch.cat([sums, found if self.context.world.index == 0 else torch.zeros_like(found)])
         known = len(StepSums._fields) - 1
         found_numbers = all_reduce(sums, self.context.world).tolist()

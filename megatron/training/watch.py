@@ -54,7 +54,8 @@ class RunChecks(Watcher):
     def __init__(self, step: TrainStep, every: int, iteration: int, say: Callable[[str], None]) -> None:
         self._step, self._every, self._say = step, every, say
         self._replicas = Replicas(copies_held(step.model.params, step.optimizer.shards, step.context), step.context)
-        self._records = global_records(step.model.config, step.model.vocab_size)
+        records = global_records(step.model.config, step.model.vocab_size)
+        self._records = {name: record for name, record in records.items() if record.by_counts is None}
         self._compared: int | None = None
         self._own: OwnGradients | None = None
         self._audited = False
@@ -67,7 +68,8 @@ class RunChecks(Watcher):
         if self._audited:
             return
         step = self._step
-        self._own = OwnGradients(step.model.params, step.optimizer.shards, self._records, step.context)
+        params = [entry for entry in step.model.params if entry.record.name in self._records]
+        self._own = OwnGradients(params, step.optimizer.shards, self._records, step.context)
         recorder, step.executor.recorder = step.executor.recorder, None  # the profile shows the step alone
         step.gradients(batch, inspect=self._own.look)
         step.executor.recorder = recorder

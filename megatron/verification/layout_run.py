@@ -64,7 +64,8 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
             test_batches=None,
             started_at=time.monotonic(),
         ).run(Progress())
-        masks = feed.masks() if config.model.hidden_dropout or config.model.attention_dropout else []
+        model = config.model
+        masks = feed.masks() if model.hidden_dropout or model.attention_dropout or model.moe_input_jitter_eps else []
     coordinates = {axis: context.coordinates[axis] for axis in AXES}
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, masks)
 

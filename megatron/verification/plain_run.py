@@ -243,10 +243,11 @@ def experts_shape(model: ModelConfig, micro_batch_size: int) -> ExpertsShape:
     freq, count = model.moe_layer_freq, model.num_layers
     layers = _marks(freq, count) if "[" in freq else [layer % int(freq) == 0 for layer in range(count)]
     softmax: Literal["softmax", "softmax first"] = "softmax first" if model.moe_router_pre_softmax else "softmax"
-    tokens: dict[Balancing, Literal["none", "microbatch", "sequence"]] = {
+    tokens: dict[Balancing, Literal["none", "microbatch", "sequence", "update before"]] = {
         "none": "none",
         "aux_loss": "microbatch",
         "seq_aux_loss": "sequence",
+        "global_aux_loss": "update before",
     }
     return ExpertsShape(
         tuple(layers),
@@ -263,6 +264,9 @@ def experts_shape(model: ModelConfig, micro_batch_size: int) -> ExpertsShape:
         model.moe_aux_loss_coeff,
         model.moe_z_loss_coeff or 0.0,
         micro_batch_size,
+        model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
+        model.moe_expert_capacity_factor,
+        model.moe_token_drop_policy == "position",
     )
 
 
@@ -309,7 +313,8 @@ def update_rule(optimizer: OptimizerConfig, model: ModelConfig) -> Rule:
     """The reference's update rule for these settings."""
     betas = optimizer.adam_beta1, optimizer.adam_beta2
     numbers = rule_numbers(optimizer, (model.num_attention_heads // model.num_key_value_heads, model.head_size))
-    return Rule(optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, numbers, optimizer.ema_decay)
+    rule = Rule(optimizer.optimizer, optimizer.clip_grad or None, betas, optimizer.adam_eps, numbers, optimizer.ema_decay)
+    return replace(rule, bias_step=model.moe_router_bias_update_rate)
 
 
 def rule_numbers(optimizer: OptimizerConfig, heads: tuple[int, int] = (1, 1)) -> Numbers:

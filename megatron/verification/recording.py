@@ -102,7 +102,10 @@ class StepRecorder:
         return loss_sum, count
 
     def _keep_gradients(self, result: StepResult) -> None:
-        self._gradients = parts_of_shards(self.step, lambda shard: shard.grad.double() / result.loss_scale)
+        def unscaled(shard: Shard) -> torch.Tensor:
+            return shard.grad.double() / (result.loss_scale if shard.record.by_counts is None else 1.0)
+
+        self._gradients = parts_of_shards(self.step, unscaled)
 
     def begin(self, op: Op) -> None:
         """Called when the executor begins an operation."""

@@ -22,6 +22,10 @@ SETTINGS: dict[str, Any] = {
     "num_experts": 4,
     "moe_aux_loss_coeff": 0.01,
     "moe_z_loss_coeff": 0.001,
+    "moe_router_load_balancing_type": "global_aux_loss",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_expert_capacity_factor": 1.25,
     "eval_iters": 1,
     "eval_interval": 2,
 }
@@ -43,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "sharded": (4, {"data_parallel_sharding_strategy": "optim_grads_params", "expert_model_parallel_size": 2}),
 }
-NUMBERS = ("lm_loss", "grad_norm", "load_balancing_loss", "moe_z_loss", "busiest_expert", "validation_loss")
+NUMBERS = ("lm_loss", "grad_norm", "load_balancing_loss", "moe_z_loss", "busiest_expert", "dropped_share", "validation_loss")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def numbers(path: Path) -> list[float]:
     """What is logged behind the stop."""
     lines = [line for line in read_metrics(path) if line["iteration"] > STOP]
     found = [line[name] for line in lines for name in NUMBERS if name in line]
-    assert len(found) == (STEPS - STOP) * 5 + 1
+    assert len(found) == (STEPS - STOP) * 6 + 1
     return found
 
 
@@ -71,8 +75,12 @@ def test_a_checkpoint_goes_on_at_any_layout_of_the_experts(one: Path, tmp_path: 
 
 
 def test_and_at_the_same_bit_for_bit(tmp_path: Path) -> None:
-    """In bfloat16, with recompute; what each layer's experts get is in the metrics file."""
-    settings = SETTINGS | {"fp64": False, "bf16": True, "recompute_granularity": "full"} | LAYOUTS["expert 2"][1]
+    """In bfloat16, with recompute and noise on the routers' inputs; what each layer's experts get is in the metrics file."""
+    settings = (
+        SETTINGS
+        | {"fp64": False, "bf16": True, "recompute_granularity": "full", "moe_input_jitter_eps": 0.01}
+        | LAYOUTS["expert 2"][1]
+    )
     run(arguments(**settings, save=tmp_path / "whole", save_interval=STOP, metrics_file=tmp_path / "whole.jsonl"), 2)
     again = {"load": tmp_path / "whole", "ckpt_step": STOP, "save": tmp_path / "again", "metrics_file": tmp_path / "again.jsonl"}
     run(arguments(**settings, **again), 2)

@@ -478,6 +478,38 @@ FAULTS = {
         None,
         (),
     ),
+    "biases of experts moved by a rank's own counts": Fault(
+        (
+            ("whole = all_reduce(self.found, world)", "own = self.found.clone()\n        whole = all_reduce(self.found, world)"),
+            ("self._counts, found = whole[:, :-3], whole[self.layers]", "self._counts, found = own[:, :-3], whole[self.layers]"),
+        ),
+        f"--world-size 2 {EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "gradient",
+        "mlp.router.bias",
+        "data",
+        ("the data ranks hold different values",),
+    ),
+    "the residual of tokens that all their experts have dropped": Fault(
+        (("y = y.view_as(x)", "y = y.view_as(x) - x * (chosen == self.router.spec.experts).all(-1, keepdim=True)"),),
+        f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS} --moe-router-topk 1 --moe-expert-capacity-factor 1",
+        "forward",
+        "layers.0.mlp",
+        None,
+        ("what the MLP gives",),
+    ),
+    "rows that pad experts in a norm": Fault(
+        (
+            (
+                "return apply(filled, [most] * len(counts))",
+                "return torch.nn.functional.normalize(apply(filled, [most] * len(counts)), dim=0)",
+            ),
+        ),
+        f"--world-size 2 {EXPERTS} --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+        "forward",
+        "layers.0.mlp",
+        None,
+        ("what the MLP gives",),
+    ),
     "a dropout mask that context ranks repeat": Fault(
         (("context_rank=self.cutting.group.index)", "context_rank=0)"),),
         "--context-parallel-size 2",

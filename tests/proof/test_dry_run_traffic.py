@@ -72,6 +72,9 @@ EXPERTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.1,
     "moe_z_loss_coeff": 0.1,
     "disable_bias_linear": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_expert_capacity_factor": 1.0,
 }
 """A token passes all experts, so that as much is sent as a plan takes it to be."""
 CASES: dict[str, dict[str, Any]] = {

@@ -30,13 +30,23 @@ SIZES = {"num_layers": LAYERS, "hidden": 12, "ffn": 20, "heads": 4, "kv_heads": 
 ALL, SOME = (True,) * LAYERS, (False, True, True, False)
 KINDS = {
     "top 2": ExpertsShape(ALL, 4, 2, 8, balance="microbatch", balance_coeff=0.3),
-    "top 1, first softmax": ExpertsShape(SOME, 4, 1, 8, score="softmax first", balance="sequence", balance_coeff=0.4, z_coeff=0.05),
-    "sigmoids in groups, shared": ExpertsShape(
-        SOME, 8, 4, 4, 8, score="sigmoid", scaling=2.5, groups=4, open_groups=2, balance="sequence", balance_coeff=0.2
+    "top 1, first softmax, shares of the update before": ExpertsShape(
+        SOME, 4, 1, 8, score="softmax first", balance="update before", balance_coeff=0.4, z_coeff=0.05
     ),
-    "top 4, gated shared": ExpertsShape(
-        ALL, 8, 4, 4, 8, True, score="softmax first", balance="microbatch", balance_coeff=0.5, z_coeff=0.1
+    "sigmoids in groups with biases, shared": ExpertsShape(
+        *(SOME, 8, 4, 4, 8),
+        score="sigmoid",
+        scaling=2.5,
+        groups=4,
+        open_groups=2,
+        balance="sequence",
+        balance_coeff=0.2,
+        bias_step=0.05,
     ),
+    "top 4, gated shared, dropped by probability": ExpertsShape(
+        *(ALL, 8, 4, 4, 8, True), score="softmax first", balance="microbatch", balance_coeff=0.5, z_coeff=0.1, capacity=1.0
+    ),
+    "dropped by position, padded": ExpertsShape(SOME, 4, 1, 8, 8, score="sigmoid", bias_step=0.1, capacity=1.25, drops_last=True),
 }
 AXES: dict[str, list[Any]] = {
     "kind": [*KINDS],
@@ -152,7 +162,7 @@ def test_experts_that_nobody_chooses_have_no_gradient() -> None:
 
 def test_the_balance_is_told_of_the_global_batch() -> None:
     """By every layout the same, and of the loss as it is defined; evaluations are without."""
-    r = recipe("top 4, gated shared", 2, False)
+    r = recipe("top 4, gated shared, dropped by probability", 2, False)
     found = [
         run_warm_ranks(layout.world_size, _balance, r, layout, timeout=120.0)
         for layout in (Layout(), Layout(dp=2, ep=2), Layout(tp=2, cp=1, dp=2, ep=4, etp=1, sequence_parallel=True))
@@ -173,6 +183,7 @@ def test_the_balance_is_told_of_the_global_batch() -> None:
         assert result.loss == pytest.approx(first.loss, rel=1e-12)
         assert result.z_loss == pytest.approx(first.z_loss, rel=1e-12)
         assert result.busiest == pytest.approx(first.busiest)
+        assert result.dropped == first.dropped and 0.0 < first.dropped < 0.5
 
 
 def _keeping(values: list[torch.Tensor]) -> Seen:

@@ -209,10 +209,16 @@ def expert_settings(experts: ExpertsShape | None) -> dict[str, Any]:
         "moe_router_load_balancing_type": _BALANCED[experts.balance],
         "moe_aux_loss_coeff": experts.balance_coeff,
         "moe_z_loss_coeff": experts.z_coeff or None,
+        "moe_router_enable_expert_bias": experts.bias_step is not None,
+        "moe_router_bias_update_rate": experts.bias_step or 1e-3,
+        "moe_expert_capacity_factor": experts.capacity,
+        "moe_token_drop_policy": "position" if experts.drops_last else "probs",
+        # Padding changes no number: one of the policies goes with it.
+        "moe_pad_expert_input_to_capacity": experts.capacity is not None and experts.drops_last,
     }
 
 
-_BALANCED = {"none": "none", "microbatch": "aux_loss", "sequence": "seq_aux_loss"}
+_BALANCED = {"none": "none", "microbatch": "aux_loss", "sequence": "seq_aux_loss", "update before": "global_aux_loss"}
 
 
 def stretch_settings(stretch: RotaryStretch | None) -> dict[str, Any]:

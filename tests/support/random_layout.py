@@ -86,12 +86,20 @@ def draw_experts(draw: Draw, settings: Mapping[str, Any], tp: int, ranks: int) -
         ),
         "moe_aux_loss_coeff": one_of(draw, None, 0.2),
         "moe_z_loss_coeff": one_of(draw, None, 0.1),
-        "moe_router_load_balancing_type": one_of(draw, None, "aux_loss", "seq_aux_loss"),
+        "moe_router_load_balancing_type": one_of(draw, None, "aux_loss", "seq_aux_loss", "global_aux_loss"),
         "moe_router_score_function": one_of(draw, None, "softmax", "sigmoid"),
         "moe_router_topk_scaling_factor": one_of(draw, None, 2.5),
         "moe_router_dtype": one_of(draw, None, "fp32", "fp64"),
     }
     found |= switches(draw, "moe_router_pre_softmax")
+    if found["moe_router_score_function"] == "sigmoid" and number(draw, 0, 1):
+        found |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": one_of(draw, None, 0.05)}
+    if number(draw, 0, 1):
+        found |= {
+            "moe_expert_capacity_factor": one_of(draw, 1.0, 1.5),
+            "moe_token_drop_policy": one_of(draw, None, "probs", "position"),
+            **switches(draw, "moe_pad_expert_input_to_capacity"),
+        }
     if chosen == 2 and experts % 4 == 0 and chance(draw, 2):
         found |= {"moe_router_num_groups": experts // 2, "moe_router_group_topk": one_of(draw, 1, 2)}
     if chance(draw, 3):

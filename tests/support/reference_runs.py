@@ -118,7 +118,8 @@ def train(
     assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
     rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
     assert len(rates) == len(batches)
-    rule = Rule(optimizer, clip, betas, eps, numbers, ema, clips_scores)
+    bias_step = 0.0 if shape.experts is None else shape.experts.bias_step or 0.0
+    rule = Rule(optimizer, clip, betas, eps, numbers, ema, clips_scores, bias_step)
     largest: dict[str, Tensor] = {}
 
     def watch(name: str, values: Tensor) -> None:

@@ -62,16 +62,16 @@ def run(args: argparse.Namespace) -> int:
     """Export and say what was written."""
     import torch
 
+    from megatron.checkpoint.as_used import as_used
     from megatron.checkpoint.folded_source import folded
     from megatron.checkpoint.huggingface.families import fitting
     from megatron.checkpoint.source import open_source
-    from megatron.checkpoint.without_depths import without_depths
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from tools.checkpoints.huggingface_writer import SpecialTokens, export
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
     trained = open_source(args.source, args.step, average=args.ema)
-    source = folded(without_depths(trained))
+    source = folded(as_used(trained))
     tokenizer = chosen_tokenizer(args, source)
     tokens = SpecialTokens()
     if tokenizer is not None:

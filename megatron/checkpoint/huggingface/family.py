@@ -134,7 +134,7 @@ IN_SPECS = frozenset(
         *("rope_attention_factor", "rope_short_factors", "rope_long_factors"),
         *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size"),
         *("moe_shared_expert_gate", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-        *("moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
     }
 )
 """Settings whose whole effect is in the specs of layers and weights, so that two spellings of one model are known as the same. All
@@ -146,6 +146,11 @@ _OF_TRAINING: Settings = {
     "moe_z_loss_coeff": None,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_router_dtype": None,
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_expert_capacity_factor": None,
+    "moe_token_drop_policy": "probs",
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_input_jitter_eps": None,
 }
 """Settings in the specs of layers that change nothing but the training of a model, or rounding, with values for all."""
 

@@ -342,7 +342,7 @@ def experts(shape: ReferenceShape, kind: ExpertsShape, layer: Weights, x: Tensor
         up, down = layer["mlp.experts.up.weight"][number], layer["mlp.experts.down.weight"][number]
         return mlp(shape, {"mlp.up.weight": up, "mlp.down.weight": down}, rows)
 
-    y, added, _ = mixture(kind, layer["mlp.router.weight"], x, one)
+    y, added, _ = mixture(kind, layer, x, one)
     seen("balance", added)
     if kind.shared is None:
         return y

@@ -186,6 +186,10 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
 
     def add_experts(name: str, experts: ExpertsShape) -> None:
         add_linear(f"{name}.router", (experts.count,), h, False)
+        if experts.bias_step is not None:
+            shapes[f"{name}.router.bias"] = (experts.count,)
+        if experts.balance == "update before":
+            shapes[f"{name}.router.shares"] = (experts.count,)
         add_linear(f"{name}.experts.up", (experts.count, *up[:-1], experts.width), h, False)
         add_linear(f"{name}.experts.down", (experts.count, h), experts.width, False)
         if experts.shared is not None:

@@ -33,6 +33,8 @@ class Rule:
     """Decay of the average of the weights, if there is one."""
     clips_scores: ScoreClip | None = None
     """What is done to heads with large scores."""
+    bias_step: float | None = None
+    """By how much an update moves the biases of experts' choices."""
 
 
 class State:
@@ -45,6 +47,10 @@ class State:
         self.averages = dict(self.weights)
         """Exponential moving averages of the weights."""
         self.updates = 0
+
+
+BY_COUNTS = ("router.bias", "router.shares")
+"""Ends of the names of what choices of experts move: up for one chosen less often than the mean; or to its share over the mean."""
 
 
 class Own(NamedTuple):
@@ -78,10 +84,15 @@ def update(
     """
     decay_of_average, clips_scores = rule.ema, rule.clips_scores
     plain = {name: Own(rule, rate, weight_decay if decays(name) else 0.0) for name in state.weights}
-    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    norm = math.sqrt(sum(g.square().sum().item() for name, g in gradients.items() if not name.endswith(BY_COUNTS)))
+    bias_step = rule.bias_step
     factor = 1.0 if rule.clip is None else min(1.0, rule.clip / (norm + 1e-6))
     state.updates += 1
     for name, w in state.weights.items():
+        if name.endswith(BY_COUNTS):
+            assert bias_step is not None
+            state.weights[name] = 1 + gradients[name] if name.endswith("shares") else w - bias_step * gradients[name].sign()
+            continue
         g = gradients[name] * factor
         rule, rate, decay = own.get(name, plain[name])
         vector = not decays(name)

@@ -60,7 +60,7 @@ checkpoint-activations checkpoint-num-layers activations-checkpoint-method distr
 no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
 multiple-validation-sets full-validation
 fp8-param-gather fp8-margin fp8-interval fp8-amax-history-len no-fp8-wgrad fp4-format
-moe-expert-capacity-factor moe-router-force-load-balancing moe-router-enable-expert-bias
+moe-router-force-load-balancing moe-router-padding-for-fp8
 batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform
 use-torch-fsdp2 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
 log-straggler no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank

@@ -308,6 +308,13 @@ CASES: list[Case] = [
     ("--moe-router-load-balancing-type none", 1, {"--moe-router-load-balancing-type"}, ["only with --num-experts"], []),
     ("--moe-aux-loss-coeff 0.1", 1, {"--moe-aux-loss-coeff"}, ["only with --num-experts"], []),
     ("--moe-z-loss-coeff 0.1", 1, {"--moe-z-loss-coeff"}, ["only with --num-experts"], []),
+    (f"{EXPERTS} --moe-router-enable-expert-bias", 1, {"--moe-router-enable-expert-bias"}, ["--moe-router-score-function"], []),
+    (f"{EXPERTS} --moe-router-bias-update-rate 1", 1, {"--moe-router-bias-update-rate"}, ["enable-expert-bias"], []),
+    ("--moe-expert-capacity-factor 1", 1, {"--moe-expert-capacity-factor"}, ["only with --num-experts"], []),
+    (f"{EXPERTS} --moe-expert-capacity-factor 0.5", 1, {"--moe-expert-capacity-factor"}, ["at least 1"], []),
+    (f"{EXPERTS} --moe-token-drop-policy position", 1, {"--moe-token-drop-policy"}, ["--moe-expert-capacity-factor"], []),
+    (f"{EXPERTS} --moe-pad-expert-input-to-capacity", 1, {"--moe-pad-expert-input-to-capacity"}, ["capacity-factor"], []),
+    ("--moe-input-jitter-eps 0.1", 1, {"--moe-input-jitter-eps"}, ["only with --num-experts"], []),
     (f"{EXPERTS} --moe-router-topk 9", 1, {"--moe-router-topk", "--num-experts"}, ["passes each"], ["--moe-router-topk 8"]),
     (f"{EXPERTS} --moe-router-num-groups 3", 1, {"--num-experts", "--moe-router-num-groups"}, ["8 does not divide"], []),
     (
