@@ -183,8 +183,9 @@ def _whole_residual(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _whole_optimizer(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
-    copies, parallel = data_size(config, world_size), config.parallel
-    assert copies is not None
+    ranks, parallel = data_size(config, world_size), config.parallel
+    assert ranks is not None
+    copies, who = ranks * parallel.context_parallel_size, "data" if parallel.context_parallel_size == 1 else "context and data"
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     bytes_each = (4 if config.precision.fp16 or config.precision.bf16 else 0) + (8 if config.optimizer.optimizer == "adam" else 4)
     state = count_parameters(config.model, vocab_size) // model_ranks * bytes_each
@@ -192,7 +193,7 @@ def _whole_optimizer(config: Config, world_size: int, vocab_size: int) -> Iterat
         return
     if better := _better(config, world_size, [change(use_distributed_optimizer=True)], lambda changed, ranks: 0.0, 0):
         yield (
-            f"each of {copies} data ranks keeps the whole optimizer state of its parameters, about {state / 1e9:,.0f} GB; "
+            f"each of {copies} {who} ranks keeps the whole optimizer state of its parameters, about {state / 1e9:,.0f} GB; "
             f"shared out it would be {state / copies / 1e9:,.1f} GB, for the same bytes sent{better}"
         )
 

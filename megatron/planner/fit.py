@@ -1,10 +1,10 @@
 """Which change of settings brings a job that does not fit under a limit of device memory, at the least extra time.
 
 A lever is one thing to change: what is computed again (layers, or the logits of a loss in chunks), how far state is sharded, how
-many tensor ranks there are. Each lever that the rules accept is planned by itself. So it is known what it saves and costs, and
-those of different kinds are taken together, in the order of their cost, until a plan of them fits. Memory is that of the plan. Time
-is compared, not predicted: FLOPs, with those that are computed again and those of waiting, and what is sent and not hidden behind
-them, at the speeds that the plan's text names.
+many tensor ranks there are, how many context ranks share a sequence. Each lever that the rules accept is planned by itself. So it
+is known what it saves and costs, and those of different kinds are taken together, in the order of their cost, until a plan of them
+fits. Memory is that of the plan. Time is compared, not predicted: FLOPs, with those that are computed again and those of waiting,
+and what is sent and not hidden behind them, at the speeds that the plan's text names.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Cost(NamedTuple):
 
     activations: int
     """Bytes of them on the fullest rank."""
-    others: int
-    """Bytes of all other device memory there."""
+    others: tuple[int, ...]
+    """Bytes of the other device memory there, by purpose."""
     seconds: float
     """Time of a step, to be compared only."""
 
     @property
     def device(self) -> int:
         """Bytes of device memory on the fullest rank."""
-        return self.activations + self.others
+        return self.activations + sum(self.others)
 
 
 class Lever(NamedTuple):
@@ -108,8 +108,8 @@ def _cure(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
     found = Search(config, dry_run, vocab_size).best(limit)
     if found is None:
         return (
-            "Nothing that was tried of recompute, a loss in chunks, sharding, offload and more tensor ranks brings it under that; "
-            "take more ranks"
+            "Nothing that was tried of recompute, a loss in chunks, sharding, offload and more tensor or context ranks brings it "
+            "under that; take more ranks"
         )
     time = f"{abs(found.extra):.1%} {'more' if found.extra > 0 else 'less'}" if abs(found.extra) >= 5e-4 else "as much"
     return f"It fits with {found.change} ({amount(found.cost.device)}, about {time} time for a step)"
@@ -220,20 +220,21 @@ class Search:
         if violations(config, world_size):
             return None
         parallel = config.parallel
-        layout = parallel.tensor_model_parallel_size, parallel.sequence_parallel, config.training.micro_batch_size
+        sharers = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        layout = sharers, parallel.sequence_parallel, config.training.micro_batch_size
         traces = self._traces.setdefault((layout, config.memory), {})
         sample = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).sample()
         computing = sample.flops / FLOPS_PER_S
         waiting = max(exposed_s(kind, config, computing, sample.share) for kind in sample.kinds)
         waiting += max(kind.memory.parameters.host for kind in sample.kinds) * _crossings(config, world_size) / HOST_PER_S
         fullest = max(sample.kinds, key=lambda kind: kind.memory.total.device).memory
-        activations = fullest.activations.device
-        return Cost(activations, fullest.total.device - activations, computing + waiting)
+        others = (part.device for purpose, part in fullest.parts.items() if purpose != "activations")
+        return Cost(fullest.activations.device, tuple(others), computing + waiting)
 
     def _least(self, some: Sequence[Lever], base: Cost, limit: int) -> Fitting | None:
         """These levers together, with the fewest layers computed again that are enough, if they fit at all."""
         full = recomputed(self._config, self._most_layers)
-        rest = [field for lever in some if lever.change != full for field in lever.change.fields]
+        rest = dict.fromkeys(field for lever in some if lever.change != full for field in lever.change.fields)
 
         def with_layers(number: int) -> Change:
             return Change((*recomputed(self._config, number).fields, *rest) if number else tuple(rest))
@@ -298,22 +299,30 @@ def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -
     tensor, data = parallel.tensor_model_parallel_size, data_size(config, dry_run.world_size) or 1
     if config.memory.recompute is None:
         yield _FULL, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
-    for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if data > 1 else ():
+    context = parallel.context_parallel_size
+    shared = data * context > 1  # state is sharded over the context ranks too
+    # With smaller microbatches or fewer data ranks the batch stays what it is.
+    batch = {"global_batch_size": micro * data} if config.training.global_batch_size is None else {}
+    for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if shared else ():
         yield "sharding", change(data_parallel_sharding_strategy=strategy)
     if tensor > 1 and not parallel.sequence_parallel:
         yield "tensor", change(sequence_parallel=True)
     for part in (2, 4, 8):
         # Products of fewer rows are slower, by how much is not known: so no smaller ones are proposed.
         if micro % part == 0 and micro // part * config.tokens_per_rank >= ENOUGH_TOKENS:
-            yield "batch", change(micro_batch_size=micro // part)
+            yield "batch", change(micro_batch_size=micro // part, **batch)
+        # It is the length that is too much only where a microbatch is one sequence.
+        if data % part == 0 and config.tokens_per_rank // part >= ENOUGH_TOKENS:
+            whole = {"micro_batch_size": 1} if micro > 1 else {}
+            yield "batch", change(context_parallel_size=context * part, **whole, **batch)
     if not each_runs_again(config, num_layers):
         yield _FULL, recomputed(config, num_layers)
     for factor in (2, 4, 8):
         if data % factor == 0 and dry_run.gpus_per_node % (tensor * factor) == 0:
             split: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
-            yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split)
+            yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split, **batch)
     yield from () if asked_whole else chunked
-    if data > 1 and not parallel.fsdp_params_cpu:
+    if shared and not parallel.fsdp_params_cpu:
         yield "sharding", change(data_parallel_sharding_strategy=_STRATEGIES[-1], fsdp_params_cpu=True)
     if not config.memory.offloads and parallel.device != "cpu":
         yield "offload", change(cpu_offload_activations=True)
@@ -322,9 +331,9 @@ def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -
 
 
 def estimate(base: Cost, some: Sequence[Lever], limit: int) -> Cost:
-    """What levers may take together: each divides activations, the rest and the time as it does by itself. Of layers only as many
-    as are needed are computed again, so their time is taken in proportion."""
-    activations, others, seconds = map(float, base)
+    """What levers may take together: each divides activations, each other purpose and the time as it does by itself. Of layers only
+    as many as are needed are computed again, so their time is taken in proportion."""
+    activations, seconds, parts = float(base.activations), base.seconds, [*map(float, base.others)]
     again = 0.0
     saved = 0.0
     for lever in some:
@@ -332,12 +341,14 @@ def estimate(base: Cost, some: Sequence[Lever], limit: int) -> Cost:
             again, saved = lever.cost.seconds - base.seconds, 1 - lever.cost.activations / max(1, base.activations)
             continue
         activations *= lever.cost.activations / max(1, base.activations)
-        others *= lever.cost.others / base.others
+        for number, (now, before) in enumerate(zip(lever.cost.others, base.others, strict=True)):
+            parts[number] = parts[number] * now / before if before else max(parts[number], now)
         seconds *= lever.cost.seconds / base.seconds
+    others = sum(parts)
     if saved:
         part = min(1.0, max(0.0, activations + others - limit) / (saved * activations))
         activations, seconds = activations * (1 - saved), seconds + part * again
-    return Cost(math.ceil(activations), math.ceil(others), seconds)
+    return Cost(math.ceil(activations), tuple(map(math.ceil, parts)), seconds)
 
 
 def _together(levers: Sequence[Lever]) -> Iterator[tuple[Lever, ...]]:
@@ -356,8 +367,8 @@ def _crossings(config: Config, world_size: int) -> int:
 
 
 def exposed_s(kind: RankKind, config: Config, computing_s: float, share: float) -> float:
-    """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over the tensor group; of
-    gradients and parameters, and of activations that are moved to the host, what computing does not hide.
+    """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over tensor, context and
+    expert groups; of gradients and parameters, and of activations that are moved to the host, what computing does not hide.
 
     Args:
         share: of a step's microbatches, in which the kind's activations were counted.
@@ -370,7 +381,7 @@ def exposed_s(kind: RankKind, config: Config, computing_s: float, share: float) 
         seconds = one.bytes * ((1 - one.between_nodes) / INSIDE_PER_S + one.between_nodes / BETWEEN_PER_S)
         if one.what == "gradients" and parallel.sharding == "optim_grads":  # as the sample's microbatches write them
             seconds /= share
-        if one.over == "tp":
+        if one.what == "activations" and one.over != "pipeline":
             shown += seconds / share
         elif hidden.get(one.what, one.over == "pipeline"):
             beside += seconds if one.over != "pipeline" else 0.0

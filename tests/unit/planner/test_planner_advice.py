@@ -156,6 +156,8 @@ def test_the_nearest_padding_is_proposed() -> None:
 
 def test_the_optimizer_state_is_that_of_the_model() -> None:
     (line,) = told("--no-use-distributed-optimizer", 4)
+    shared = told("--no-use-distributed-optimizer --context-parallel-size 2", 4)
+    assert line.replace("4 data ranks", "4 context and data ranks") in shared
     config = load(shlex.split(BASE), 4).config
     state = 12 * count_parameters(config.model, VOCABULARY) / 1e9
     assert f"about {state:,.0f} GB; shared out it would be {state / 4:,.1f} GB" in line

@@ -206,12 +206,14 @@ def test_a_loss_in_chunks_is_a_lever_where_it_is_whole() -> None:
 
 
 def test_levers_together_are_estimated_by_parts() -> None:
-    base = Cost(100, 100, 10.0)
-    full = Lever("layers", change(recompute_num_layers=4), Cost(20, 100, 14.0))
-    shard = Lever("sharding", change(fsdp_shard_size=2), Cost(100, 50, 11.0))
-    assert estimate(base, [shard], 0) == Cost(100, 50, 11.0)
+    base = Cost(100, (60, 40, 0), 10.0)
+    full = Lever("layers", change(recompute_num_layers=4), Cost(20, (60, 40, 0), 14.0))
+    shard = Lever("sharding", change(fsdp_shard_size=2), Cost(100, (15, 40, 3), 11.0))
+    host = Lever("host", change(optimizer_cpu_offload=True), Cost(100, (0, 40, 2), 20.0))
+    assert estimate(base, [shard], 0) == Cost(100, (15, 40, 3), 11.0)
+    assert estimate(base, [shard, host], 0) == Cost(100, (0, 40, 3), 22.0), "what is gone cannot be divided once more"
     assert estimate(base, [full], 0).seconds == 14.0 and estimate(base, [full], 160).seconds == pytest.approx(12.0)
-    assert estimate(base, [full, shard], 0) == Cost(20, 50, 15.0)
+    assert estimate(base, [full, shard], 0) == Cost(20, (15, 40, 3), 15.0)
 
 
 def test_each_stage_computes_as_little_again_as_it_can() -> None:
@@ -319,10 +321,54 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
     assert not [each for kind, each in levers(on_cpu.config, dry_run, rows, 6) if kind == "offload"]
 
 
+LONG: dict[str, Any] = {"bf16": True, "device": None, "seq_length": 16384, "global_batch_size": 4, "recompute_granularity": "full"}
+
+
+def test_context_ranks_are_a_lever_where_one_sequence_is_long() -> None:
+    """As long as each has enough tokens, and with microbatches of one sequence. They are found where nothing else is enough."""
+
+    def offered(**changes: Any) -> list[dict[str, Any]]:
+        one, dry_run, rows = job(8, **{**LONG, "global_batch_size": None, "use_distributed_optimizer": True, **changes})
+        fields = [dict(each.fields) for _, each in levers(one.config, dry_run, rows, 2)]
+        return [each for each in fields if "context_parallel_size" in each]
+
+    def two_and_four(**others: int) -> list[dict[str, Any]]:
+        return [{"context_parallel_size": size, **others} for size in (2, 4)]
+
+    assert offered(micro_batch_size=1) == two_and_four(global_batch_size=8)
+    assert offered(micro_batch_size=2) == two_and_four(micro_batch_size=1, global_batch_size=16)
+    assert offered(context_parallel_size=2) == [{"context_parallel_size": 4, "micro_batch_size": 1, "global_batch_size": 8}]
+    assert offered(seq_length=4096) == offered(micro_batch_size=1, context_parallel_size=8) == []
+
+    wide = {**LONG, "seq_length": 65536, "hidden_size": 512, "num_attention_heads": 4, "num_layers": 4, "micro_batch_size": 1}
+    one, dry_run, rows = job(4, **wide, gpus_per_node=1)  # so no tensor ranks
+
+    def search() -> tuple[Cost, Fitting, int]:
+        looking = Search(one.config, dry_run, rows)
+        base = looking.cost(Change())
+        assert base is not None
+        best = looking.best(base.device - base.activations * 2 // 3)
+        assert best is not None
+        return base, best, fullest(make_plan(best.change.apply(one.config, 4)[0], dry_run, rows))
+
+    base, best, planned = in_own_process(search)
+    ranks = dict(best.change.fields)["context_parallel_size"]
+    assert best.cost.device == planned < base.device - base.activations * 2 // 3
+    assert best.cost.activations < 1.4 / ranks * base.activations, "each holds its share, and keys of the others"
+
+
+def test_state_is_shared_by_context_ranks_too() -> None:
+    """So there are ways to share more of it where there is one data rank."""
+    one, dry_run, rows = job(2, **LONG, context_parallel_size=2, micro_batch_size=1)
+    assert sum(kind == "sharding" for kind, _ in levers(one.config, dry_run, rows, 2)) == 4
+
+
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_what_a_sample_sends_is_priced_as_the_whole_step(strategy: str) -> None:
+@pytest.mark.parametrize("sharers", ["tensor", "context"])
+def test_what_a_sample_sends_is_priced_as_the_whole_step(strategy: str, sharers: str) -> None:
     """Some of it is counted for the sample's microbatches, some for all: the price is that of all."""
-    layout = {"data_parallel_sharding_strategy": strategy, "tensor_model_parallel_size": 2, "bf16": True, "device": None}
+    layout = {"data_parallel_sharding_strategy": strategy, "bf16": True, "device": None}
+    layout[f"{sharers}_{'model_' * (sharers == 'tensor')}parallel_size"] = 2
     one, dry_run, rows = job(4, **layout, micro_batch_size=1, global_batch_size=64, hidden_size=64)
 
     def both() -> tuple[Sample, Plan]:
