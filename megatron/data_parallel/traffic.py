@@ -21,6 +21,7 @@ parameters in the model's.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,11 +33,13 @@ from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_part
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import GRADIENT_AXES
 
-Kind = Literal["gradients", "parameters", "matrices", "numbers"]
+Kind = Literal["gradients", "parameters", "matrices", "numbers", "noise"]
 """matrices: what an update rule that sees whole matrices exchanges; of the rank that sends most. numbers: what one puts together of
-whole parameters, such as sums over rows."""
+whole parameters, such as sums over rows. noise: gradients of the first microbatch, which the context ranks of the first data rank
+add up to measure their noise."""
 
 
 class StepSums(NamedTuple):
@@ -130,6 +133,18 @@ def fsdp_traffic(
             _gradients(f"{replicas} replicas in {over}", 2 * (replicas - 1) * part // replicas, dtype),
         ]
     )
+
+
+def noise_traffic(params: Iterable[ParamEntry], context: ParallelContext, dtype: torch.dtype) -> Sent:
+    """What --log-gradient-noise sends beside a step's sums.
+
+    Args:
+        dtype: dtype of the parameters.
+    """
+    ranks, records = context.topology.cp, (entry.record for entry in params)
+    sizes = (math.prod(record.local_shape(context.axis_sizes)) for record in records if record.tells_noise)
+    elements = sum(-(-size // ranks) * (ranks - 1) for size in sizes)  # a part of each goes to every other rank
+    return Sent(axes_in_words(("cp",), context), "noise", elements * main_grad_dtype(dtype).itemsize)
 
 
 def joined(sent: Iterable[Sent]) -> list[Sent]:

@@ -77,6 +77,12 @@ class ParamRecord(ParamFacts):
         split = {split.axis for split in self.splits}
         return tuple(axis for axis in (EXPERT_AXES[:2] if self.of_experts else ("tp",)) if axis not in split)
 
+    @property
+    def tells_noise(self) -> bool:
+        """Whether the noise of its gradient is measured: it is a matrix of the layers that tensor ranks divide. Of these each
+        tensor rank has whole elements; of other parameters it may have one summand of several, whose square says nothing."""
+        return self.role == "hidden" and bool(self.splits) and "tp" not in self.partial_over
+
     def counts_at(self, context: ParallelContext) -> bool:
         """Whether a rank counts its slice in global norms: of the ranks that hold the same slice, one does."""
         return all(context.coordinates[axis] == 0 for axis in self.replicated_axes if axis not in self.partial_over)

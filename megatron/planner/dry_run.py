@@ -12,7 +12,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.context_parallel.cost import most_held
 from megatron.data_parallel.state_layout import Bytes
-from megatron.data_parallel.traffic import NUM_SCALARS
+from megatron.data_parallel.traffic import NUM_SCALARS, noise_traffic
 from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
@@ -317,6 +317,9 @@ class Planner:
         of_experts = 0 if model.balance is None else model.balance.found.nbytes + 8 * model.balance.num_results
         scalars = 2 * (ranks - 1) * (NUM_SCALARS * 8 + largest + of_experts) // ranks
         summed = [Sending("world", "scalars", scalars)] if ranks > 1 else []
+        if config.logging.log_gradient_noise and context.topology.cp > 1:
+            first = noise_traffic(model.params, context, model.dtype)
+            summed.append(Sending(first.over, first.kind, first.bytes))
         layouts: dict[object, tuple[dict[RankContent, list[Places]], list[Sending]]] = {}
         for stage in stages:
             # The operations of the stage, on the chunks of the one that the model is built for.

@@ -4,27 +4,31 @@ It says how large a batch is useful: with fewer sequences than it a step learns 
 more the gain fades. It is estimated from the squares of the gradient of two batches: the whole one, of B sequences, and its first
 microbatch, of b. The first microbatch is the same at every layout, and while backward goes on its gradient is there by itself, when
 a weight's gradient is written for the first time in a step. Its squares travel with the step's sums, so the host waits for nothing
-more.
+more. Context ranks share the first microbatch, and each has written a summand of its gradient: they add them up first, piece by
+piece, and each takes the squares of its part of the sum.
 
-Only the matrices of the layers that tensor ranks divide take part. Of these each rank has whole elements; of other parameters it
-may have one summand of several, whose square says nothing.
+Only the matrices of the layers that tensor ranks divide take part (`ParamRecord.tells_noise`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from megatron.data_parallel.provider import Provider
 from megatron.optimizer.norms import square_sums
 from megatron.parallel.accumulate import GradSink
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
+from megatron.parallel.collectives import reduce_scatter
+from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.parallel.topology import GRADIENT_AXES
+from megatron.parallel.topology import DATA_AXES
+
+_AT_ONCE = 1 << 20
+"""Elements of a gradient that context ranks add up at once, or a few less: a rank's part of them is all that it takes."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,14 @@ class GradientNoise:
     """
 
     def __init__(self, providers: Iterable[Provider], shards: Sequence[Shard], context: ParallelContext) -> None:
-        device = context.device
-        self.has_first = all(context.coordinates[axis] == 0 for axis in GRADIENT_AXES)
-        """Whether the first microbatch of a step is this rank's."""
-        watched = [sink for provider in providers for record, sink in provider.sinks() if self.has_first and _takes_part(record)]
+        device, self._sharers = context.device, context.context_group
+        self.has_first = all(context.coordinates[axis] == 0 for axis in DATA_AXES)
+        """Whether the first microbatch of a step is this rank's, or its part of it."""
+        watched = [sink for provider in providers for record, sink in provider.sinks() if self.has_first and record.tells_noise]
         for number, sink in enumerate(watched):
             sink.on_write = partial(self._wrote, number, sink, sink.on_write)
         self._squares = torch.zeros(len(watched), dtype=torch.float64, device=device)
-        counted = [index for index, shard in enumerate(shards) if _takes_part(shard.record)]
+        counted = [index for index, shard in enumerate(shards) if shard.record.tells_noise]
         self._counted = torch.tensor(counted, dtype=torch.long, device=device)
         self._waiting = [False] * len(watched)
 
@@ -81,9 +85,16 @@ class GradientNoise:
         if self._waiting[number]:
             self._waiting[number] = False
             assert sink.main_grad is not None, "it was just written"
-            self._squares[number] = square_sums([sink.main_grad], self._squares.device)[0]
+            squares = [square_sums([part], self._squares.device) for part in _parts_of_sum(sink.main_grad, self._sharers)]
+            self._squares[number] = torch.cat(squares).sum()
         counted()
 
 
-def _takes_part(record: ParamRecord) -> bool:
-    return record.role == "hidden" and bool(record.splits) and "tp" not in record.partial_over
+def _parts_of_sum(grad: torch.Tensor, sharers: Group) -> Iterator[torch.Tensor]:
+    """This rank's parts of the sum of the ranks' gradients: all ranks together have each element once, and zeros beside them."""
+    if sharers.size == 1:
+        yield grad
+        return
+    for piece in grad.flatten().split(_AT_ONCE // sharers.size * sharers.size):
+        missing = -len(piece) % sharers.size
+        yield reduce_scatter(F.pad(piece, (0, missing)) if missing else piece, sharers)

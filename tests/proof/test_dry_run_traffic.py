@@ -101,11 +101,12 @@ CASES: dict[str, dict[str, Any]] = {
         "fsdp_params_cpu": True,
         "log_num_zeros_in_grad": True,
     },
-    "context ranks that gather": {
+    "context ranks that gather, noise": {
         "tensor_model_parallel_size": 2,
         "context_parallel_size": 2,
         "cp_comm_type": ("all_gather",),
         "sequence_parallel": True,
+        "log_gradient_noise": True,
         "data_parallel_sharding_strategy": "optim",
     },
     "context ranks in a ring": {**GRID, "context_parallel_size": 2, "cp_comm_type": ("p2p",), "log_max_attention_logit": True},
@@ -150,7 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def test_every_rank_sends_what_is_planned() -> None:
     """By the ranks that take part: gradients, parameters, activations over tensor groups and between stages, scalars. Of matrices
-    the plan says what the rank of a stage sends that sends most."""
+    the plan says what the rank of a stage sends that sends most, of noise what the first data rank sends."""
     cases = [settings(8, **case) for case in CASES.values()]
 
     def rank_run(rank: int) -> list[tuple[dict[tuple[int, ...], int], int, int, dict[str, tuple[int, ...]]]]:
@@ -167,12 +168,12 @@ def test_every_rank_sends_what_is_planned() -> None:
         for rank in range(8):
             collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
-            sent = kind_of(plan, topology_of(cases[number].config, 8), rank).sent
+            topology = topology_of(cases[number].config, 8)
+            at, sent = topology.coordinates(rank), kind_of(plan, topology, rank).sent
             for one in sent:
                 if one.what == "matrices":
-                    stage = topology_of(cases[number].config, 8).coordinates(rank)["pp"]
-                    most.setdefault(stage, []).append((matrices, one.bytes))
-                elif one.over != "pipeline":
+                    most.setdefault(at["pp"], []).append((matrices, one.bytes))
+                elif one.over != "pipeline" and (one.what != "noise" or at["dp"] == 0):
                     planned[groups[one.over]] += one.bytes
                     assert one.group_size == len(groups[one.over])
             assert collectives == dict(planned), (name, rank)
@@ -180,6 +181,7 @@ def test_every_rank_sends_what_is_planned() -> None:
             assert bool(matrices) <= ("muon" in name)
             assert {"world"} < {one.over for one in sent}, "there is something to compare"
             assert any(one.what == "numbers" for one in sent) == (name == "adafactor")
+            assert any(one.what == "noise" for one in sent) == ("gather, noise" in name)
         assert bool(most) == ("muon" in name)
         for of_stage in most.values():
             (planned_most,) = {planned for _, planned in of_stage}

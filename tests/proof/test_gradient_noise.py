@@ -6,8 +6,12 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 
-from megatron.training.gradient_noise import GradientNoise, NoiseEstimate, noise_scale
+from megatron.parallel.context import make_context
+from megatron.parallel.topology import Topology
+from megatron.training import gradient_noise
+from megatron.training.gradient_noise import GradientNoise, NoiseEstimate, _parts_of_sum, noise_scale
 from megatron.verification.reference.shape import random_weights
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
 from tests.support.reference_runs import gpt2_like, loss_and_gradients, random_batches
@@ -20,6 +24,9 @@ LAYOUTS = {
     "pipeline": Layout(pp=2, dp=2, sharding="optim_grads", overlap=True),
     "late weight gradients": Layout(pp=2, schedule="zb-v", virtual_stages=2, dp=2),
     "sharded": Layout(tp=2, dp=2, sharding="optim_grads_params"),
+    "context": Layout(cp=2, tp=2, sequence_parallel=True, dp=2, sharding="optim", overlap=True),
+    "context and stages": Layout(cp=4, pp=2, schedule="zb-h1"),
+    "context, sharded": Layout(cp=2, dp=2, sharding="optim_grads_params"),
     "sharded, reduced once": Layout(dp=2, pp=2, sharding="optim_grads_params", reduce_once=True),
 }
 
@@ -38,9 +45,11 @@ def estimates(rank: int, layout: Layout) -> list[NoiseEstimate | None]:
     step = build_step(context, r, layout)
     step._noise = GradientNoise(step.providers, step.counted_shards, context)
     found = []
-    for number, batch in enumerate(r.batches, start=1):
-        inputs = microbatches(batch, context, MICRO)
-        found.append(step.run(inputs, iteration=number, learning_rate=0.0, weight_decay=0.0).noise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_noise, "_AT_ONCE", 101)  # so that a gradient comes in several pieces
+        for number, batch in enumerate(r.batches, start=1):
+            inputs = microbatches(batch, context, MICRO)
+            found.append(step.run(inputs, iteration=number, learning_rate=0.0, weight_decay=0.0).noise)
     return found
 
 
@@ -68,6 +77,21 @@ def test_the_estimates_are_those_of_plain_gradients(name: str) -> None:
         for one, wanted in zip(found, expected(), strict=True):
             assert one is not None
             assert (one.trace, one.square) == pytest.approx((wanted.trace, wanted.square), rel=1e-10)
+
+
+def squares_of_parts(rank: int, number: int) -> float:
+    context = make_context(Topology(cp=3), rank, torch.device("cpu"))
+    grad = torch.arange(number, dtype=torch.float64) * (rank + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_noise, "_AT_ONCE", 10)
+        return sum(float(part.square().sum()) for part in _parts_of_sum(grad, context.context_group))
+
+
+def test_parts_of_a_sum_have_each_element_once() -> None:
+    """Of any number, over ranks that do not divide it."""
+    for number in (1, 9, 29):
+        whole = float((6 * torch.arange(number, dtype=torch.float64)).square().sum())
+        assert sum(run_warm_ranks(3, squares_of_parts, number)) == whole
 
 
 def test_a_noise_scale_is_a_ratio_of_sums() -> None:

@@ -43,7 +43,9 @@ def draw_context(draw: Draw, settings: Mapping[str, Any], ranks: int) -> dict[st
     tp = settings.get("tensor_model_parallel_size", 1) if settings.get("sequence_parallel") else 1
     unit = cp * math.lcm(2, tp * (16 if "fp8_format" in settings else 1))
     length = -(-settings["seq_length"] // unit) * unit
-    found: dict[str, Any] = {"context_parallel_size": cp, "seq_length": length, "log_gradient_noise": None}
+    found: dict[str, Any] = {"context_parallel_size": cp, "seq_length": length}
+    if (settings.get("global_batch_size") or 0) <= settings["micro_batch_size"]:
+        found["log_gradient_noise"] = None  # with fewer data ranks the batch may be one microbatch
     if settings.get("max_position_embeddings"):
         found["max_position_embeddings"] = length + 1
     heads = settings["num_attention_heads"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, change, divisors, multiples_near, rule, shown, try_values, without
+from megatron.config.checks.finding import Finding, change, divisors, multiples_near, rule, shown, try_values
 from megatron.config.config import Config
 
 _CP, _TP = "context_parallel_size", "tensor_model_parallel_size"
@@ -63,16 +63,6 @@ def heads_divide_among_context_ranks(config: Config, world_size: int) -> Iterato
             try_values(_TP, tp, [size for size in divisors(heads) if heads % (cp * size) == 0]),
         ],
     )
-
-
-@rule("log_gradient_noise", _CP)
-def noise_is_of_whole_samples(config: Config, world_size: int) -> Iterator[Finding]:
-    """The noise of the gradient is measured on the first microbatch of one rank, which context ranks share."""
-    if config.logging.log_gradient_noise and config.parallel.context_parallel_size > 1:
-        yield Finding(
-            f"{shown(config, 'log_gradient_noise')} is not built with {shown(config, _CP)}.",
-            [without(config, "log_gradient_noise"), change(context_parallel_size=1)],
-        )
 
 
 @rule("fp8_recipe", _CP, reads=("fp8_format",))

@@ -284,13 +284,6 @@ CASES: list[Case] = [
         ["takes no part of a sequence on a CPU"],
         ["--attention-backend auto"],
     ),
-    (
-        "--context-parallel-size 2 --log-gradient-noise",
-        2,
-        {"--log-gradient-noise", "--context-parallel-size"},
-        ["not built"],
-        ["--no-log-gradient-noise", "--context-parallel-size 1"],
-    ),
     ("--expert-model-parallel-size 2", 2, {"--expert-model-parallel-size"}, ["only with --num-experts"], []),
     ("--expert-tensor-parallel-size 2", 2, {"--expert-tensor-parallel-size"}, ["only with --num-experts"], []),
     ("--moe-token-dispatcher-type allgather", 2, {"--moe-token-dispatcher-type"}, ["only with --num-experts"], []),

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.attention.documents import Documents
+from megatron.attention.documents import Documents, samples
 from megatron.config.config import Config
 from megatron.memory.host import HostMemory
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect
+from megatron.parallel.cut import mirrored
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.topology import Topology
 from megatron.planner.kernel_memory import CudaKernels
@@ -24,6 +25,7 @@ from tests.support.host_waits import host_waits
 
 META = torch.device("meta")
 MICROBATCHES = 2
+SIZES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "disable_bias_linear": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -109,22 +111,34 @@ CASES: dict[str, dict[str, Any]] = {
         "ema_decay": 0.9,
         "param_groups": ("*.mlp.* lr-mult=0.5 adam-beta1=0.8",),
     },
+    "context ranks in three ways, noise": {
+        **LLAMA,
+        "bf16": True,
+        "num_layers": 3,
+        "context_parallel_size": 2,
+        "cp_comm_type": ("all_gather", "p2p", "a2a"),
+        "log_gradient_noise": True,
+        "use_distributed_optimizer": True,
+    },
 }
 
 
 def _topology(config: Config) -> Topology:
     parallel = config.parallel
-    return Topology(tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size, dp=2)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return Topology(tp=tp, cp=cp, pp=parallel.pipeline_model_parallel_size, dp=2)
 
 
 def _inputs(config: Config, number: int) -> ModelInputs:
-    length, batch = config.model.seq_length, config.training.micro_batch_size
+    length, batch, ranks = config.tokens_per_rank, config.training.micro_batch_size, config.parallel.context_parallel_size
     ids = torch.zeros(length, batch, dtype=torch.int64, device=META)
     key = DropoutKey(1, 0, number) if config.model.hidden_dropout else None
     documents = None
     if config.data.reset_attention_mask:
         bounds = np.arange(0, length * batch + 1, length // 4, dtype=np.int32)
         documents = Documents(bounds, torch.zeros(len(bounds), dtype=torch.int32, device=META), batch)
+    elif ranks > 1:
+        documents = samples(length * ranks, batch, mirrored(length * ranks, ranks), META)
     return ModelInputs(torch.zeros_like(ids), ids, ids, torch.ones(length, batch, device=META), key, documents)
 
 
@@ -169,8 +183,10 @@ def meta_has_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_waits_once(case: str) -> None:
     """On the first and on the last stage. (`fully_shard` and optimizer state in host memory do not run on the meta device.)"""
     changes = {"num_layers": 2, "global_batch_size": 2 * MICROBATCHES * 4, **CASES[case]}
-    topology = Topology(tp=changes.get("tensor_model_parallel_size", 1), pp=changes.get("pipeline_model_parallel_size", 1), dp=2)
+    sizes = {axis: changes.get(f"{name}_parallel_size", 1) for axis, name in SIZES.items()}
+    topology = Topology(**sizes, dp=2)
     config = settings(topology.world_size, **changes)
+    assert _topology(config) == topology
     for rank in {0, topology.world_size - 1} if topology.pp > 1 else {0}:
         first, *one, second, other = _waits(config, rank)
         assert (first, second) == ("step 1", "step 2")
