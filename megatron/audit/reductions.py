@@ -10,11 +10,12 @@ up the whole parameter, and the norm be that of what is counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from megatron.audit.partial_sums import LEFT_OUT, PartialSums, summed_axes
 from megatron.audit.replicas import MOST_LINES, ranks_in_words
 from megatron.audit.signature import box_signature, placed_signature, shard_signatures
 from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
@@ -54,6 +55,7 @@ class OwnGradients:
         """Signatures of the parameters' gradients. The sum of squares is that of the single writes: it bounds the rounding."""
         self._of_shards = torch.zeros_like(self.signatures)
         """Signatures of the parts that this rank updates."""
+        self.partial_sums = PartialSums(shards, self._row_of, context)
 
     def look(self, entry: ParamEntry, grad: torch.Tensor) -> None:
         """Take in one gradient of a parameter: that of one use in one microbatch."""
@@ -65,6 +67,7 @@ class OwnGradients:
         if shard is not None:
             part = grad.view(-1)[shard.piece.start : shard.piece.stop]
             self._of_shards[row] += placed_signature(name, shard.boxes(self._context), part)
+        self.partial_sums.look(entry.record, grad)
 
     def missing(self, num_microbatches: int) -> list[str]:
         """Messages on wrong numbers of gradients that reached the parameters, on any rank. All ranks call it together."""
@@ -134,7 +137,7 @@ def audit(
     """
     uncounted = _not_counted_once(shards, records, context)
     found = shard_signatures(shards, records, context, lambda shard: shard.counted_grad)
-    sums = all_reduce(torch.stack([own.addends(), found]), context.world).cpu()
+    sums = all_reduce(torch.stack([own.addends(), found, *own.partial_sums.signatures]), context.world).cpu()
     spread = own.spread_over_tensor_ranks().tolist()
     wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     band = max(1e4 * wide, 4 * torch.finfo(dtype).eps)
@@ -142,7 +145,7 @@ def audit(
     least = 1e-3 * math.sqrt(float(sums[0, :, NUM_SIGNS].sum()))
     problems = dict(uncounted)
     for row, name in enumerate(records):
-        expected, here = sums[0, row], sums[1, row]
+        expected, here, partial_sums = sums[0, row], sums[1, row], sums[2:, row]
         size = max(math.sqrt(max(expected[NUM_SIGNS], here[NUM_SIGNS])), least)
         if spread[row] > band * size:
             problems[name] = "its gradient differs between tensor ranks, though its record says that each has the whole of it"
@@ -151,7 +154,12 @@ def audit(
             if len(problems) <= MOST_LINES:  # what is shown
                 seen = gather_objects(own.seen(name, band), context.world)
                 held = {rank: state for rank, state in enumerate(seen) if state is not None}
-                problems[name] = _wrong_sum(expected, here, held, context.topology)
+                left_out = [
+                    axes
+                    for axes, partial in zip(LEFT_OUT, partial_sums, strict=True)
+                    if partial.any() and (partial - here)[:NUM_SIGNS].abs().max() <= band * size
+                ]
+                problems[name] = _wrong_sum(expected, here, held, left_out, context.topology)
     total = float(sums[1, :, NUM_SIGNS].sum())
     if not uncounted and not math.isclose(norm * norm, total, rel_tol=1e3 * wide):
         words = f"it is {norm:.6g}, and that of the gradients {math.sqrt(total):.6g}"
@@ -193,16 +201,23 @@ def _counted_in_words(record: ParamRecord, held: Sequence[tuple[int, Box]]) -> s
     return f"{missing:,} of {math.prod(record.shape):,} elements are counted in the norm by no rank"
 
 
-def _wrong_sum(expected: torch.Tensor, here: torch.Tensor, held: Mapping[int, tuple[ParamRecord, bool]], topology: Topology) -> str:
+def _wrong_sum(
+    expected: torch.Tensor,
+    here: torch.Tensor,
+    held: Mapping[int, tuple[ParamRecord, bool]],
+    left_out: Sequence[tuple[str, ...]],
+    topology: Topology,
+) -> str:
     """How the gradients in the shards differ from the sum of the ranks' own, in words.
 
     Args:
         expected: signature of the sum.
         here: signature of what is in the shards.
         held: what each rank that has a shard of it has seen.
+        left_out: axes without which the sum is what is in the shards.
     """
     record, _ = next(iter(held.values()))
-    axes = [axis for axis in record.partial_over if topology.size(axis) > 1]
+    axes = summed_axes(record, topology)
     parts = [*(_RANKS[axis] for axis in axes), *(["the stages that share it"] if record.tied and topology.pp > 1 else [])]
     over, where = " and ".join(parts), f"; it is held by {ranks_in_words(list(held))}"
     signed, wanted = here[:NUM_SIGNS], expected[:NUM_SIGNS]
@@ -211,11 +226,19 @@ def _wrong_sum(expected: torch.Tensor, here: torch.Tensor, held: Mapping[int, tu
         return f"the optimizer gets {factor:.4g} x the sum of its gradients{_fact(factor, topology)}{where}"
     alone = [rank for rank, (_, only_own) in held.items() if only_own]
     if over and alone:
-        groups = sorted({topology.group(rank, *axes) for rank in alone}) if axes else []
-        named = f" (group {', '.join(str(list(ranks)) for ranks in groups[:4])})" if groups else ""
+        named = _groups_in_words(alone, axes, topology) if axes else ""
         return f"not summed over {over}: {ranks_in_words(alone)} would use the own gradient alone{named}"
+    if left_out:
+        missing, rest = (" and ".join(_RANKS[axis] for axis in axes if (axis in left_out[0]) == out) for out in (True, False))
+        return f"not summed over {missing}, but over {rest} alone{_groups_in_words(list(held), left_out[0], topology)}"
     off = float((signed - wanted).square().mean().sqrt()) / math.sqrt(max(float(expected[NUM_SIGNS]), 1e-300))
     return f"the optimizer gets something else than the sum over {over or 'microbatches'} (off by about {off:.0%} of it){where}"
+
+
+def _groups_in_words(ranks: Iterable[int], axes: Sequence[str], topology: Topology) -> str:
+    """The groups of these ranks along some axes, the first of them."""
+    groups = sorted({topology.group(rank, *axes) for rank in ranks})
+    return f" (group {', '.join(str(list(ranks)) for ranks in groups[:4])})"
 
 
 _RANKS = {"tp": "tensor ranks", "cp": "context ranks", "dp": "data ranks"}

@@ -254,10 +254,21 @@ def test_a_gradient_that_is_not_summed_over_tensor_ranks(tmp_path: Path) -> None
         return bucket_module.start_all_reduce(bucket.grads, bucket.context.group("dp"))
 
     message = audited(tmp_path, 4, reducing(fault), **TENSOR)
-    assert (
-        "layers.0.attention_norm.weight: the optimizer gets something else than the sum over tensor ranks and data ranks" in message
-    )
-    assert "it is held by ranks 0, 1, 2 and 3" in message and "qkv.weight" not in message
+    words = "not summed over tensor ranks, but over data ranks alone (group [0, 1], [2, 3])"
+    assert f"\n  layers.0.attention_norm.weight: {words}\n" in message and "qkv.weight" not in message
+
+
+def test_a_gradient_that_is_not_summed_over_context_ranks(tmp_path: Path) -> None:
+    """But over data ranks: each rank updates its slice of that sum."""
+
+    def fault(bucket: WholeBucket) -> Pending | None:
+        if bucket.plan.params[0].entry.record.name != "layers.1.mlp.down.weight":
+            return None
+        return bucket_module.start_all_reduce(bucket.grads, bucket.context.group("dp"))
+
+    message = audited(tmp_path, 4, reducing(fault), context_parallel_size=2, use_distributed_optimizer=True)
+    words = "not summed over context ranks, but over data ranks alone (group [0, 1], [2, 3])"
+    assert f"\n  layers.1.mlp.down.weight: {words}\n" in message and "layers.0" not in message
 
 
 def test_a_record_that_forgets_the_tensor_ranks(tmp_path: Path) -> None:
