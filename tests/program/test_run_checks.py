@@ -34,6 +34,7 @@ from tests.support.runs import (
 CHECKS: dict[str, Any] = {"check_replicas_every": 1, "trace_steps": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+CONTEXT: dict[str, Any] = {"context_parallel_size": 2}
 ZERO3: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads_params"}
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 OVERFLOWS: dict[str, Any] = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1}
@@ -50,9 +51,9 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {**TENSOR, **OVERLAP, "data_parallel_sharding_strategy": "optim_grads", **OVERFLOWS, "train_iters": 3},
     ),
-    "optim_grads_params, parts of two, bf16, host memory": (
+    "optim_grads_params, context, parts of two, bf16, host memory": (
         4,
-        {**ZERO3, "fsdp_shard_size": 2, "bf16": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {**ZERO3, **CONTEXT, "fsdp_shard_size": 2, "bf16": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
     ),
     "optim_grads_params, tensor without sequences, never": (
         4,
@@ -266,7 +267,7 @@ def test_a_gradient_that_is_not_summed_over_context_ranks(tmp_path: Path) -> Non
             return None
         return bucket_module.start_all_reduce(bucket.grads, bucket.context.group("dp"))
 
-    message = audited(tmp_path, 4, reducing(fault), context_parallel_size=2, use_distributed_optimizer=True)
+    message = audited(tmp_path, 4, reducing(fault), **CONTEXT, use_distributed_optimizer=True)
     words = "not summed over context ranks, but over data ranks alone (group [0, 1], [2, 3])"
     assert f"\n  layers.1.mlp.down.weight: {words}\n" in message and "layers.0" not in message
 
