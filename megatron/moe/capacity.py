@@ -31,8 +31,8 @@ def taken(
         weights: [s, b, k].
         chosen: int64 [s, b, k].
         sequence_ranks: those that share each sequence.
-        order: place in the sequence of the tokens of all these ranks, one after the other, and where each place is then: [S] each. By
-            default they are in order.
+        order: place in the sequence of the tokens of all these ranks, one after the other, and where each place is then: [S] each.
+            By default they are in order.
     """
     here = slice(sequence_ranks.index * len(chosen), (sequence_ranks.index + 1) * len(chosen))
     weights, chosen = all_gather(weights.detach(), sequence_ranks), all_gather(chosen, sequence_ranks)
