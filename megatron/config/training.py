@@ -164,7 +164,7 @@ class OptimizerConfig:
     sgd_momentum: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=acts_with(optimizer="sgd"))
     """Momentum of SGD."""
     adam_8bit_block_size: int = setting(256, at_least=1, unit="elements of a row", acts=_EIGHT_BITS)
-    """Elements that share a scale, with --optimizer adam8bit. Tensor ranks that divide rows must hold whole blocks."""
+    """Elements that share a scale, with --optimizer adam8bit."""
     lion_beta1: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=_LION)
     """Share of the momentum in Lion's update; the rest is the gradient's."""
     lion_beta2: float = setting(0.99, at_least=0, below=1, unit=_SHARE_KEPT, acts=_LION)

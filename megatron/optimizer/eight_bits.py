@@ -7,7 +7,7 @@ it. An update works with the moments that the codes stand for, uses its results 
 next.
 
 Where ranks divide the elements of a block, the largest value is that of all of them: one round of numbers of whole parameters, for
-such blocks alone. Tensor ranks may not divide blocks (`config/checks/groups.py`), so these are those at the ends of ZeRO's slices.
+such blocks alone. These are the blocks at the ends of ZeRO's slices, and in each row those that lie on several tensor ranks.
 Biases and the weights of norms are few, and kept as they are.
 """
 
@@ -22,11 +22,10 @@ import torch
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.rule import KeptState, Target, Update, Updater, UpdateRule
 from megatron.optimizer.statistics import Rounds, Statistic
-from megatron.parallel.boxes import PlacedBox
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import DividedParam
-from megatron.parallel.state_shape import Blocks
+from megatron.parallel.state_shape import BlockRun, Blocks
 from megatron.spec.groups import ParamGroup
 
 _FIRST, _SECOND = ("exp_avg_code", "exp_avg_scale"), ("exp_avg_sq_code", "exp_avg_sq_scale")
@@ -64,16 +63,29 @@ class EightBitAdamW(UpdateRule):
 
     def statistics(self, param: DividedParam, context: ParallelContext) -> Rounds:
         """See `UpdateRule`."""
-        divided = self.divided_blocks(param.record, param.cuts, context)
-        shape = (_num_parts(param.record, context), len(divided), 2)
-        return ([Statistic("scales", shape, largest=True)],) if divided else ()
+        record = param.record
+        within, ends = self._within_rows(record, context), self._at_ends(record, param.cuts, context)
+        found = [Statistic("within rows", (2, len(within), *record.shape[:-1]), largest=True)] if within else []
+        found += [Statistic("at ends", (2, len(ends)), largest=True)] if ends else []
+        return (found,) if found else ()
 
-    def divided_blocks(self, record: ParamRecord, cuts: Sequence[int], context: ParallelContext) -> dict[int, int]:
-        """The blocks of a rank's tensor that are cut, by their flat number, each with its place among them."""
-        shape = record.local_shape(context.axis_sizes)
-        numbers = ((self.blocks.block_of(shape, cut), cut) for cut in cuts)
-        found = sorted({number for number, cut in numbers if self.blocks.first_of(shape, number) < cut})
-        return {number: place for place, number in enumerate(found)}
+    def _within_rows(self, record: ParamRecord, context: ParallelContext) -> dict[int, int]:
+        """The blocks of every row that several tensor ranks hold, each with its place among them."""
+        (length,), (local,) = record.shape[-1:], record.local_shape(context.axis_sizes)[-1:]
+        cut = dict.fromkeys(first // self.blocks.size for first in range(local, length, local) if first % self.blocks.size)
+        return {block: place for place, block in enumerate(cut)}
+
+    def _at_ends(self, record: ParamRecord, cuts: Sequence[int], context: ParallelContext) -> dict[tuple[int, int, int], int]:
+        """The other blocks that are divided, each with its place among them: (part, row in the part's tensor, block in the row)."""
+        within, length = self._within_rows(record, context), record.local_shape(context.axis_sizes)[-1]
+        found = dict[tuple[int, int, int], int]()
+        for part in range(_num_parts(record, context)):
+            first = part * length % record.shape[-1]
+            for row, column in (divmod(cut, length) for cut in cuts):
+                block, before = divmod(first + column, self.blocks.size)
+                if column and before and block not in within:
+                    found.setdefault((part, row, block), len(found))
+        return found
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         """See `UpdateRule`."""
@@ -87,8 +99,8 @@ class EightBitAdamW(UpdateRule):
         def step(update: Update) -> Iterator[None]:
             for run in runs:
                 if run.shared is not None:
-                    for largest, moment in zip(run.shared, run.moments(update), strict=True):
-                        largest.copy_(moment.abs().amax())
+                    for part in run.chunks():
+                        part.give(update)
             if rounds:
                 yield
             for run in runs:
@@ -98,26 +110,19 @@ class EightBitAdamW(UpdateRule):
         return step
 
     def _runs(self, target: Target, context: ParallelContext) -> Iterator[_BlockRun]:
-        """A target's elements, as equally long blocks, or parts of one, that lie in rows."""
-        shape = target.record.local_shape(context.axis_sizes)
-        divided = self.divided_blocks(target.record, target.cuts, context)
-        index = context.coordinates["tp"] if _num_parts(target.record, context) > 1 else 0
-        first = self.blocks.covered(shape, target.piece).start
-        for placed in target.record.boxes(target.piece, context):
-            length = placed.box.sizes[-1]
-            number = self.blocks.block_of(shape, target.piece.start + placed.start)
-            head = min(length, -placed.box.offsets[-1] % self.blocks.size)
-            whole, tail = divmod(length - head, self.blocks.size)
-            per_row = (head > 0) + whole + (tail > 0)
-            scales = range(number - first, number - first + placed.box.numel // length * per_row)
-            column = block = 0
-            for count, size in ((1, head), (whole, self.blocks.size), (1, tail)):
-                if count and size:
-                    place = divided.get(number + block) if size < self.blocks.size else None
-                    shared = None if place is None else target.whole["scales"][index, place]
-                    columns, blocks = slice(column, column + count * size), range(block, block + count)
-                    yield _BlockRun.of(target, placed, columns, blocks, scales, shared)
-                    column, block = column + count * size, block + count
+        """A target's elements, in blocks."""
+        record, sizes = target.record, context.axis_sizes
+        shape, held = record.local_shape(sizes), record.held_box(sizes, context.coordinates)
+        within, ends = self._within_rows(record, context), self._at_ends(record, target.cuts, context)
+        index = context.coordinates["tp"] if _num_parts(record, context) > 1 else 0
+        for run in self.blocks.runs(shape, held, target.piece):
+            box, shared = run.numbers.box, None
+            end = index, (target.piece.start + run.elements.start) // shape[-1], box.offsets[-1]
+            if box.offsets[-1] in within:
+                shared = target.whole["within rows"][:, within[box.offsets[-1]], *box.index[:-1]].view(2, -1)
+            elif end in ends:
+                shared = target.whole["at ends"][:, ends[end], None]
+            yield _BlockRun.of(target, run, shared)
 
 
 @dataclass(frozen=True)
@@ -131,32 +136,25 @@ class _BlockRun:
     """For both moments."""
     scales: tuple[torch.Tensor, torch.Tensor]
     """For both moments: [rows, blocks]."""
-    shared: torch.Tensor | None
-    """The largest values of both moments, [2], where other ranks have elements of the block."""
+    shared: tuple[torch.Tensor, torch.Tensor] | None
+    """The largest values of both moments, where other ranks have elements of the blocks: [rows, blocks]."""
 
     @classmethod
-    def of(
-        cls, target: Target, placed: PlacedBox, columns: slice, blocks: range, scales: range, shared: torch.Tensor | None
-    ) -> _BlockRun:
-        """Some columns of the rows of a box.
-
-        Args:
-            blocks: places of the blocks among those of a row.
-            scales: places in the state of the scales of all blocks of these rows.
-        """
-        length, moments = placed.box.sizes[-1], target.moments
+    def of(cls, target: Target, run: BlockRun, shared: torch.Tensor | None) -> _BlockRun:
+        """Some blocks of a target. `shared` is [moments, rows], of one block a row."""
+        numbers, placed, moments = run.numbers, run.elements, target.moments
 
         def elements(flat: torch.Tensor) -> torch.Tensor:
-            rows = flat[placed.start : placed.start + placed.box.numel].view(-1, length)
-            return rows[:, columns].unflatten(1, (len(blocks), -1))
+            rows = flat[placed.start : placed.start + placed.box.numel].view(run.num_rows, -1)
+            return rows[:, run.columns].unflatten(1, (run.num_blocks, -1))
 
         def of_blocks(flat: torch.Tensor) -> torch.Tensor:
-            rows = flat[scales.start : scales.stop].view(placed.box.numel // length, -1)
-            return rows[:, blocks.start : blocks.stop]
+            return flat[numbers.start : numbers.start + numbers.box.numel].view(run.num_rows, -1)
 
         codes = elements(moments[_FIRST[0]]), elements(moments[_SECOND[0]])
         found = of_blocks(moments[_FIRST[1]]), of_blocks(moments[_SECOND[1]])
-        return cls(target.group, elements(target.main), elements(target.grad), codes, found, shared)
+        largest = None if shared is None else (shared[0].unsqueeze(-1), shared[1].unsqueeze(-1))
+        return cls(target.group, elements(target.main), elements(target.grad), codes, found, largest)
 
     def chunks(self) -> Iterator[_BlockRun]:
         """Parts of it, of some rows each, that are worked on at a time."""
@@ -164,7 +162,8 @@ class _BlockRun:
         for start in range(0, len(self.main), rows):
             some = slice(start, start + rows)
             codes, scales = ((first[some], second[some]) for first, second in (self.codes, self.scales))
-            yield _BlockRun(self.group, self.main[some], self.grad[some], codes, scales, self.shared)
+            shared = None if self.shared is None else (self.shared[0][some], self.shared[1][some])
+            yield _BlockRun(self.group, self.main[some], self.grad[some], codes, scales, shared)
 
     def moments(self, update: Update) -> tuple[torch.Tensor, torch.Tensor]:
         """Both moments after the update, before they are rounded."""
@@ -174,6 +173,12 @@ class _BlockRun:
             for codes, scales, signed in zip(self.codes, self.scales, (True, False), strict=True)
         )
         return first.lerp_(grad, 1.0 - beta1), second.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+
+    def give(self, update: Update) -> None:
+        """Give the largest values of this rank's elements."""
+        assert self.shared is not None
+        for largest, moment in zip(self.shared, self.moments(update), strict=True):
+            largest.copy_(moment.abs().amax(-1))
 
     def update(self, update: Update) -> None:
         """Make the update, and keep the moments."""

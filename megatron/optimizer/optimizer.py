@@ -54,9 +54,8 @@ class ShardedOptimizer:
         self.num_updates = 0
         """Updates made so far, also before a resume. (The moments are loaded in place.)"""
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        movable = [shard for shard in self.shards if not shard.on_host]
-        chosen = {id(movable[index]) for index in choose_offloaded([shard.grad.numel() for shard in movable], fraction)}
-        self._chosen = chosen
+        movable = {shard.record.name: shard.grad.numel() for shard in self.shards if not shard.on_host}
+        self._chosen = chosen = choose_offloaded(movable, fraction)
         if staged is None:
             staged = context.device.type not in ("cpu", "meta")
         link = Link(context.device) if chosen and staged else None
@@ -73,8 +72,8 @@ class ShardedOptimizer:
         for group in self.groups:
             # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.
             together: dict[tuple[bool, UpdateRule], list[Shard]] = {}
-            for shard in sorted(group.shards, key=lambda shard: id(shard) in chosen):
-                together.setdefault((id(shard) in chosen, rule_of(shard.record)), []).append(shard)
+            for shard in sorted(group.shards, key=lambda shard: shard.record.name in chosen):
+                together.setdefault((shard.record.name in chosen, rule_of(shard.record)), []).append(shard)
             self._placements.append(
                 [
                     OnHost(group, shards, rule, group_of, context, self._numbers, config.ema_decay, link, self._clip)
@@ -108,7 +107,7 @@ class ShardedOptimizer:
     @property
     def offloaded(self) -> list[Shard]:
         """The shards whose main parameters and moments are in host memory."""
-        return [shard for shard in self.shards if shard.on_host or id(shard) in self._chosen]
+        return [shard for shard in self.shards if shard.on_host or shard.record.name in self._chosen]
 
     @property
     def staging(self) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -287,20 +287,25 @@ class Link:
         self._streams.current_stream(self._device).wait_stream(self._up)
 
 
-def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Indices of the shards that go to host memory: whole ones, with about this fraction of all elements.
+def choose_offloaded(sizes: Mapping[str, int], fraction: float) -> set[str]:
+    """The shards that go to host memory: whole ones, with about this fraction of all elements.
 
-    The largest are taken first, as long as they fit. Then one is added or taken back as long as that comes nearer.
+    The largest are taken first, as long as they fit. Then one is added or taken back as long as that comes nearer. Of equal ones
+    the first by name counts as the largest: their states may have unequal lengths, so it matters which is taken.
+
+    Args:
+        sizes: elements of each, by the name of its parameter, in any order.
     """
-    missing = fraction * sum(sizes)
-    chosen: set[int] = set()
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        if 0 < sizes[index] <= missing:
-            chosen.add(index)
-            missing -= sizes[index]
-    while sizes:
-        changes = [-size if index in chosen else size for index, size in enumerate(sizes)]
-        best = min(range(len(sizes)), key=lambda index: abs(missing - changes[index]))
+    missing = fraction * sum(sizes.values())
+    chosen: set[str] = set()
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    for name in names:
+        if 0 < sizes[name] <= missing:
+            chosen.add(name)
+            missing -= sizes[name]
+    while names:
+        changes = {name: -sizes[name] if name in chosen else sizes[name] for name in names}
+        best = min(names, key=lambda name: abs(missing - changes[name]))
         if abs(missing - changes[best]) >= abs(missing):
             break
         chosen ^= {best}
@@ -350,7 +355,7 @@ def make_states(shards: Sequence[Shard], main_params: Sequence[torch.Tensor], ru
         for state in rule.states(shard.record):
             kept.setdefault(state, []).append(shard)
     for state, owners in kept.items():
-        sizes = [state.shape.room(shard.record.local_shape(context.axis_sizes), shard.main.numel()) for shard in owners]
+        sizes = [state.room(shard.record, context.axis_sizes, shard.main.numel()) for shard in owners]
         starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))
         room = torch.zeros(starts[-1], dtype=state.dtype or main_params[0].dtype, device=main_params[0].device)
         for shard, start, size in zip(owners, starts, sizes, strict=False):

@@ -103,9 +103,13 @@ class KeptState:
     dtype: torch.dtype | None = None
     """None: that of the main parameter."""
 
-    def num_bytes(self, local_shape: tuple[int, ...], numel: int, main: torch.dtype) -> tuple[int, int]:
+    def room(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int) -> int:
+        """Its elements for a shard of `numel` elements, the same on all ranks."""
+        return self.shape.room(record.shape, record.local_shape(axis_sizes), numel)
+
+    def num_bytes(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int, main: torch.dtype) -> tuple[int, int]:
         """(bytes that it takes for a shard of `numel` elements, those of them that are padding)."""
-        room = self.shape.room(local_shape, numel)
+        room = self.room(record, axis_sizes, numel)
         each = (self.dtype or main).itemsize
         return aligned(room) * each, (aligned(room) - room) * each
 

@@ -37,24 +37,24 @@ class OptimizerState:
     def memory(self, shards: Iterable[ShardSize]) -> StateMemory:
         """Memory of main parameters and moments, and of the host's copies of gradients."""
         shards = list(shards)
-        movable = [index for index, shard in enumerate(shards) if not shard.on_host]
-        offloaded = {movable[index] for index in choose_offloaded([shards[index].numel for index in movable], self._fraction)}
+        movable = {shard.record.name: shard.numel for shard in shards if not shard.on_host}
+        chosen = choose_offloaded(movable, self._fraction)
         total = StateMemory()
-        for index, shard in enumerate(shards):
-            staged = index in offloaded and self._staged
-            one = _buffer(shard.numel, shard.main_dtype.itemsize, on_host=index in offloaded)
+        for shard in shards:
+            offloaded = shard.record.name in chosen
+            staged = offloaded and self._staged
+            one = _buffer(shard.numel, shard.main_dtype.itemsize, on_host=offloaded)
             total += StateMemory(
                 main_params=one if shard.dtype != shard.main_dtype or staged else Bytes(),
-                moments=self._states(shard, on_host=shard.on_host or index in offloaded),
-                averages=self._average(shard, on_host=shard.on_host or index in offloaded),
+                moments=self._states(shard, on_host=shard.on_host or offloaded),
+                averages=self._average(shard, on_host=shard.on_host or offloaded),
                 buffers=one if staged else Bytes(),
             )
         return total
 
     def _states(self, shard: ShardSize, *, on_host: bool) -> Bytes:
-        local_shape = shard.record.local_shape(self._axis_sizes)
         sizes = [
-            state.num_bytes(local_shape, shard.numel, shard.main_dtype)
+            state.num_bytes(shard.record, self._axis_sizes, shard.numel, shard.main_dtype)
             for state in self._rule_of(shard.record).states(shard.record)
         ]
         taken, padding = sum(size for size, _ in sizes), sum(more for _, more in sizes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
@@ -25,7 +25,29 @@ class StateShape(ABC):
 
     @abstractmethod
     def shape(self, shape: Shape) -> Shape:
-        """Shape of the state of a tensor, of a whole parameter or of a rank's part of one."""
+        """Shape of the state of a whole parameter."""
+
+    @abstractmethod
+    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        """The most elements that lie over a piece of `numel` elements, wherever it begins: what is allocated for it.
+
+        Args:
+            shape: that of the whole parameter.
+            local_shape: that of a rank's part of it, whichever of the ranks that is.
+        """
+
+    @abstractmethod
+    def boxes(self, local_shape: Shape, held: Box, piece: FlatPiece) -> list[PlacedBox]:
+        """Global boxes of the state that a rank keeps for a piece. Boxes of two ranks are equal or disjoint.
+
+        Args:
+            local_shape: shape of the rank's part of the parameter, perhaps padded in its first dimension.
+            held: the box of the parameter that the rank holds, without padding.
+        """
+
+
+class _InRuns(StateShape):
+    """One of which a rank's part is laid out as the parameter is, so that a piece has a run of it."""
 
     @abstractmethod
     def held(self, box: Box) -> Box:
@@ -35,21 +57,12 @@ class StateShape(ABC):
     def covered(self, local_shape: Shape, piece: FlatPiece) -> FlatPiece:
         """The elements of a rank's state, flattened, that lie over any element of a piece, which is not empty."""
 
-    @abstractmethod
-    def room(self, local_shape: Shape, numel: int) -> int:
-        """The most elements that lie over a piece of `numel` elements, wherever it begins: what is allocated for it."""
-
     def edges(self, local_shape: Shape, piece: FlatPiece) -> Iterable[int]:
         """Places in the flattened state before which a box must end, so that ranks that share numbers have them in equal boxes."""
         return ()
 
     def boxes(self, local_shape: Shape, held: Box, piece: FlatPiece) -> list[PlacedBox]:
-        """Global boxes of the state that a rank keeps for a piece. Boxes of two ranks are equal or disjoint.
-
-        Args:
-            local_shape: shape of the rank's part of the parameter, perhaps padded in its first dimension.
-            held: the box of the parameter that the rank holds, without padding.
-        """
+        """See `StateShape`."""
         piece = FlatPiece(piece.start, min(piece.stop, held.numel))
         if piece.start >= piece.stop:
             return []
@@ -62,7 +75,7 @@ class StateShape(ABC):
         ]
 
 
-class _Elements(StateShape):
+class _Elements(_InRuns):
     """A number for each element: as the parameter itself."""
 
     def shape(self, shape: Shape) -> Shape:
@@ -74,11 +87,11 @@ class _Elements(StateShape):
     def covered(self, local_shape: Shape, piece: FlatPiece) -> FlatPiece:
         return piece
 
-    def room(self, local_shape: Shape, numel: int) -> int:
+    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
         return numel
 
 
-class _Rows(StateShape):
+class _Rows(_InRuns):
     """A number for each row: [..., R]."""
 
     def shape(self, shape: Shape) -> Shape:
@@ -91,7 +104,7 @@ class _Rows(StateShape):
         length = local_shape[-1]
         return FlatPiece(piece.start // length, -(-piece.stop // length))
 
-    def room(self, local_shape: Shape, numel: int) -> int:
+    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
         return min(_touched(numel, local_shape[-1]), math.prod(local_shape[:-1]))
 
     def edges(self, local_shape: Shape, piece: FlatPiece) -> Iterable[int]:
@@ -99,7 +112,7 @@ class _Rows(StateShape):
         return [*([first + 1] if head else []), *([last] if tail and last > piece.start // local_shape[-1] else [])]
 
 
-class _Columns(StateShape):
+class _Columns(_InRuns):
     """A number for each column of each matrix: [..., C]."""
 
     def shape(self, shape: Shape) -> Shape:
@@ -112,7 +125,7 @@ class _Columns(StateShape):
         matrix, length = math.prod(local_shape[-2:]), local_shape[-1]
         return FlatPiece(piece.start // matrix * length, -(-piece.stop // matrix) * length)
 
-    def room(self, local_shape: Shape, numel: int) -> int:
+    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
         matrices = min(_touched(numel, math.prod(local_shape[-2:])), math.prod(local_shape[:-2]))
         return matrices * local_shape[-1]
 
@@ -122,10 +135,33 @@ class _Columns(StateShape):
 
 
 @dataclass(frozen=True)
+class BlockRun:
+    """Equally long blocks, or parts of one, one after the other in some rows: as [rows, blocks, elements]."""
+
+    elements: PlacedBox
+    """The rows, perhaps with elements before and after them."""
+    columns: slice
+    """The run's, in these."""
+    numbers: PlacedBox
+    """The blocks'."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return self.numbers.box.numel // self.num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """How many in a row."""
+        return self.numbers.box.sizes[-1]
+
+
+@dataclass(frozen=True)
 class Blocks(StateShape):
     """A number for each block of `size` elements of a row, the last of a row perhaps shorter: [..., R, C / size].
 
-    Blocks are counted in the whole row. So where ranks divide a row, each must hold whole blocks.
+    Blocks are counted in the whole row, wherever ranks divide it. A rank keeps the numbers of blocks of which it may have only a
+    part, at the begin and the end of its rows, apart from those between: other ranks keep them too.
     """
 
     size: int
@@ -134,44 +170,41 @@ class Blocks(StateShape):
         """See `StateShape`."""
         return (*shape[:-1], -(-shape[-1] // self.size))
 
-    def held(self, box: Box) -> Box:
+    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
         """See `StateShape`."""
-        assert box.offsets[-1] % self.size == 0, f"{box} begins within a block of {self.size}"
-        return Box((*box.offsets[:-1], box.offsets[-1] // self.size), self.shape(box.sizes))
+        firsts = {first % self.size for first in range(0, shape[-1], local_shape[-1])}
+        return max(self._room(local_shape, first, numel) for first in firsts) if numel else 0
 
-    def covered(self, local_shape: Shape, piece: FlatPiece) -> FlatPiece:
-        """See `StateShape`."""
-        return FlatPiece(self.block_of(local_shape, piece.start), self.block_of(local_shape, piece.stop - 1) + 1)
-
-    def room(self, local_shape: Shape, numel: int) -> int:
-        """See `StateShape`."""
-        if not numel:
-            return 0
-        length, per_row = local_shape[-1], -(-local_shape[-1] // self.size)
+    def _room(self, local_shape: Shape, first: int, numel: int) -> int:
+        """That of a rank whose rows begin with this element of a block."""
+        length = local_shape[-1]
+        per_row, head = -(-(first + length) // self.size), self.size - first
+        tail = length + first - (per_row - 1) * self.size
         rows, rest = divmod(numel - 1, length)  # of the elements after the first, how many begin another block at the most
-        short = length - (per_row - 1) * self.size
-        begun = 0 if not rest else 1 if rest - 1 < short else 2 + (rest - 1 - short) // self.size
+        # Nearest to each other are the beginnings of the blocks at which a row ends and the next begins.
+        begun = (rest > 0) + (rest > min(head, tail))
+        if rest > head + tail:
+            begun += 1 + (rest - 1 - head - tail) // self.size
         return min(1 + rows * per_row + begun, math.prod(local_shape[:-1]) * per_row)
 
-    def edges(self, local_shape: Shape, piece: FlatPiece) -> Iterable[int]:
+    def boxes(self, local_shape: Shape, held: Box, piece: FlatPiece) -> list[PlacedBox]:
         """See `StateShape`."""
-        covered = self.covered(local_shape, piece)
-        found = []
-        if self.first_of(local_shape, covered.start) < piece.start:
-            found.append(covered.start + 1)
-        if self.first_of(local_shape, covered.stop) > piece.stop:
-            found.append(covered.stop - 1)
-        return found
+        return [run.numbers for run in self.runs(local_shape, held, piece)]
 
-    def block_of(self, local_shape: Shape, element: int) -> int:
-        """The flat number of the block of a flat element."""
-        row, column = divmod(element, local_shape[-1])
-        return row * -(-local_shape[-1] // self.size) + column // self.size
-
-    def first_of(self, local_shape: Shape, block: int) -> int:
-        """The flat number of a block's first element."""
-        row, place = divmod(block, -(-local_shape[-1] // self.size))
-        return row * local_shape[-1] + place * self.size
+    def runs(self, local_shape: Shape, held: Box, piece: FlatPiece) -> Iterator[BlockRun]:
+        """All blocks of which a piece has any element. Its numbers lie in memory in this order; arguments as in `boxes`."""
+        at = 0
+        for placed in place(local_shape, held, piece):
+            box, column = placed.box, 0
+            first, length = box.offsets[-1], box.sizes[-1]
+            head = min(length, -first % self.size)
+            whole, tail = divmod(length - head, self.size)
+            for count, size in ((1, head), (whole, self.size), (1, tail)):
+                if count and size:
+                    number = (first + column) // self.size
+                    numbers = PlacedBox(Box((*box.offsets[:-1], number), (*box.sizes[:-1], count)), at)
+                    yield BlockRun(placed, slice(column, column + count * size), numbers)
+                    column, at = column + count * size, at + numbers.box.numel
 
 
 def _touched(numel: int, length: int) -> int:

@@ -27,16 +27,16 @@ from tests.support.warm import run_warm_ranks
 
 RULES: dict[str, dict[str, Any]] = {
     "adafactor": {"adafactor_beta1": 0.9, "adafactor_relative_step": True},
-    "adam8bit": {"adam_8bit_block_size": 2},
+    "adam8bit": {"adam_8bit_block_size": 5},
     "muon": {"muon_use_nesterov": True, "muon_split_heads": True},
 }
 SHAPES = {
     "adafactor": {"exp_avg_sq_row": [2, 24], "exp_avg_sq_col": [2, 16], "exp_avg": [2, 24, 16]},
     "adam8bit": {
         "exp_avg_code": [2, 24, 16],
-        "exp_avg_scale": [2, 24, 8],
+        "exp_avg_scale": [2, 24, 4],
         "exp_avg_sq_code": [2, 24, 16],
-        "exp_avg_sq_scale": [2, 24, 8],
+        "exp_avg_sq_scale": [2, 24, 4],
     },
     "muon": {"momentum_buffer": [2, 24, 16]},
 }

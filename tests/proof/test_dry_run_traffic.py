@@ -137,6 +137,7 @@ CASES: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim_grads",
     },
     "adafactor": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "adafactor"},
+    "moments in 8 bits": {**GRID, "data_parallel_sharding_strategy": "optim", "optimizer": "adam8bit", "adam_8bit_block_size": 5},
     "muon, optim": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "muon"},
     "muon, no_shard": {**GRID, "num_layers": 4, "optimizer": "muon", "swiglu": True},
     "muon, replicas": {
@@ -180,7 +181,7 @@ def test_every_rank_sends_what_is_planned() -> None:
             assert messages == sum(one.bytes for one in sent if one.over == "pipeline"), (name, rank)
             assert bool(matrices) <= ("muon" in name)
             assert {"world"} < {one.over for one in sent}, "there is something to compare"
-            assert any(one.what == "numbers" for one in sent) == (name == "adafactor")
+            assert any(one.what == "numbers" for one in sent) == (name in ("adafactor", "moments in 8 bits"))
             assert any(one.what == "noise" for one in sent) == ("gather, noise" in name)
         assert bool(most) == ("muon" in name)
         for of_stage in most.values():

@@ -29,8 +29,8 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         {"adafactor_relative_step": True, "adafactor_beta1": 0.9, "adafactor_clip_threshold": 0.5, "adafactor_least_scale": 0.12},
     ),
     "lamb": ("lamb", {}),
-    "adam8bit": ("adam8bit", {"adam_8bit_block_size": 2}),
-    "adam8bit, long blocks": ("adam8bit", {"adam_8bit_block_size": 6}),
+    "adam8bit": ("adam8bit", {"adam_8bit_block_size": 5}),
+    "adam8bit, long blocks": ("adam8bit", {"adam_8bit_block_size": 12}),
 }
 AXES: dict[str, list[Any]] = {
     "rule": list(RULES),
@@ -54,7 +54,6 @@ def fits(case: dict[str, Any]) -> bool:
         and not (case["sharding"] != "no_shard" and dp == 1)
         and not (case["fsdp_shard_size"] and (not fsdp or dp % 2))
         and case["fsdp_shard_size"] != dp
-        and not (case["rule"] == "adam8bit, long blocks" and tp > 1)
     )
 
 

@@ -75,12 +75,12 @@ class HeldState:
 def state_held_by(optimizer: ShardedOptimizer, config: OptimizerConfig) -> tuple[HeldState, HeldState]:
     """What is kept on the device, and in the host memory that offloading takes."""
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-    movable = [shard for shard in optimizer.shards if not shard.on_host]
-    chosen = {id(movable[index]) for index in choose_offloaded([shard.grad.numel() for shard in movable], fraction)}
+    movable = {shard.record.name: shard.grad.numel() for shard in optimizer.shards if not shard.on_host}
+    chosen = choose_offloaded(movable, fraction)
     placements = list(itertools.chain.from_iterable(optimizer._placements))
     found = []
     for on_host in (False, True):
-        shards = [shard for shard in optimizer.shards if (shard.on_host or id(shard) in chosen) == on_host]
+        shards = [shard for shard in optimizer.shards if (shard.on_host or shard.record.name in chosen) == on_host]
         copies = [shard.main for shard in shards if shard.main is not shard.weights]
         moments = [moment for shard in shards for moment in shard.moments.values()]
         averages = [shard.average for shard in shards if shard.average is not None]

@@ -58,7 +58,7 @@ def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
             draw, "muon_no_split_qkv", "muon_split_heads", one_in=3
         )
     elif rule == "adam8bit":
-        settings["adam_8bit_block_size"] = one_of(draw, 1, 2, 3) if settings.get("tensor_model_parallel_size", 1) > 1 else None
+        settings["adam_8bit_block_size"] = one_of(draw, None, 1, 2, 3, 7)
     elif rule == "ademamix":
         settings |= {"ademamix_warmup_iters": number(draw, 0, 4), "ademamix_beta3": one_of(draw, None, 0.9)}
         settings["ademamix_alpha"] = one_of(draw, None, 1.0)

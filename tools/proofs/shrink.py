@@ -106,7 +106,7 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         model=model,
         memory=dataclasses.replace(reduced_memory(config.memory, before, after), loss_chunk_tokens=chunk),
         training=training,
-        optimizer=reduced_rule(with_groups_of(model, reduced_rates(config, training, steps)), model, sizes.tp),
+        optimizer=reduced_rule(with_groups_of(model, reduced_rates(config, training, steps))),
         parallel=parallel,
         precision=precision,
         data=_data(config.data, rows),

@@ -339,15 +339,12 @@ def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> Optim
     return dataclasses.replace(settings, param_groups=tuple(groups), **changed)  # type: ignore[arg-type]
 
 
-def reduced_rule(optimizer: OptimizerConfig, model: ModelConfig, tensor_ranks: int) -> OptimizerConfig:
+def reduced_rule(optimizer: OptimizerConfig) -> OptimizerConfig:
     """The update rule's lengths: blocks of which a row of the small model has several, and a warm-up that ends within the run."""
     uses = {optimizer.optimizer, *(entry_of(text).optimizer for text in optimizer.param_groups)}
     changed: dict[str, int] = {}
     if "adam8bit" in uses:
-        width = model.num_attention_heads * model.head_size
-        columns = math.gcd(width // tensor_ranks, model.ffn_size // tensor_ranks) if tensor_ranks > 1 else 5
-        fitting = (size for size in range(5, 0, -1) if columns % size == 0)
-        changed["adam_8bit_block_size"] = min(optimizer.adam_8bit_block_size, next(fitting))
+        changed["adam_8bit_block_size"] = min(optimizer.adam_8bit_block_size, 5)
     if optimizer.ademamix_warmup_iters is not None:
         changed["ademamix_warmup_iters"] = min(optimizer.ademamix_warmup_iters, 3)
     return dataclasses.replace(optimizer, **changed)  # type: ignore[arg-type]

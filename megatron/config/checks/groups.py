@@ -17,7 +17,6 @@ from megatron.config.checks.finding import (
     in_range,
     rule,
     shown,
-    try_values,
     value_of,
 )
 from megatron.config.config import Config
@@ -86,29 +85,6 @@ def slow_average_has_a_warmup(config: Config, world_size: int) -> Iterator[Findi
         length = config.training.train_iters
         candidates = [change(ademamix_warmup_iters=length)] if length else []
         yield Finding("The optimizer ademamix, but no --ademamix-warmup-iters.", candidates)
-
-
-@rule()
-def tensor_ranks_hold_whole_blocks(config: Config, world_size: int) -> Iterator[Finding]:
-    """Where tensor ranks divide rows, the elements that share a scale lie on one of them."""
-    ranks, size, optimizer = config.parallel.tensor_model_parallel_size, config.optimizer.adam_8bit_block_size, config.optimizer
-    entries = readable(optimizer.param_groups)
-    used = "adam8bit" in (optimizer.optimizer, *(entry.optimizer for entry in entries))
-    if not used or ranks == 1 or len(entries) < len(optimizer.param_groups) or not _has_parameters(config):
-        return
-    group_of = groups_of(optimizer)
-    for weight in _parameters(config.model):
-        columns = weight.shape[-1] // ranks
-        divided = any(dim == len(weight.shape) - 1 for dim, _ in weight.splits) and weight.kind != "vector"
-        if divided and group_of(weight).optimizer == "adam8bit" and columns % size:
-            message = (
-                f"{shown(config, 'adam_8bit_block_size')} does not divide the {columns} columns of {weight.name} that each of "
-                f"{ranks} tensor ranks holds, with the optimizer adam8bit."
-            )
-            fitting = [number for number in range(min(size, columns), 0, -1) if columns % number == 0]
-            fields = ("adam_8bit_block_size", "tensor_model_parallel_size", "optimizer")
-            yield Finding(message, [try_values("adam_8bit_block_size", size, fitting)], fields=fields)
-            return
 
 
 @rule()

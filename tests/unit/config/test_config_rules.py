@@ -816,13 +816,6 @@ CASES: list[Case] = [
     ("--ademamix-beta3 0.99", 1, {"--ademamix-beta3"}, ["only with --optimizer ademamix or --param-groups"], []),
     ("--ademamix-alpha 2", 1, {"--ademamix-alpha"}, ["only with --optimizer ademamix or --param-groups"], []),
     (
-        "--optimizer adam8bit --tensor-model-parallel-size 2",
-        2,
-        {"--adam-8bit-block-size", "--tensor-model-parallel-size", "--optimizer"},
-        ["256 does not divide the 48 columns of layers.0.attention.output.weight"],
-        ["--adam-8bit-block-size 48"],
-    ),
-    (
         "--optimizer ademamix",
         1,
         {"--ademamix-warmup-iters", "--optimizer"},

@@ -38,5 +38,5 @@ def test_the_nearest_value_is_taken(dtype: torch.dtype, signed: bool) -> None:
 
 def test_the_state_takes_two_bytes_and_the_scales() -> None:
     rule, record = EightBitAdamW(OptimizerConfig(adam_8bit_block_size=256)), ParamRecord("w", (1024, 4096))
-    sizes = [state.num_bytes(record.shape, 1024 * 4096, torch.float32) for state in rule.states(record)]
+    sizes = [state.num_bytes(record, {}, 1024 * 4096, torch.float32) for state in rule.states(record)]
     assert sum(size for size, _ in sizes) == 1024 * 4096 * (2 + 8 / 256) and not any(padding for _, padding in sizes)

@@ -187,7 +187,8 @@ def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, stage
     """Also where dtypes agree, unless the device is the host; and its memory is counted as the host's."""
     optimizer = Run(offloading(ADAM, 0.5), dtype, staged=staged).optimizer
     numel = sum(itertools.chain(*SIZES))
-    taken = choose_offloaded(list(itertools.chain(*SIZES)), 0.5)
+    names = choose_offloaded({s.record.name: s.main.numel() for s in optimizer.shards}, 0.5)
+    taken = {index for index, s in enumerate(optimizer.shards) if s.record.name in names}
     apart = [s.main.untyped_storage().data_ptr() != s.weights.untyped_storage().data_ptr() for s in optimizer.shards]
     assert apart == [dtype == torch.bfloat16 or (staged and index in taken) for index in range(len(apart))]
     assert sum(optimizer.shards[index].main.numel() for index in taken) / numel == pytest.approx(0.5, abs=1e-3)
@@ -241,14 +242,15 @@ def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("sizes", [[], [5], [1, 1, 1, 1], [100, 1], [100, 60, 50, 40, 3, 3, 2, 1], [7, 7, 7], [0, 4, 0]])
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.25, 0.5, 0.6, 0.99, 1.0])
 def test_whole_shards_come_near_to_the_fraction(sizes: list[int], fraction: float) -> None:
-    chosen = choose_offloaded(sizes, fraction)
-    assert chosen <= set(range(len(sizes)))
-    taken, wanted = sum(sizes[index] for index in chosen), fraction * sum(sizes)
+    named = {str(index): size for index, size in enumerate(sizes)}
+    chosen = choose_offloaded(named, fraction)
+    assert chosen <= set(named) and chosen == choose_offloaded(dict(reversed(named.items())), fraction), "in any order"
+    taken, wanted = sum(named[name] for name in chosen), fraction * sum(sizes)
     assert abs(taken - wanted) <= max(sizes, default=0) / 2
     if fraction in (0.0, 1.0):
         assert taken == wanted
-    for index in range(len(sizes)):  # no single change comes nearer
-        other = taken + (-sizes[index] if index in chosen else sizes[index])
+    for name, size in named.items():  # no single change comes nearer
+        other = taken + (-size if name in chosen else size)
         assert abs(taken - wanted) <= abs(other - wanted) + 1e-9
 
 
@@ -256,5 +258,7 @@ def test_a_model_of_equal_blocks_comes_within_a_percent() -> None:
     """Embedding and twelve blocks of a GPT with a hidden size of 768."""
     block = [4 * 768 * 768, 4 * 768 * 768, 3 * 768 * 768, 768 * 768, 4 * 768, 768, 768, 768]
     sizes = [50304 * 768, 1024 * 768, *(block * 12)]
+    named = {str(index): size for index, size in enumerate(sizes)}
     for fraction in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9):
-        assert sum(sizes[i] for i in choose_offloaded(sizes, fraction)) / sum(sizes) == pytest.approx(fraction, abs=0.01)
+        taken = sum(named[name] for name in choose_offloaded(named, fraction))
+        assert taken / sum(sizes) == pytest.approx(fraction, abs=0.01)

@@ -14,7 +14,15 @@ from megatron.parallel.boxes import Box, FlatPiece
 from megatron.parallel.state_shape import COLUMNS, ELEMENTS, ROWS, Blocks, StateShape
 
 SHAPES = [(5, 7), (1, 9), (6, 4), (3, 4, 5), (2, 3, 8), (2, 1, 6, 4), (8, 1)]
-STATES = {"elements": ELEMENTS, "rows": ROWS, "columns": COLUMNS, "blocks of 1": Blocks(1), "of 3": Blocks(3), "of 4": Blocks(4)}
+STATES = {
+    "elements": ELEMENTS,
+    "rows": ROWS,
+    "columns": COLUMNS,
+    "blocks of 1": Blocks(1),
+    "of 3": Blocks(3),
+    "of 4": Blocks(4),
+    "of 6": Blocks(6),
+}
 
 
 def lies_over(state: StateShape, shape: tuple[int, ...]) -> torch.Tensor:
@@ -30,20 +38,29 @@ def lies_over(state: StateShape, shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_piece_has_the_numbers_over_its_elements(name: str, shape: tuple[int, ...]) -> None:
-    """All and no others, in room for the worst place of so many elements, which some place needs."""
-    state, numel = STATES[name], math.prod(shape)
-    over = lies_over(state, shape).reshape(-1)
+    """All and no others, in room for the worst place of so many elements on any of the ranks that divide rows; some needs it."""
+    for ranks in (ranks for ranks in range(1, 5) if shape[-1] % ranks == 0):
+        check_pieces(STATES[name], shape, ranks)
+
+
+def check_pieces(state: StateShape, shape: tuple[int, ...], ranks: int) -> None:
+    length = shape[-1] // ranks
+    local = (*shape[:-1], length)
     most: dict[int, int] = {}
-    for start in range(numel):
-        for stop in range(start + 1, numel + 1):
-            covered, found = state.covered(shape, FlatPiece(start, stop)), over[start:stop]
-            if state is not COLUMNS:  # a piece within a row has all columns
-                assert (covered.start, covered.stop) == (int(found.min()), int(found.max()) + 1)
-            assert set(found.tolist()) <= set(range(covered.start, covered.stop))
-            most[stop - start] = max(most.get(stop - start, 0), covered.stop - covered.start)
-    rooms = {count: state.room(shape, count) for count in most}
-    assert all(rooms[count] >= needed for count, needed in most.items()) and state.room(shape, 0) == 0
-    assert all(rooms[count] <= most[count] + (state is COLUMNS) * shape[-1] + 1 for count in most), "no more than needed"
+    for rank in range(ranks):
+        held = Box((*(0 for _ in shape[:-1]), rank * length), local)
+        over = lies_over(state, shape)[held.index].reshape(-1)
+        numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+        for start, stop in itertools.combinations(range(held.numel + 1), 2):
+            boxes = [placed.box for placed in state.boxes(local, held, FlatPiece(start, stop))]
+            covered = [number for box in boxes for number in numbers[box.index].reshape(-1).tolist()]
+            found = set(over[start:stop].tolist())
+            assert len(set(covered)) == len(covered)
+            assert found <= set(covered) if state is COLUMNS else found == set(covered)  # a piece within a row has all columns
+            most[stop - start] = max(most.get(stop - start, 0), len(covered))
+    rooms = {count: state.room(shape, local, count) for count in most}
+    assert all(rooms[count] >= needed for count, needed in most.items()) and state.room(shape, local, 0) == 0
+    assert all(rooms[count] <= most[count] + (state is COLUMNS) * length + 1 for count in most), "no more than needed"
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -57,8 +74,6 @@ def test_boxes_of_all_ranks_make_up_the_state(name: str, shape: tuple[int, ...],
         local = list(shape)
         if split is not None:
             local[split] = -(-shape[split] // ranks)
-            if isinstance(state, Blocks) and split == -1 and local[split] % state.size:
-                continue
         cuts = sorted({0, math.prod(local), *(draw.randrange(math.prod(local)) for _ in range(3))})
         boxes: list[Box] = []
         for rank in range(ranks):
@@ -70,7 +85,7 @@ def test_boxes_of_all_ranks_make_up_the_state(name: str, shape: tuple[int, ...],
             numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
             for start, stop in itertools.pairwise(cuts):
                 placed = state.boxes(tuple(local), held, FlatPiece(start, stop))
-                room = torch.full((state.room(tuple(local), stop - start),), -1)
+                room = torch.full((state.room(shape, tuple(local), stop - start),), -1)
                 for one in placed:  # boxes do not overlap in memory
                     view = room[one.start : one.start + one.box.numel]
                     assert (view == -1).all()

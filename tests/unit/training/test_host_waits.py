@@ -62,7 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
         "adafactor_beta1": 0.9,
         "adafactor_relative_step": True,
     },
-    "moments in 8 bits": {"bf16": True, "use_distributed_optimizer": True, "optimizer": "adam8bit", "adam_8bit_block_size": 24},
+    "moments in 8 bits": {
+        "bf16": True,
+        "tensor_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+        "optimizer": "adam8bit",
+        "adam_8bit_block_size": 20,
+    },
     "lamb": {"bf16": True, "optimizer": "lamb"},
     "muon": {
         "bf16": True,
