@@ -119,7 +119,8 @@ class EightBitAdamW(UpdateRule):
             box, shared = run.numbers.box, None
             end = index, (target.piece.start + run.elements.start) // shape[-1], box.offsets[-1]
             if box.offsets[-1] in within:
-                shared = target.whole["within rows"][:, within[box.offsets[-1]], *box.index[:-1]].view(2, -1)
+                of_rows = target.whole["within rows"][:, within[box.offsets[-1]]]
+                shared = of_rows[(slice(None), *box.index[:-1])].view(2, -1)
             elif end in ends:
                 shared = target.whole["at ends"][:, ends[end], None]
             yield _BlockRun.of(target, run, shared)

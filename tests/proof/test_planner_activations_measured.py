@@ -134,6 +134,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"num_layers": 8, "pipeline_schedule": "zb-v", **BLOCK, "recompute_num_layers": 1, **PP2},
     ),
     "gpt, full recompute, sequence parallel": (2, {"sequence_parallel": True, "vocab_size": 3000, **FULL, **TP2}),
+    "gpt, full recompute, sequence parallel, zb-h1": (
+        4,
+        {"sequence_parallel": True, "pipeline_schedule": "zb-h1", **FULL, **TP2, **PP2},
+    ),
     "llama, full recompute, optim_grads_params": (2, {SHARDING: "optim_grads_params", **FULL, **LLAMA}),
     "llama, norms and activations, bf16, zb-h1": (
         2,
@@ -321,10 +325,10 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any]) -> None:
     config = settings(world_size, **changes)
     plans = plan_ranks(config, world_size)
     planned = [plan.beside_inputs for plan in plans]
-    # What the plan misses is memory inside of products, and the copies that collectives make in shared memory; and what a sharded
-    # unit takes is planned for its worst moment.
+    # What the plan misses is memory inside of the CPU's products and attention; and what a sharded unit takes is planned for its worst
+    # moment.
     has_collectives = bool({*TP2, *CP2, SHARDING, "expert_model_parallel_size"} & set(changes))
-    allowed = 0.03 if has_collectives else 0.005
+    allowed = 0.03 if SHARDING in changes else 0.01 if has_collectives else 0.005
     if "num_experts" in changes:
         allowed = 0.06 if has_collectives else 0.03
     if changes.get("bf16") and products_take_more(torch.bfloat16):

@@ -226,7 +226,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Every tensor becomes its reduction over the ranks."""
         (tensor,) = tensors
         reduce = _reduction(opts)
-        return self._call("all-reduce", tensor, lambda each: tensor.copy_(reduce([_as(tensor, part) for part in each])))
+        return self._call("all-reduce", tensor, lambda each: reduce(tensor, each))
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """The output's parts are the ranks' inputs."""
@@ -242,7 +242,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         reduce = _reduction(opts)
 
         def finish(each: Sequence[torch.Tensor]) -> None:
-            output.copy_(reduce([_as(output, part.chunk(self._size)[self._rank]) for part in each]))
+            reduce(output, [part.chunk(self._size)[self._rank] for part in each])
 
         return self._call("reduce-scatter", input, finish)
 
@@ -295,12 +295,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._call("barrier", None, lambda _: None)
 
     def send(self, tensors: Any, target: int, tag: int) -> dist.Work:  # type: ignore[override]
-        """Give a tensor to one rank."""
+        """Give a tensor to one rank. As with gloo, the sender keeps it until it waits."""
         (tensor,) = tensors
         self._note("send", tensor, 1)
-        copy = _bytes(tensor).clone()  # what the box holds is written over as soon as the other has read it
+        # What the box holds is written over as soon as the other has read it. torch's allocator does not see the copy.
+        copy = torch.from_numpy(_bytes(tensor).numpy().copy())
         self._to_one[self._rank][target].give(tag, tensor, self._timeout)
-        return _Call([(tensor, copy)], lambda: True, lambda: None)
+        return _Call([(tensor, copy)], lambda: False, lambda: None)
 
     def recv(self, tensors: Any, source: int, tag: int) -> dist.Work:  # type: ignore[override]
         """Take the next tensor of one rank."""
@@ -352,14 +353,14 @@ _KINDS = [
 ]
 
 
-def _reduction(opts: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+def _reduction(opts: Any) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], None]:
+    """Gives a tensor the reduction of what all ranks have given, as bytes."""
     operation = _REDUCTIONS[dist.ReduceOp.SUM if opts is None else opts.reduceOp.op]
 
-    def reduce(each: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = each[0].clone()
+    def reduce(output: torch.Tensor, each: Sequence[torch.Tensor]) -> None:
+        output.copy_(_as(output, each[0]))
         for part in each[1:]:
-            operation(total, part, out=total)
-        return total
+            operation(output, _as(output, part), out=output)
 
     return reduce
 
