@@ -325,8 +325,8 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any]) -> None:
     config = settings(world_size, **changes)
     plans = plan_ranks(config, world_size)
     planned = [plan.beside_inputs for plan in plans]
-    # What the plan misses is memory inside of the CPU's products and attention; and what a sharded unit takes is planned for its worst
-    # moment.
+    # What the plan misses is memory inside of the CPU's products and attention; and what a sharded unit takes is planned for its
+    # worst moment.
     has_collectives = bool({*TP2, *CP2, SHARDING, "expert_model_parallel_size"} & set(changes))
     allowed = 0.03 if SHARDING in changes else 0.01 if has_collectives else 0.005
     if "num_experts" in changes:
