@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import GIVEN, OtherThan, acts_with, setting
+from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 Balancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"]
@@ -35,7 +35,9 @@ class ExpertFields:
     """Multiply what the shared expert gives by the sigmoid of a product of the token (Qwen2-MoE)."""
     moe_router_score_function: ScoreFunction = setting("softmax", acts=_EXPERTS)
     """How the router's logits become scores."""
-    moe_router_pre_softmax: bool = setting(False, acts=_EXPERTS)
+    moe_router_pre_softmax: bool = setting(
+        False, acts=_EXPERTS, idle=idle_with("sigmoids are taken of each expert by itself", moe_router_score_function="sigmoid")
+    )
     """Softmax over all experts before some are chosen, whose scores then do not sum to 1; by default it is over the chosen ones."""
     moe_router_topk_scaling_factor: float | None = setting(None, above=0, unit="factor", acts=_EXPERTS)
     """Multiply the probabilities of the chosen experts by this."""

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.verification.prove import import_before_fork
-from tests.support.faults import Replaced, run_with_faults
-
-FLAGS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 12 --lr 1e-2 "
-    "--train-iters 100 --eval-iters 1 --data-path /nowhere/corpus --tokenizer-type NullTokenizer --vocab-size 127 "
-    "--make-vocab-size-divisible-by 8"
-)
-
+from tests.support.planted import EXPERTS, Fault, assert_found, verify
 
 LATENT = (
     "--position-embedding-type rope --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 5"
 )
-
-
-EXPERTS = "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5 --moe-ffn-hidden-size 32"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Texts that are replaced in the source, and what the first finding then is."""
-
-    replaced: tuple[Replaced, ...]
-    flags: str
-    kind: str
-    place: str
-    group: str | None
-    says: tuple[str, ...]
-    """In the verdict."""
-    step: int = 1
-    stages: tuple[int, ...] | None = None
 
 
 FAULTS = {
@@ -500,7 +469,8 @@ FAULTS = {
     ),
     "the residual of tokens that all their experts have dropped": Fault(
         (("y = y.view_as(x)", "y = y.view_as(x) - x * (chosen == self.router.spec.experts).all(-1, keepdim=True)"),),
-        f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS} --moe-router-topk 1 --moe-expert-capacity-factor 1",
+        f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax "
+        "--moe-expert-capacity-factor 1",
         "forward",
         "layers.0.mlp",
         None,
@@ -691,27 +661,9 @@ FAULTS = {
 }
 
 
-def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, what is printed, and the JSON of the tool."""
-    import_before_fork()
-    found = tmp_path / "found.json"
-    argv = [*shlex.split(FLAGS), *shlex.split(flags), *own, "--json", str(found)]
-    status, text = run_with_faults("tools.verify_layout", argv, replaced)
-    assert found.exists(), text
-    return status, text, json.loads(found.read_text())
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
-    fault = FAULTS[name]
-    status, text, found = verify(tmp_path, fault.replaced, fault.flags, "--quick", "--steps", str(max(1, fault.step)))
-    assert status == 1, text
-    assert not found["equal"], text
-    verdict, first = text.splitlines()[0], next(run["findings"][0] for run in found["runs"] if run["findings"])
-    assert verdict.startswith("DIFFERENT"), text
-    assert (first["kind"], first["step"], first["group"]) == (fault.kind, fault.step, fault.group), text
-    assert fault.place in verdict and all(words in verdict for words in fault.says), text
-    assert fault.stages is None or tuple(first["stages"]) == fault.stages, text
+    assert_found(FAULTS[name], tmp_path)
 
 
 def test_without_a_fault_all_is_equal(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def draw_experts(draw: Draw, settings: Mapping[str, Any], tp: int, ranks: int) -
         "moe_router_topk_scaling_factor": one_of(draw, None, 2.5),
         "moe_router_dtype": one_of(draw, None, "fp32", "fp64"),
     }
-    found |= switches(draw, "moe_router_pre_softmax")
+    found |= {"moe_router_pre_softmax": True} if chosen == 1 else switches(draw, "moe_router_pre_softmax")
     if found["moe_router_score_function"] == "sigmoid" and number(draw, 0, 1):
         found |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": one_of(draw, None, 0.05)}
     if number(draw, 0, 1):

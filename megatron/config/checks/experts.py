@@ -76,6 +76,22 @@ def open_groups_have_enough(config: Config, world_size: int) -> Iterator[Finding
         )
 
 
+@rule("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", reads=("num_experts",))
+def chosen_alone_has_a_gradient(config: Config, world_size: int) -> Iterator[Finding]:
+    """The softmax over one expert is 1 whatever the router says, so that what the experts give could not teach it."""
+    model = config.model
+    if (
+        model.num_experts
+        and model.moe_router_topk == 1
+        and model.moe_router_score_function == "softmax"
+        and not model.moe_router_pre_softmax
+    ):
+        yield Finding(
+            "--moe-router-topk 1 gives the router no gradient of the loss without --moe-router-pre-softmax.",
+            [change(moe_router_pre_softmax=True), change(moe_router_topk=2)],
+        )
+
+
 @rule("moe_ffn_hidden_size", _ETP, _TP, reads=("num_experts", "ffn_hidden_size", "hidden_size", *FLAGS))
 def experts_divide_by_their_ranks(config: Config, world_size: int) -> Iterator[Finding]:
     """Each of the ranks that split an expert holds the same part of its width."""

@@ -309,6 +309,13 @@ CASES: list[Case] = [
     (f"{EXPERTS} --moe-pad-expert-input-to-capacity", 1, {"--moe-pad-expert-input-to-capacity"}, ["capacity-factor"], []),
     ("--moe-input-jitter-eps 0.1", 1, {"--moe-input-jitter-eps"}, ["only with --num-experts"], []),
     (f"{EXPERTS} --moe-router-topk 9", 1, {"--moe-router-topk", "--num-experts"}, ["passes each"], ["--moe-router-topk 8"]),
+    (
+        f"{EXPERTS} --moe-router-topk 1",
+        1,
+        {"--moe-router-topk", "--moe-router-score-function", "--moe-router-pre-softmax"},
+        ["the router no gradient"],
+        ["--moe-router-pre-softmax", "--moe-router-topk 2"],
+    ),
     (f"{EXPERTS} --moe-router-num-groups 3", 1, {"--num-experts", "--moe-router-num-groups"}, ["8 does not divide"], []),
     (
         f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 4 --moe-router-topk 4",
