@@ -14,11 +14,12 @@
     python tools/bench.py checkpoint      saves and loads against plain writes and reads, what a save in the background holds up
     python tools/bench.py packing         attention within documents against attention over the whole sample
     python tools/bench.py loss            the step with its loss in chunks against the step with the whole loss
+    python tools/bench.py experts         experts against a plain loop, their ways between ranks, a step against a dense one
     python tools/bench.py single          one process, float32 and bfloat16, against a loop written by hand and transformers' GPT-2
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
     python tools/bench.py single --shape 350m --device cuda --compile
 
-The exit status is 1 if a bound is missed; single and parallel ask for none.
+The exit status is 1 if a bound is missed; experts, single and parallel ask for none.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ PARTS = (
         "packing",
         "loss",
     ),
-    *("single", "parallel"),
+    *("experts", "single", "parallel"),
 )
 # Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
@@ -76,7 +77,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--dtypes", ("single",), nargs="+", default=["float32", "bfloat16"], help="what to train in (float32 bfloat16)")
     add(
         "--pairs",
-        ("single", "executor", "optimizer", "offload", "memory", "checkpoint", "data", "packing", "loss"),
+        ("single", "executor", "optimizer", "offload", "memory", "checkpoint", "data", "packing", "loss", "experts"),
         type=count,
         help="turns of the two that are compared (7; checkpoint 15)",
     )
@@ -127,11 +128,11 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     add("--accumulate", ("overlap",), nargs="+", type=count, default=[1, 4], help="microbatches of a step, one after another (1 4)")
     add(
         "--gpt",
-        ("overlap", "memory"),
+        ("overlap", "memory", "experts"),
         nargs=6,
         type=count,
         metavar=("LAYERS", "HIDDEN", "HEADS", "SEQ", "BATCH", "VOCAB"),
-        help="model and microbatch of a rank (8 192 4 256 4 512; memory 12 128 4 1024 1 10240)",
+        help="model and microbatch of a rank (8 192 4 256 4 512; memory 12 128 4 1024 1 10240; experts 4 256 4 256 4 2048)",
     )
     add(
         "--start-sizes",
@@ -297,6 +298,10 @@ def run(part: str, args: argparse.Namespace) -> bool:
         from tools.benchmarks import loss
 
         return loss.run(pairs, args.device)
+    if part == "experts":
+        from tools.benchmarks import experts
+
+        return experts.run(experts.Settings(Shape(*args.gpt or (4, 256, 4, 256, 4, 2048)), pairs=pairs))
     if part == "single":
         import torch
 

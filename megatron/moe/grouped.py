@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.memory.recompute import about_to_save
 from megatron.parallel.accumulate import accumulate_grouped, now_or_deferred
-from megatron.parallel.products import input_product, linear
+from megatron.parallel.products import product_into
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -63,7 +63,7 @@ def each_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *
     out = x.new_empty(len(x), weight.shape[1 if transposed else 2])
     for rows, matrix in zip(_rows(counts), weight.unbind(), strict=True):
         if rows.start < rows.stop:
-            out[rows] = (linear if transposed else input_product)(x[rows], matrix)
+            product_into(out[rows], x[rows], matrix.t() if transposed else matrix)
     return out
 
 

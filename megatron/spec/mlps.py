@@ -57,8 +57,8 @@ class RouterSpec:
     """Whether the input of an expert is filled up with zeros to the most that it takes."""
 
     def taken(self, length: int) -> int | None:
-        """Choices that an expert takes of a sequence of so many tokens; None: all."""
-        return None if self.capacity is None else math.ceil(self.capacity * length * self.chosen / self.experts)
+        """Choices that an expert takes of a sequence of so many tokens, of which each chooses it once at most; None: all."""
+        return None if self.capacity is None else min(length, math.ceil(self.capacity * length * self.chosen / self.experts))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.warm_python import warm_python
-from tools.benchmarks import activations, bubble, context, loss, memory, overlap, tensor_ranks
+from tools.benchmarks import activations, bubble, context, experts, loss, memory, overlap, tensor_ranks
 from tools.benchmarks.bubble import Result, misses
 from tools.benchmarks.shapes import SHAPES, Shape
 from tools.memory.measure import Measured
@@ -110,6 +110,20 @@ def test_context_ranks_are_measured_against_the_simulated_best() -> None:
     assert not context.misses(settings, good)
     (told,) = context.misses(settings, context.Result(good.computation, good.turns, {"p2p": [1.5], "all_gather": [1.0]}))
     assert told.startswith("p2p takes 1.40 x the simulated best; at most 1.15")
+
+
+def test_experts_are_measured_against_what_computes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plain loop, all experts on each rank, and a dense model with as many FLOPs but for the router's; else it says so."""
+    settings = experts.Settings(Shape(1, 32, 2, 8, 2, 128), ranks=2, pairs=1)
+    assert experts.run(settings)
+    said = capsys.readouterr().out
+    assert "layer / plain loop over experts: " in said and "layer of as many / plain loop over 64, 8 of them: " in said
+    assert said.count(" / dense step: ") == said.count("x the mean") == 2
+    assert re.search(r"alltoall / all experts on each rank: .*\n.*\n.*\n.*allgather / all experts on each rank: ", said)
+    dense, mixture = (flops_per_token(model, 128) for model in (settings.dense, settings.mixture))
+    assert mixture - dense == 3 * 2 * settings.experts * 32
+    with pytest.raises(RuntimeError, match="differ by 5.0e-01"):
+        experts._agree(torch.ones(3), torch.full((3,), 0.5))
 
 
 def test_overlap_gives_a_line_for_each_strategy() -> None:
@@ -256,7 +270,7 @@ def test_executor_gives_a_cost_for_each_operation_from_any_folder(tmp_path: Path
     [
         (
             ["parallel", "--pairs", "3"],
-            "--pairs acts in single, executor, optimizer, offload, memory, checkpoint, data, packing, loss, not in parallel",
+            "--pairs acts in single, executor, optimizer, offload, memory, checkpoint, data, packing, loss, experts, not in",
         ),
         (["bubble", "--accumulate", "2"], "--accumulate acts in overlap, not in bubble"),
         (["bubble", "--stages", "0"], "--stages: must be at least 1, not 0"),

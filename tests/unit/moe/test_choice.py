@@ -53,3 +53,9 @@ def test_probabilities(changes: dict[str, object], expected: list[float]) -> Non
     found = probabilities(logits, scores, choose(scores, spec), spec)
     assert found[0].tolist() == pytest.approx(expected, rel=1e-4)
     assert float(balance_scores(logits, spec).sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(None, None), (1.0, 4), (1.1, 5), (1.75, 7), (2.0, 8), (1e300, 8)])
+def test_an_expert_takes_each_token_once_at_most(factor: float | None, expected: int | None) -> None:
+    """Of 8 tokens, each of which chooses 2 of 4 experts; so padding is no more than that."""
+    assert replace(SPEC, capacity=factor).taken(8) == expected
