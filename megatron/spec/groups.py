@@ -76,7 +76,8 @@ def describe_groups(config: OptimizerConfig, weights: Iterable[Weight]) -> list[
     """A table of the groups for the start-up log: how many parameters, how they are updated, and which they are."""
     group_of, members = groups_of(config), dict[ParamGroup, list[Weight]]()
     for weight in weights:
-        members.setdefault(group_of(weight), []).append(weight)
+        if weight.by_counts is None:  # choices of experts move the others
+            members.setdefault(group_of(weight), []).append(weight)
     rows = [("tensors", "parameters", "optimizer", "learning rate", "weight decay", "")]
     for group, found in members.items():
         high, low = (own or run for own, run in ((group.ends.lr, config.lr), (group.ends.min_lr, config.min_lr)))

@@ -114,3 +114,11 @@ def has_experts(model: ModelConfig, layer: int) -> bool:
         return False
     pattern = read_pattern(model.moe_layer_freq)
     return layer % pattern == 0 if isinstance(pattern, int) else marked(pattern, layer)
+
+
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Whether a layer has one MLP. (The layers are not gone through: rules ask of models with any number of them.)"""
+    pattern = read_pattern(model.moe_layer_freq)
+    if model.num_experts is None or pattern is None:
+        return True
+    return pattern > 1 and model.num_layers > 1 if isinstance(pattern, int) else not all(pattern)

@@ -20,6 +20,8 @@ from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.spec.groups import groups_of
+from megatron.spec.layer_pattern import pattern_text
+from megatron.spec.mlps import has_experts
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
 from megatron.training.progress import Progress
@@ -408,10 +410,29 @@ def _effective(model: ModelConfig) -> ModelConfig:
     """The settings with defaults filled in, so that a missing one equals the default. What has no effect is the same in all."""
     learned = model.position_embedding_type == "learned_absolute"
     return dataclasses.replace(
-        model,
-        ffn_hidden_size=model.ffn_size,
+        _with_experts_spelt_out(model),
         kv_channels=model.head_size,
         num_query_groups=model.num_key_value_heads,
         group_query_attention=False,  # only the number of key-value heads counts
         max_position_embeddings=model.num_positions if learned else None,
+    )
+
+
+def _with_experts_spelt_out(model: ModelConfig) -> ModelConfig:
+    """The same of MLPs and experts. Groups that are all open are no groups."""
+    found = dataclasses.replace(model, ffn_hidden_size=model.ffn_size)
+    if model.num_experts is None:
+        return found
+    marks = tuple(has_experts(model, layer) for layer in range(model.num_layers))
+    groups = model.moe_router_num_groups or 1
+    closes = model.moe_router_group_topk < groups
+    return dataclasses.replace(
+        found,
+        ffn_hidden_size=None if all(marks) else model.ffn_size,
+        moe_layer_freq=pattern_text(marks),
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_size,
+        moe_router_pre_softmax=model.moe_router_pre_softmax and model.moe_router_score_function == "softmax",
+        moe_router_topk_scaling_factor=model.moe_router_topk_scaling_factor or 1.0,
+        moe_router_num_groups=groups if closes else 1,
+        moe_router_group_topk=model.moe_router_group_topk if closes else 1,
     )

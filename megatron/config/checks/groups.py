@@ -69,10 +69,16 @@ def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
             yield _finding(
                 f"--param-groups {text!r}: there is no optimizer {entry.optimizer}.", why=f"{guess}There are {', '.join(rules)}."
             )
-        if _has_parameters(config) and not any(entry.matches(one.name) for one in _parameters(config.model)):
+        meant = [one for one in _parameters(config.model) if entry.matches(one.name)] if _has_parameters(config) else None
+        if meant == []:
             yield _finding(
                 f"--param-groups {text!r}: no parameter has a name like {entry.pattern}.",
                 why=f"The nearest names are {', '.join(_nearest(entry.pattern, config.model))}. * stands for any characters.",
+            )
+        elif meant and all(one.by_counts is not None for one in meant):
+            yield _finding(
+                f"--param-groups {text!r}: {meant[0].name} is moved by the choices of experts, and by no optimizer.",
+                why="--moe-router-bias-update-rate says by how much biases are moved.",
             )
 
 

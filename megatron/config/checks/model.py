@@ -23,8 +23,11 @@ from megatron.config.config import Config
 from megatron.config.setting import acts_with
 from megatron.spec.activations import FLAGS, activation_of, spelled
 from megatron.spec.layer_pattern import pattern_problem, read_pattern, read_window
+from megatron.spec.mlps import has_dense_layers
 from megatron.spec.rotary import rotated_channels
 
+_WITH_EXPERTS = ("num_experts", "moe_layer_freq", "num_layers")
+"""Settings that say which layers have experts in the place of an MLP."""
 _OF_LATENT_HEADS = ("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim")
 """Settings from which the size of a head follows in latent attention."""
 
@@ -36,12 +39,12 @@ hidden_divides_by_heads = divides(
 )
 
 
-@rule("hidden_size", "ffn_hidden_size", reads=(*FLAGS, "tensor_model_parallel_size"))
+@rule("hidden_size", "ffn_hidden_size", reads=(*FLAGS, *_WITH_EXPERTS, "moe_ffn_hidden_size", "tensor_model_parallel_size"))
 def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
     """The default width of a gated MLP is rounded down to a multiple of 64, which a small hidden size does not reach: give
     --ffn-hidden-size."""
     model = config.model
-    if model.ffn_size < 1:
+    if model.ffn_size < 1 and (has_dense_layers(model) or model.moe_ffn_hidden_size is None):
         flag = activation_of(model).flag
         assert flag is not None, "an MLP that is not gated is wider than the model"
         yield Finding(

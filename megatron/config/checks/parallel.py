@@ -19,6 +19,7 @@ from megatron.config.checks.finding import (
 from megatron.config.config import Config
 from megatron.config.setting import acts_with
 from megatron.spec.activations import FLAGS
+from megatron.spec.mlps import has_dense_layers
 
 _TP = "tensor_model_parallel_size"
 
@@ -86,11 +87,11 @@ def shared_heads_are_normalised_apart(config: Config, world_size: int) -> Iterat
         )
 
 
-@rule("ffn_hidden_size", _TP, "hidden_size", reads=FLAGS)
+@rule("ffn_hidden_size", _TP, "hidden_size", reads=(*FLAGS, "num_experts", "moe_layer_freq", "num_layers"))
 def mlp_divides_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
     """Each tensor rank holds the same part of the MLP's width."""
     width, tp = config.model.ffn_size, config.parallel.tensor_model_parallel_size
-    if width > 0 and width % tp:
+    if width > 0 and width % tp and has_dense_layers(config.model):
         yield Finding(
             f"The width of the MLP {width} (--ffn-hidden-size) does not divide by --tensor-model-parallel-size {tp}.",
             [try_values("ffn_hidden_size", width, multiples_near(width, tp)), try_values(_TP, tp, divisors(width))],

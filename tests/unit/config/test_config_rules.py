@@ -560,6 +560,13 @@ CASES: list[Case] = [
         ["how the learning rates of lamb are scaled is not known", "It is built for adam, adam8bit, lion, ademamix, sgd"],
         ["--mup-base-width None"],
     ),
+    (
+        f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --param-groups '*.router.bias lr-mult=0'",
+        1,
+        {"--param-groups"},
+        ["layers.0.mlp.router.bias is moved by the choices of experts", "--moe-router-bias-update-rate"],
+        [],
+    ),
     ("--param-groups 'norm.* lr-mult=2'", 1, {"--param-groups"}, ["no parameter has a name like norm.*"], []),
     ("--param-groups '* optimizer=sgd adam-eps=1'", 1, {"--param-groups"}, ["act only on what adam"], []),
     ("--lr-warmup-init 1 --lr-warmup-iters 5", 1, {"--lr-warmup-init", "--lr"}, ["above --lr"], ["--lr-warmup-init 0.001"]),
@@ -1247,6 +1254,12 @@ VALID = [
     (
         f"{EXPERTS} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --context-parallel-size 2",
         4,
+    ),
+    (f"{EXPERTS} --hidden-size 12 --swiglu --moe-ffn-hidden-size 8", 1),
+    (
+        f"{EXPERTS} --ffn-hidden-size 9 --moe-ffn-hidden-size 4 --moe-layer-freq [1]*4 --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
+        2,
     ),
     (f"{EXPERTS} --moe-layer-freq [0,1,1,0] --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2", 1),
     (f"{LATENT} --hidden-size 100 --q-lora-rank 7 --v-head-dim 5 --tensor-model-parallel-size 4 --sequence-parallel", 4),
