@@ -7,6 +7,7 @@ import torch
 from megatron.checkpoint.as_used import as_used
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.source import WeightSource, misfits
+from megatron.config.checks.experts import experts_divide_by_their_ranks, shared_expert_divides_by_tensor
 from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_fit_tensor
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
@@ -14,6 +15,12 @@ from megatron.model.build import Model, build_model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import materialize
 from megatron.spec.layers import context_ways
+
+_SPLITS = (
+    *(heads_divide_by_tensor, query_groups_fit_tensor, mlp_divides_by_tensor),
+    *(experts_divide_by_their_ranks, shared_expert_divides_by_tensor),
+)
+"""Rules about what tensor ranks divide."""
 
 
 def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtype) -> Model:
@@ -25,8 +32,10 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         ValueError: the model cannot be split over this layout.
     """
     source = as_used(source)
-    config = Config(model=source.model, parallel=ParallelConfig(tensor_model_parallel_size=context.topology.tp))
-    for rule in (heads_divide_by_tensor, query_groups_fit_tensor, mlp_divides_by_tensor):
+    topology = context.topology
+    parallel = ParallelConfig(tensor_model_parallel_size=topology.tp, expert_tensor_parallel_size=topology.expert_tensor)
+    config = Config(model=source.model, parallel=parallel)
+    for rule in _SPLITS:
         for finding in rule(config, context.topology.world_size):
             raise ValueError(f"{source.name}: {finding.message}\n  {finding.why}")
     model = build_model(

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import number_differences
-from tests.support.runs import arguments, digest, read_metrics, run, timeless
+from tests.support.runs import arguments, checkpoint, digest, read_metrics, run, timeless
+from tools.checkpoint import main
 
 STEPS, STOP = 4, 2
 SETTINGS: dict[str, Any] = {
@@ -88,3 +90,15 @@ def test_and_at_the_same_bit_for_bit(tmp_path: Path) -> None:
     assert timeless(tmp_path / "again.jsonl") == [line for line in lines if line["iteration"] > STOP]
     assert digest(tmp_path / "again", STEPS) == digest(tmp_path / "whole", STEPS)
     assert {"busiest_expert/layers.0", "busiest_expert/layers.1"} <= lines[0].keys()
+
+
+def test_files_are_cut_as_the_ranks_hold_experts(one: Path, tmp_path: Path) -> None:
+    """`tools/checkpoint.py reshard`: experts of several data ranks, each box once, with the same content; a run goes on from it."""
+    assert main(["reshard", str(one), str(tmp_path / "cut"), *"--tp 2 --ep 4 --etp 1".split()]) == 0
+    whole, cut = (read_manifest(checkpoint(folder, STEPS)) for folder in (one, tmp_path / "cut"))
+    assert cut.content_digest == whole.content_digest
+    boxes = cut.tensors["model.layers.1.mlp.experts.down.weight"].boxes
+    assert [(box.box.offsets, box.box.sizes, box.file) for box in boxes] == [
+        ((expert, 0, 0), (1, 32, 48), f"rank_{expert:05d}.safetensors") for expert in range(4)
+    ]
+    assert {box.file for box in cut.tensors["model.layers.1.attention.qkv.weight"].boxes} == {boxes[0].file, boxes[1].file}

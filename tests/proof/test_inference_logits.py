@@ -15,6 +15,7 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import layer_table
 from megatron.spec.operations import loop, v_shape
+from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.model import logits as reference_logits
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, context_of
@@ -27,6 +28,7 @@ VOCAB = 61  # with TP=2 and rows padded to a multiple of 8 x TP, the last tensor
 SHAPES = {
     "gpt2": gpt2_like(num_layers=3, vocab=VOCAB),
     "llama": llama_like(num_layers=4, vocab=VOCAB, kv_heads=2),
+    "experts": llama_like(num_layers=2, vocab=VOCAB, experts=ExpertsShape((False, True), 4, 2, 8, 6, True, score="sigmoid")),
     "llama-tied-qk-norm": llama_like(num_layers=2, vocab=VOCAB, kv_heads=2, tied=True, qk_norm=True),
 }
 
@@ -80,15 +82,17 @@ def test_chunks_in_any_place_and_sequence_parallel(places: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize(
-    ("topology", "message"),
+    ("style", "topology", "message"),
     [
-        (Topology(tp=3), "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
-        (Topology(pp=8), "8"),
+        ("llama", Topology(tp=3), "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
+        ("llama", Topology(pp=8), "8"),
+        ("experts", Topology(tp=4), "--moe-shared-expert-intermediate-size 6 does not divide by --tensor-model-parallel-size 4"),
+        ("experts", Topology(expert_tensor=16, dp=16), "width of an expert 8 does not divide by the 16 ranks"),
     ],
-    ids=["heads", "layers"],
+    ids=["heads", "layers", "shared expert", "experts"],
 )
-def test_a_layout_that_the_model_has_not(topology: Topology, message: str) -> None:
-    shape = SHAPES["llama"]
+def test_a_layout_that_the_model_has_not(style: str, topology: Topology, message: str) -> None:
+    shape = SHAPES[style]
     with pytest.raises(ValueError, match=message):
         model_from(reference_source(shape, random_weights(shape, seed=1)), lone_rank(topology), torch.float32)
 

@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--tensor-model-parallel-size", "--tp", type=int, default=1, metavar="N", help="tensor ranks (1)")
     add("--pipeline-model-parallel-size", "--pp", type=int, default=1, metavar="N", help="pipeline stages (1)")
+    add("--expert-model-parallel-size", "--ep", type=int, metavar="N", help="ranks with different experts (1)")
+    add("--expert-tensor-parallel-size", "--etp", type=int, metavar="N", help="ranks that split each expert (as many as TP)")
     add("--num-virtual-stages-per-pipeline-rank", type=int, metavar="N", help="chunks of layers on each stage")
     add("--num-layers-per-virtual-pipeline-stage", type=int, metavar="N", help="the same, by the size of the chunks")
     add("--pipeline-schedule", metavar="NAME", help="the schedule, which places the chunks (as in pretrain_gpt.py)")
@@ -85,6 +87,7 @@ def with_layout(saved: Config, args: argparse.Namespace) -> Config:
     from megatron.config.flags import flags
     from megatron.config.parallel import ParallelConfig
     from megatron.config.rules import violations
+    from tools.checkpoints.layout_files import replica_of
 
     fields = {field.name for field in dataclasses.fields(ParallelConfig)}
     plain = {name: value for name, value in vars(args).items() if name in fields and value is not None}
@@ -95,8 +98,12 @@ def with_layout(saved: Config, args: argparse.Namespace) -> Config:
         except ValueError as error:
             raise ValueError(f"--{known[name].name} {value}: {error}") from error
     parallel = ParallelConfig(**plain)
+    if saved.model.num_experts is not None and parallel.tensor_model_parallel_size > 1:
+        parallel = dataclasses.replace(parallel, sequence_parallel=True)  # which changes nothing that is stored
     config = dataclasses.replace(saved, parallel=parallel)
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    dense = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    of_experts = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    ranks = replica_of(parallel).world_size if min(*dense, *of_experts) > 0 else 0
     asked = {f"--{name.replace('_', '-')}" for name in plain}
     # Rules about anything else are none of a file's business.
     wrong = [violation for violation in violations(config, ranks) if asked.intersection(violation.flags) or ranks < 1]
