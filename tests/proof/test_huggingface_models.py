@@ -88,6 +88,25 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "qwen3-moe": ("qwen3_moe", llama_like(vocab=131, qk_norm=True, experts=ExpertsShape((False, True), 6, 3, 20))),
     "smollm3": ("smollm3", llama_like(vocab=131, unrotated=(True, False), windows=(4, None), mlp_bias=True, tied=True)),
     "deepseek-v2": ("deepseek_v2", deepseek_like(vocab=131, epsilon=1e-6, latent=LatentShape(10, 6, plain=6, rotated=4, value=3))),
+    "deepseek-v2-experts": (
+        "deepseek_v2",
+        deepseek_like(
+            vocab=131,
+            epsilon=1e-6,
+            latent=LatentShape(10, 6, plain=6, rotated=4, value=3),
+            experts=ExpertsShape((False, True), 6, 2, 12, 24, score="softmax first", scaling=1.5, groups=3, open_groups=2),
+        ),
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        deepseek_like(
+            vocab=131,
+            epsilon=1e-6,
+            experts=ExpertsShape(
+                (False, True), 8, 4, 12, 12, score="sigmoid", scaling=2.5, groups=4, open_groups=2, bias_step=1e-3
+            ),
+        ),
+    ),
     "deepseek-v3-halves": (
         "deepseek_v3",
         deepseek_like(
@@ -165,6 +184,7 @@ def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: s
         ("llama", {}, Layout(tp=3)),
         ("qwen3-moe", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
         ("mixtral", {"vocab_size": VOCAB}, Layout(dp=4, ep=2, etp=2)),
+        ("deepseek-v3-experts", {"vocab_size": VOCAB}, Layout(tp=2, pp=2, ep=2, etp=1)),
     ],
 )
 def test_every_layout_reads_its_parts(case: str, changes: dict[str, Any], layout: Layout, tmp_path: Path) -> None:

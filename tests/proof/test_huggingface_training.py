@@ -26,7 +26,7 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron.training.step import TrainStep
 from megatron.verification.observation import TensorPart
 from megatron.verification.recording import set_weights
-from tests.support.huggingface_models import CASES, GPT_OSS_CASE, InDoubles, in_doubles, saved, some_ids
+from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, GPT_OSS_CASE, InDoubles, in_doubles, saved, some_ids
 from tests.support.layout import keep_gradients
 from tests.support.lone_rank import lone_rank
 
@@ -34,13 +34,22 @@ VOCAB = 131
 
 
 def their_step(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
-    """Logits, loss, and gradients by their names."""
+    """Logits, loss, and gradients by their names; for biases of choices, how often each expert was chosen over the mean, less 1."""
     model = in_doubles(folder)
+    counts: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, BIAS_OF_CHOICES):
+
+            def count(router: Any, _: Any, found: Any, name: str = name) -> None:
+                each = torch.bincount(found[2].flatten(), minlength=router.num_experts).double()
+                counts[f"{name}.{BIAS_OF_CHOICES}"] = each / each.mean() - 1
+
+            module.register_forward_hook(count)
     with InDoubles():
         logits = model(ids[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
-    return logits.detach(), loss.item(), {name: param.grad for name, param in model.named_parameters()}
+    return logits.detach(), loss.item(), {name: param.grad for name, param in model.named_parameters()} | counts
 
 
 def our_step(folder: HuggingFaceFolder, ids: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:

@@ -11,6 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 VOCAB = 50257
+BIAS_OF_CHOICES = "e_score_correction_bias"
+"""DeepSeek-V3's biases that no gradient moves."""
 _LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -59,6 +61,16 @@ _DEEPSEEK = _SMALL | {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 7,
+}
+_DEEPSEEK_EXPERTS = _DEEPSEEK | {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "routed_scaling_factor": 1.5,
 }
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64, "n_inner": 80}
 
@@ -121,6 +133,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-yarn": ("deepseek_v2", _DEEPSEEK | {"rope_scaling": _YARN}),
     "deepseek-v3": ("deepseek_v3", _DEEPSEEK | {"rope_scaling": {name: _YARN[name] for name in _YARN if name != "mscale"}}),
     "deepseek-v3-halves": ("deepseek_v3", _DEEPSEEK | {"rope_interleave": False, "tie_word_embeddings": True}),
+    "deepseek-v2-experts": (
+        "deepseek_v2",
+        _DEEPSEEK_EXPERTS | {"first_k_dense_replace": 0, "num_experts_per_tok": 3, "q_lora_rank": None, "rope_scaling": _YARN},
+    ),
+    "deepseek-v2-groups": (
+        "deepseek_v2",
+        _DEEPSEEK_EXPERTS | {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2},
+    ),
+    "deepseek-v3-experts": ("deepseek_v3", _DEEPSEEK_EXPERTS),
+    "deepseek-v3-one-group": (
+        "deepseek_v3",
+        _DEEPSEEK_EXPERTS | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    ),
     "mixtral": ("mixtral", _SMALL | {"num_local_experts": 4, "intermediate_size": 44, "sliding_window": 9, "pad_token_id": None}),
     "qwen2-moe": (
         "qwen2_moe",
@@ -164,6 +189,9 @@ def huggingface_model(case: str, **changes: Any) -> Any:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIAS_OF_CHOICES):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model
 
 

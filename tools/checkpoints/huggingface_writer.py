@@ -82,7 +82,7 @@ def export(
         source: the model.
         folder: must not exist, or be empty.
         family: the architecture to write, by its model_type; by default the first that has all parts of the model.
-        dtype: dtype of the weights; by default the widest in the source.
+        dtype: dtype of the weights, but for those that need 32 bits; by default the widest in the source of the others.
         max_shard_bytes: most bytes of data in one file.
         tokens: ids for config.json and generation_config.json.
         extras: writes further files (the tokenizer's) into the folder, and returns notes for the user.
@@ -96,11 +96,16 @@ def export(
         raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
     chosen = fitting(source.model, family)
     _check_tokens(tokens, source.vocab_size)
-    dtype = dtype or functools.reduce(torch.promote_types, (info.dtype for info in source.weights.values()))
     layouts = chosen.layouts(source.model, source.vocab_size)
     _check_weights(source, layouts)
-    shapes = {name: shape for layout in layouts.values() for name, shape in layout.their_shapes().items()}
-    entries = [Entry(name, dtype_name(dtype), shape) for name, shape in shapes.items()]
+    others = (source.weights[name].dtype for name, layout in layouts.items() if not layout.keeps_32_bits)
+    dtype = dtype or functools.reduce(torch.promote_types, others)
+    found = {  # of what parameters share, once
+        name: Entry(name, dtype_name(layout.stored_as(dtype)), shape)
+        for layout in layouts.values()
+        for name, shape in layout.their_shapes().items()
+    }
+    entries = [*found.values()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
@@ -147,7 +152,7 @@ def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> No
 
 def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in the order of the files, made one parameter at a time."""
-    yield from their_tensors(layouts, lambda name: source.read(name).to(dtype))
+    yield from their_tensors(layouts, lambda name: source.read(name).to(layouts[name].stored_as(dtype)))
 
 
 def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:

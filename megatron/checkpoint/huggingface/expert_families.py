@@ -1,4 +1,4 @@
-"""Models with experts: Mixtral and Qwen; of GPT-OSS and DeepSeek their attention, and no experts yet.
+"""Models with experts: Mixtral, Qwen and DeepSeek; of GPT-OSS its attention, and no experts yet.
 
 The defaults of fields that a file leaves out are those of the configuration classes of transformers.
 """
@@ -13,10 +13,10 @@ from megatron.checkpoint.huggingface.groups import (
     Sizes,
     Switch,
 )
-from megatron.checkpoint.huggingface.latent_fields import OF_EXPERTS, LatentSizes
+from megatron.checkpoint.huggingface.latent_fields import LatentSizes
 from megatron.checkpoint.huggingface.layer_fields import WindowFields
 from megatron.checkpoint.huggingface.llama_families import like_llama
-from megatron.checkpoint.huggingface.mixture_fields import MixtureFields
+from megatron.checkpoint.huggingface.mixture_fields import DeepSeekExperts, MixtureFields
 from megatron.checkpoint.huggingface.rotary_fields import Rotary
 
 _GPT_OSS_YARN = {
@@ -96,7 +96,7 @@ QWEN3_MOE = like_llama(
     without_effect=(*_EXPERT_TRAINING, *_OF_WINDOWS),
 )
 
-_LATENT_NAMES = {
+_DEEPSEEK_NAMES = {
     "attention.q": "self_attn.q_proj",
     "attention.q_down": "self_attn.q_a_proj",
     "attention.q_latent_norm": "self_attn.q_a_layernorm",
@@ -105,27 +105,52 @@ _LATENT_NAMES = {
     "attention.k_rotary": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
+    **_QWEN_EXPERTS,
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
 _LATENT: Settings = {"multi_latent_attention": True, "qk_layernorm": True}
-_LATER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Layers that predict tokens after the next, which change no logits; a file that holds their weights is refused for these."""
 
 DEEPSEEK_V2 = like_llama(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     Biases(switches={"mlp_bias": ("mlp",)}),
-    sizes=LatentSizes(max_positions=2048, dense_layers=0),
+    DeepSeekExperts(
+        score="softmax",
+        judged_by=1,
+        other_count="num_experts",
+        dense=0,
+        experts=64,
+        chosen=None,
+        shared=2,
+        width=1407,
+        scaling=1.0,
+        groups=(None, None),
+    ),
+    sizes=LatentSizes(max_positions=2048),
     always={**_LATENT, "rotary_interleaved": True},
-    names=_LATENT_NAMES,
-    without_effect=OF_EXPERTS,
+    names=_DEEPSEEK_NAMES,
 )
 DEEPSEEK_V3 = like_llama(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     Biases(),
     Switch("rope_interleave", "rotary_interleaved", True),
-    sizes=LatentSizes(max_positions=4096, dense_layers=3),
+    DeepSeekExperts(
+        score="sigmoid",
+        judged_by=2,
+        other_count="num_local_experts",
+        dense=3,
+        experts=256,
+        chosen=8,
+        shared=1,
+        width=2048,
+        scaling=2.5,
+        groups=(8, 4),
+    ),
+    sizes=LatentSizes(max_positions=4096),
     always=_LATENT,
-    names=_LATENT_NAMES,
-    without_effect=(*OF_EXPERTS, *_LATER_TOKENS),
+    names=_DEEPSEEK_NAMES,
+    later_tokens=("num_nextn_predict_layers", "num_mtp_layers"),
 )

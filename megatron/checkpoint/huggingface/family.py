@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from megatron.checkpoint.huggingface.fields import Fields
 from megatron.checkpoint.huggingface.layout import WeightLayout, projection_rows, share_tensors
+from megatron.config.checks import experts as expert_rules
 from megatron.config.checks import model as model_rules
 from megatron.config.checks.finding import rules_in
 from megatron.config.config import Config
@@ -51,6 +52,9 @@ class Family:
     """What else its config.json says."""
     without_effect: tuple[str, ...] = ()
     """Fields of this architecture that do not change the logits."""
+    later_tokens: tuple[str, ...] = ()
+    """Names of the field that says how many layers behind the last predict tokens after the next. They are not read: theirs map
+    hidden states that are normed already, and have a final norm of their own."""
 
     prefix: str
     """The beginning of all tensors' names but the output layer's; absent in files saved without the output layer."""
@@ -58,7 +62,7 @@ class Family:
     """Name of layer {} after the prefix."""
     names: Mapping[str, str]
     """Their modules by ours: the name within the layer, or else after the prefix. Of several, the rows laid end to end are ours. {}
-    is the number of an expert: theirs have modules of their own."""
+    is the number of an expert: theirs have modules of their own. A parameter that has another name there than ours has its own."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Tensors that some files hold under another name: the name there, and that by `names`."""
     grouped_heads: bool = False
@@ -80,7 +84,7 @@ class Family:
             settings |= group.read(fields)
         model = ModelConfig(**settings)
         if not fields.faults:
-            for rule in rules_in(model_rules):
+            for rule in (*rules_in(model_rules), *rules_in(expert_rules)):
                 for finding in rule(Config(model=model), 1):
                     fields.faults.append(f"the model that it describes cannot be built: {finding.message}")
         return model
@@ -103,8 +107,8 @@ class Family:
             module, _, attribute = part.rpartition(".")
             before = "" if module == "output" else self.prefix if layer is None else f"{self.prefix}{self.layer.format(layer)}."
             experts = range(model.num_experts or 0) if "{}" in self.names[module] else (0,)
-            each_expert = (each.format(expert) for expert in experts for each in self.names[module].split())
-            theirs = [f"{before}{each}.{attribute}" for each in each_expert]
+            each_expert = (f"{each.format(expert)}.{attribute}" for expert in experts for each in self.names[module].split())
+            theirs = [f"{before}{each}" for each in ([self.names[part]] if part in self.names else each_expert)]
             is_matrix, order = record.kind != "vector", None
             rows = math.prod(record.shape[:-1] if is_matrix else record.shape)
             counts = [rows // len(theirs)] * len(theirs)
@@ -112,9 +116,16 @@ class Family:
                 parts, order = projection_rows(model)
                 counts = parts if len(theirs) == len(parts) else counts  # or one tensor with all three
             transposed = self.transposed and is_matrix and layer is not None
-            found[name] = WeightLayout(record.shape, is_matrix, dict(zip(theirs, counts, strict=True)), order, transposed)
+            found[name] = WeightLayout(
+                record.shape, is_matrix, dict(zip(theirs, counts, strict=True)), order, transposed, record.by_counts is not None
+            )
         share_tensors(found)
         return found
+
+    def is_of_later_token(self, name: str, model: ModelConfig, depths: int) -> bool:
+        """Whether a tensor in a file is of one of so many layers behind the last."""
+        found = re.match(rf"(?:{re.escape(self.prefix)})?{self.layer.format('([0-9]+)')}\.", name)
+        return found is not None and model.num_layers <= int(found[1]) < model.num_layers + depths
 
     def is_buffer(self, name: str) -> bool:
         """Whether a tensor in a file is a table that is computed anew, not a weight."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.huggingface.block_scales import block_size, without_scales
 from megatron.checkpoint.huggingface.families import FAMILIES, MISSING
 from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
@@ -43,16 +44,18 @@ class HuggingFaceFolder:
         self.name = str(path)
         content = _read_config(folder / CONFIG)
         family = _family(folder, content)
-        fields = Fields(str(folder / CONFIG), content, family.without_effect)
+        fields = Fields(str(folder / CONFIG), content, (*family.without_effect, "quantization_config"))
         self.vocab_size = fields.size("vocab_size")
         self.model: ModelConfig = family.read(fields)
         fields.finish()
-        self._stored = {family.renamed.get(name, name): tensor for name, tensor in stored_tensors(folder).items()}
+        stored, block = stored_tensors(folder), block_size(content.get("quantization_config"))
+        stored = stored if block is None else without_scales(stored, block)
+        self._stored = {family.renamed.get(name, name): tensor for name, tensor in stored.items()}
         if not any(name.startswith(family.prefix) for name in self._stored):  # saved without the output layer
             family = dataclasses.replace(family, prefix="")
         self._layouts = family.layouts(self.model, self.vocab_size)
         self.notes: list[str] = [*fields.notes]
-        self._check_tensors(family)
+        self._check_tensors(family, fields)
         self.tokenizer: DataConfig | None = _find_tokenizer(folder, family.model_type, self.notes)
 
     @functools.cached_property
@@ -70,7 +73,7 @@ class HuggingFaceFolder:
         box = box or Box.whole(info.shape)
         return self._layouts[name].ours(box, info.dtype, lambda theirs: self._stored[theirs].read())
 
-    def _check_tensors(self, family: Family) -> None:
+    def _check_tensors(self, family: Family, fields: Fields) -> None:
         """Check that every tensor of the model is there in its shape, and every other is known to be no weight."""
         expected = dict(pair for layout in self._layouts.values() for pair in layout.their_shapes().items())
         stored = self._stored
@@ -79,6 +82,8 @@ class HuggingFaceFolder:
         wrong += [f"{name} is not of floating-point numbers" for name in integers]
         unread = [name for name in stored if name not in expected]
         buffers = [name for name in unread if family.is_buffer(name)]
+        depths = max((int(fields.raw(name) or 0) for name in family.later_tokens), default=0)
+        later = [name for name in unread if family.is_of_later_token(name, self.model, depths)]
         output = family.output
         if self.model.tied and output in unread:
             buffers.append(output)  # a second copy, as old files have
@@ -88,9 +93,14 @@ class HuggingFaceFolder:
                     f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {output} is stored "
                     "with other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
                 )
-        wrong += [f"{name} {list(stored[name].shape)} is not of this model" for name in unread if name not in buffers]
+        wrong += [f"{name} {list(stored[name].shape)} is not of this model" for name in unread if name not in {*buffers, *later}]
         if wrong:
             raise CheckpointError(f"{self.name} does not hold the weights of the model in {CONFIG}:\n  " + listed(wrong, "\n  "))
+        if later:
+            self.notes.append(
+                f"not read: {len(later)} tensors of multi-token prediction ({family.later_tokens[0]} = {depths}), which "
+                "differs from --mtp-num-layers here; they change no logit of the next token"
+            )
         if buffers:
             self.notes.append(f"not read, since these are no weights of their own: {listed(buffers)}")
 
@@ -123,10 +133,11 @@ def _family(folder: Path, config: dict[str, Any]) -> Family:
             f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported"
             f"{f', since it has {lacking}' if lacking else ''}; known are {known}"
         )
-    if "quantization_config" in config and config["quantization_config"] is not None:
+    quantization = config.get("quantization_config")
+    if quantization is not None and block_size(quantization) is None:
         raise CheckpointError(
-            f"{folder} holds quantized weights (quantization_config = {config['quantization_config']!r}): only floating-point "
-            "weights can be read; take the model that it was made from"
+            f"{folder} holds quantized weights (quantization_config = {quantization!r}): only floating-point weights can be read, "
+            "and those in fp8 (e4m3) with a scale for each block; take the model that it was made from"
         )
     base = f"{family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
     named = config.get("architectures")

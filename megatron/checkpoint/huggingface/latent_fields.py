@@ -1,4 +1,4 @@
-"""Fields of DeepSeek-V2 and V3 about their attention, and about the experts that only models without experts may have."""
+"""Fields of DeepSeek-V2 and V3 about their attention and sizes."""
 
 from __future__ import annotations
 
@@ -13,29 +13,16 @@ from megatron.config.model import ModelConfig
 _LATENT_EPSILON = 1e-6
 """What transformers adds in the norms of latents, whatever rms_norm_eps is."""
 
-OF_EXPERTS = (
-    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_layer_freq", "num_experts_per_tok", "ep_size"),
-    *("n_group", "topk_group", "topk_method", "norm_topk_prob", "scoring_func", "routed_scaling_factor", "num_experts"),
-    *("num_local_experts", "output_router_logits", "aux_loss_alpha", "seq_aux"),
-)
-"""Fields that change nothing where no layer has experts."""
-
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Sizes of a model with latent attention, all of whose layers are dense."""
+    """Sizes of a model with latent attention."""
 
     max_positions: int
     """Default of max_position_embeddings."""
-    dense_layers: int
-    """Default of first_k_dense_replace: the layers in front of those with experts."""
 
     def read(self, fields: Fields) -> Settings:
         depth, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
-        dense = fields.raw("first_k_dense_replace", self.dense_layers)
-        if type(dense) is not int or dense < depth:
-            said = f"layers from number {dense} on have experts (n_routed_experts), which cannot be built here"
-            fields.refuse("first_k_dense_replace", f"{said}; a model of {depth} dense layers has {depth} or more")
         if fields.size("num_key_value_heads", heads) != heads:
             fields.refuse("num_key_value_heads", f"must be num_attention_heads = {heads}: the heads of a latent are not shared")
         if fields.number("rms_norm_eps", _LATENT_EPSILON) != _LATENT_EPSILON:
@@ -66,7 +53,6 @@ class LatentSizes:
             "hidden_size": model.hidden_size,
             "intermediate_size": model.ffn_size,
             "num_hidden_layers": model.num_layers,
-            "first_k_dense_replace": model.num_layers,
             "num_attention_heads": model.num_attention_heads,
             "num_key_value_heads": model.num_attention_heads,
             "q_lora_rank": model.q_lora_rank,

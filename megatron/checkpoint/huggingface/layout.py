@@ -30,6 +30,12 @@ class WeightLayout:
     theirs, the others are those of other parameters of ours."""
     transposed: bool = False
     """Whether their tensors are stored [columns, rows], as in GPT-2."""
+    keeps_32_bits: bool = False
+    """Whether they are stored in at least float32, whatever the others are."""
+
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of their tensors in files of a dtype."""
+        return torch.promote_types(dtype, torch.float32) if self.keeps_32_bits else dtype
 
     @property
     def columns(self) -> int:

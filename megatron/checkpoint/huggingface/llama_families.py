@@ -37,6 +37,7 @@ def like_llama(
     always: Settings | None = None,
     names: dict[str, str] | None = None,
     without_effect: tuple[str, ...] = (),
+    later_tokens: tuple[str, ...] = (),
 ) -> Family:
     """Llama and what is like it: rotary positions, RMSNorm, gated MLP, grouped queries; with what is otherwise."""
     return Family(
@@ -53,7 +54,8 @@ def like_llama(
             untied(tied),
             *groups,
         ),
-        without_effect=without_effect,
+        without_effect=(*without_effect, *later_tokens),
+        later_tokens=later_tokens,
         prefix="model.",
         layer="layers.{}",
         names={

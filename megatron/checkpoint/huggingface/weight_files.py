@@ -90,7 +90,7 @@ def _read_index(path: Path) -> dict[Path, set[str] | None]:
 def _open_safetensors(path: Path) -> dict[str, FileTensor]:
     from safetensors import SafetensorError, safe_open
 
-    dtypes = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES}
+    dtypes = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES} | {"F8_E4M3": torch.float8_e4m3fn}
 
     def read(name: str) -> torch.Tensor:
         try:

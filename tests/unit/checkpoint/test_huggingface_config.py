@@ -51,6 +51,9 @@ GEMMA3 = {k: v for k, v in LLAMA.items() if k != "hidden_act"} | {"model_type": 
 SMOLLM3 = LLAMA | {"model_type": "smollm3"}
 DEEPSEEK_V2 = LLAMA | {"model_type": "deepseek_v2", "num_key_value_heads": 6, "first_k_dense_replace": 3}
 DEEPSEEK_V3 = DEEPSEEK_V2 | {"model_type": "deepseek_v3"}
+DEEPSEEK_EXPERTS = {"first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 8, "topk_group": 2}
+DEEPSEEK_V2_EXPERTS = DEEPSEEK_V2 | DEEPSEEK_EXPERTS
+DEEPSEEK_V3_EXPERTS = DEEPSEEK_V3 | DEEPSEEK_EXPERTS
 GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -123,8 +126,24 @@ def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
         (STABLELM, {"use_parallel_residual": True}, "use_parallel_residual = True: its attention and MLP"),
         (STABLELM, {"qk_layernorm": True}, "qk_layernorm = True: it has a norm of its own"),
         (PHI3, {"partial_rotary_factor": 0.1}, "of a head of 8 channels rotates 0"),
-        (DEEPSEEK_V2, {"first_k_dense_replace": 2}, "first_k_dense_replace = 2: layers from number 2 on have experts"),
+        (DEEPSEEK_V2, {"first_k_dense_replace": 2}, "num_experts_per_tok is missing"),
         (DEEPSEEK_V2, {"first_k_dense_replace": None}, "first_k_dense_replace = None"),
+        (DEEPSEEK_V2_EXPERTS, {"topk_method": "group_limited_greedy"}, "num_experts_per_tok = 4 over 2; only where that is 1"),
+        (DEEPSEEK_V2_EXPERTS, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        (DEEPSEEK_V2_EXPERTS, {"norm_topk_prob": True}, "norm_topk_prob = True: transformers does not make"),
+        (DEEPSEEK_V2_EXPERTS, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        (DEEPSEEK_V2_EXPERTS, {"num_experts": 8}, "num_experts = 8: n_routed_experts says another number"),
+        (DEEPSEEK_V2_EXPERTS, {"mlp_bias": True}, "experts with biases are not built yet"),
+        (DEEPSEEK_V3_EXPERTS, {"topk_group": 4}, "a group is judged by its 2 best experts there"),
+        (DEEPSEEK_V3_EXPERTS, {"n_group": 5}, "--moe-router-num-groups 5"),
+        (DEEPSEEK_V3_EXPERTS, {"n_group": 0}, "n_group = 0"),
+        (DEEPSEEK_V3_EXPERTS, {"norm_topk_prob": False}, "norm_topk_prob = False: here the probabilities of several"),
+        (DEEPSEEK_V3_EXPERTS, {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        (DEEPSEEK_V3_EXPERTS, {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        (DEEPSEEK_V3_EXPERTS, {"n_shared_experts": 0}, "n_shared_experts = 0"),
+        (DEEPSEEK_V3_EXPERTS, {"routed_scaling_factor": 0}, "routed_scaling_factor = 0"),
+        (DEEPSEEK_V3_EXPERTS, {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        (DEEPSEEK_V3_EXPERTS, {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
         (DEEPSEEK_V2, {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
         (DEEPSEEK_V2, {"attention_bias": True}, "attention_bias = True"),
         (DEEPSEEK_V2, {"rope_interleave": True}, "rope_interleave = True: unknown"),
@@ -232,7 +251,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
         {"qk_layernorm": True, "head_size": 128, "hidden_size": 1024, "tied": True},
     ),
-    "DeepSeek-V2-Lite with dense layers alone": (
+    "DeepSeek-V2-Lite": (
         {
             "model_type": "deepseek_v2",
             "attention_bias": False,
@@ -240,13 +259,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "aux_loss_alpha": 0.001,
             "hidden_act": "silu",
         }
-        | {
-            "first_k_dense_replace": 27,
-            "hidden_size": 2048,
-            "intermediate_size": 10944,
-            "kv_lora_rank": 512,
-            "n_routed_experts": 64,
-        }
+        | {"first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "n_routed_experts": 64}
         | {
             "max_position_embeddings": 163840,
             "moe_intermediate_size": 1408,
@@ -274,7 +287,43 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             }
         }
         | {"original_max_position_embeddings": 4096, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400},
-        {"head_size": 192, "value_size": 128, "q_lora_rank": None, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0},
+        {"head_size": 192, "value_size": 128, "q_lora_rank": None, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0}
+        | {"num_experts": 64, "moe_router_topk": 6, "moe_shared_expert_intermediate_size": 2816, "moe_router_pre_softmax": True},
+    ),
+    "DeepSeek-V3": (
+        {"model_type": "deepseek_v3", "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1, "hidden_act": "silu"}
+        | {
+            "first_k_dense_replace": 3,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "kv_lora_rank": 512,
+            "n_routed_experts": 256,
+        }
+        | {
+            "max_position_embeddings": 163840,
+            "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1,
+            "n_group": 8,
+            "n_shared_experts": 1,
+        }
+        | {
+            "norm_topk_prob": True,
+            "num_attention_heads": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "q_lora_rank": 1536,
+        }
+        | {"num_key_value_heads": 128, "num_nextn_predict_layers": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+        | {"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4}
+        | {
+            "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+            | {"original_max_position_embeddings": 4096}
+        }
+        | {"topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280, "tie_word_embeddings": False},
+        {"num_experts": 256, "moe_router_topk": 8, "moe_shared_expert_intermediate_size": 2048, "moe_router_num_groups": 8}
+        | {"moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5, "moe_router_score_function": "sigmoid"}
+        | {"moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 2048, "ffn_size": 18432}
+        | {"moe_layer_freq": f"[{','.join('0' * 3 + '1' * 58)}]"},
     ),
     "SmolLM2 135M": (
         {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True, "rope_interleaved": False}
@@ -584,6 +633,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "moe_ffn_hidden_size": 12, "qk_layernorm": True},
     "deepseek_v2": {"add_mlp_bias": True},
     "deepseek_v3": {"rotary_interleaved": False},
+    "deepseek_v3 with experts": {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 12}
+    | {"moe_layer_freq": "[0,1]", "moe_shared_expert_intermediate_size": 24, "moe_router_topk_scaling_factor": 1.5},
     "smollm3": {"no_rope_freq": "2", "window_size": "7,0", "window_attn_skip_freq": "[0,1]", "add_mlp_bias": True},
 }
 """Of each family, something that it has and Llama has not."""
@@ -645,10 +697,10 @@ def test_experts_are_refused_by_name_and_nothing_else_of_a_gpt_oss() -> None:
         fitting(model_config(llama_like(sink="learned")), "gpt_oss")
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gpt_oss"}))
-def test_what_is_written_is_read_as_the_same_model(name: str) -> None:
+@pytest.mark.parametrize("case", sorted((FAMILIES.keys() | PARTS.keys()) - {"gpt_oss"}))
+def test_what_is_written_is_read_as_the_same_model(case: str) -> None:
     """With every scaling, and with every spelling of rotary positions but one taken out."""
-    parts = PARTS.get(name, {})
+    parts, name = PARTS.get(case, {}), case.split()[0]
     style: dict[str, Any] = {"rotary_base": 77.0, "epsilon": 1e-4, "head_size": 4 if parts.get("rotary_percent") is None else 8}
     base = gpt2_like(**style, positions="rope", tied=False) if name == "gpt_neox" else llama_like(**style)
     if name.startswith("deepseek"):

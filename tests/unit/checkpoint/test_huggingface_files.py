@@ -17,6 +17,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.source import open_source
 from tests.support.huggingface_models import saved
+from tools.checkpoints.huggingface_writer import export
 
 SMALL: dict[str, Any] = {"vocab_size": 64}
 Tensors = dict[str, torch.Tensor]
@@ -266,3 +267,69 @@ def test_merges_without_a_pattern_are_no_tokenizer_but_for_gpt2(llama: Path) -> 
     for name in ("vocab.json", "merges.txt"):
         (llama / name).write_text("")
     assert HuggingFaceFolder(llama).tokenizer is None
+
+
+def test_layers_that_predict_later_tokens_are_left_out_with_a_note(tmp_path: Path) -> None:
+    """As many as config.json names, and no others."""
+    saved("deepseek-v3-experts", tmp_path, num_nextn_predict_layers=1)
+    plain = HuggingFaceFolder(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.ones(48, 96)}))
+    found = HuggingFaceFolder(tmp_path)
+    assert found.weights == plain.weights and [note for note in found.notes if "1 tensors of multi-token prediction" in note]
+    rewrite(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(48, 96)}))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.4\.eh_proj\.weight \[48, 96\] is not of this model"):
+        HuggingFaceFolder(tmp_path)
+
+
+def test_biases_of_choices_keep_their_32_bits(tmp_path: Path) -> None:
+    """An update moves them by 0.001, which bfloat16 would lose beside 1."""
+    saved("deepseek-v3-experts", tmp_path / "there")
+    source = HuggingFaceFolder(tmp_path / "there")
+    export(source, tmp_path / "back", dtype=torch.bfloat16)
+    back = HuggingFaceFolder(tmp_path / "back")
+    name = "layers.1.mlp.router.bias"
+    assert torch.equal(back.read(name), source.read(name)) and source.read(name).abs().max() > 0
+    assert {info.dtype for other, info in back.weights.items() if other.endswith("router.bias")} == {torch.float32}
+    assert {info.dtype for other, info in back.weights.items() if not other.endswith("router.bias")} == {torch.bfloat16}
+    export(back, tmp_path / "again")  # without being asked
+    assert HuggingFaceFolder(tmp_path / "again").weights == back.weights
+
+
+def test_weights_in_8_bits_with_scales_of_blocks_are_multiplied_out(tmp_path: Path) -> None:
+    """Blocks of 16 x 32, which do not divide the matrices; layers that are left out have them too."""
+    saved("deepseek-v3-experts", tmp_path, num_nextn_predict_layers=1)
+    rows, columns, expected = 16, 32, {}
+
+    def quantize(tensors: Tensors) -> None:
+        tensors["model.layers.3.mlp.up_proj.weight"] = torch.randn(42, 48)
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            values = tensors[name]
+            high, wide = values.shape
+            scales, small, whole = (
+                torch.empty(-(-high // rows), -(-wide // columns)),
+                values.to(torch.float8_e4m3fn),
+                values.clone(),
+            )
+            for i in range(len(scales)):
+                for j in range(scales.shape[1]):
+                    part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+                    scales[i, j] = values[part].abs().max() / 448
+                    small[part] = (values[part] / scales[i, j]).to(small.dtype)
+                    whole[part] = small[part].float() * scales[i, j]
+            assert not torch.equal(whole, values) and (whole - values).abs().max() < 0.07 * values.abs().max()
+            tensors[name], tensors[f"{name}_scale_inv"], expected[name] = small, scales, whole
+
+    rewrite(tmp_path, quantize)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
+    set_config(tmp_path, quantization_config=quantization)
+    export(HuggingFaceFolder(tmp_path), tmp_path / "whole")
+    whole = load_file(tmp_path / "whole/model.safetensors")
+    assert {name for name in expected if "layers.3." not in name} == {name for name in whole if name.endswith("proj.weight")}
+    assert all(torch.equal(whole[name], values) for name, values in expected.items() if name in whole)
+    set_config(tmp_path, quantization_config=None)
+    with pytest.raises(CheckpointError, match="weight is not of floating-point numbers"):
+        HuggingFaceFolder(tmp_path)
+    set_config(tmp_path, quantization_config=quantization)
+    rewrite(tmp_path, lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 2)}))
+    with pytest.raises(DamagedCheckpointError, match=r"must be torch.float32 \[3, 2\], but is torch.float32 \[2, 2\]"):
+        HuggingFaceFolder(tmp_path)
