@@ -86,10 +86,9 @@ def experts_of(model: ModelConfig) -> ExpertsSpec:
         model.num_experts,
         model.moe_router_topk,
         model.moe_router_score_function,
-        model.moe_router_pre_softmax,
+        model.moe_router_pre_softmax and model.moe_router_score_function == "softmax",
         model.moe_router_topk_scaling_factor or 1.0,
-        model.moe_router_num_groups or 1,
-        model.moe_router_group_topk,
+        *_groups(model),
         model.moe_router_dtype,
         model.moe_router_load_balancing_type,
         model.moe_aux_loss_coeff,
@@ -106,6 +105,12 @@ def experts_of(model: ModelConfig) -> ExpertsSpec:
         None if shared is None else mlp_of(model, shared),
         model.moe_shared_expert_gate,
     )
+
+
+def _groups(model: ModelConfig) -> tuple[int, int]:
+    """Groups of experts, and how many are open to a token. All open are none."""
+    groups, opened = model.moe_router_num_groups or 1, model.moe_router_group_topk
+    return (groups, opened) if opened < groups else (1, 1)
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:

@@ -21,7 +21,7 @@ from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.spec.groups import groups_of
 from megatron.spec.layer_pattern import pattern_text
-from megatron.spec.mlps import has_experts
+from megatron.spec.mlps import experts_of, has_experts
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
 from megatron.training.progress import Progress
@@ -419,20 +419,19 @@ def _effective(model: ModelConfig) -> ModelConfig:
 
 
 def _with_experts_spelt_out(model: ModelConfig) -> ModelConfig:
-    """The same of MLPs and experts. Groups that are all open are no groups."""
+    """The same of MLPs and experts."""
     found = dataclasses.replace(model, ffn_hidden_size=model.ffn_size)
     if model.num_experts is None:
         return found
-    marks = tuple(has_experts(model, layer) for layer in range(model.num_layers))
-    groups = model.moe_router_num_groups or 1
-    closes = model.moe_router_group_topk < groups
+    marks, of_layer = tuple(has_experts(model, layer) for layer in range(model.num_layers)), experts_of(model)
+    router = of_layer.router
     return dataclasses.replace(
         found,
         ffn_hidden_size=None if all(marks) else model.ffn_size,
         moe_layer_freq=pattern_text(marks),
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_size,
-        moe_router_pre_softmax=model.moe_router_pre_softmax and model.moe_router_score_function == "softmax",
-        moe_router_topk_scaling_factor=model.moe_router_topk_scaling_factor or 1.0,
-        moe_router_num_groups=groups if closes else 1,
-        moe_router_group_topk=model.moe_router_group_topk if closes else 1,
+        moe_ffn_hidden_size=of_layer.expert.width,
+        moe_router_pre_softmax=router.pre_softmax,
+        moe_router_topk_scaling_factor=router.scaling,
+        moe_router_num_groups=router.groups,
+        moe_router_group_topk=router.open_groups,
     )

@@ -91,7 +91,9 @@ def update(
     for name, w in state.weights.items():
         if name.endswith(BY_COUNTS):
             assert bias_step is not None
-            state.weights[name] = 1 + gradients[name] if name.endswith("shares") else w - bias_step * gradients[name].sign()
+            # Rounded, as autograd adds the choices up as fractions: an expert chosen as often as the mean is not moved.
+            moved = bias_step * gradients[name].round(decimals=9).sign()
+            state.weights[name] = 1 + gradients[name] if name.endswith("shares") else w - moved
             continue
         g = gradients[name] * factor
         rule, rate, decay = own.get(name, plain[name])

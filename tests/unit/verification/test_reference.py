@@ -26,6 +26,7 @@ from megatron.verification.reference.model import (
 )
 from megatron.verification.reference.rotary import RotaryStretch, rotary_frequencies
 from megatron.verification.reference.shape import ReferenceShape, decays, random_weights, weight_shapes
+from megatron.verification.reference.training import Rule, State, update
 from megatron.verification.reference.update_rules import Numbers
 from tests.support.reference_runs import gpt2_like, llama_like, loss_and_gradients, mean_loss, random_batches, train
 
@@ -420,3 +421,11 @@ def test_random_inputs_follow_from_the_seed() -> None:
     assert not torch.equal(batches[0][0], batches[1][0])
     tokens, labels, _ = batches[0]
     assert torch.equal(tokens[:, 1:], labels[:, :-1]) and tokens.min() >= 0 and tokens.max() < shape.vocab
+
+
+def test_an_expert_chosen_as_often_as_the_mean_is_not_moved() -> None:
+    """What autograd adds up of fractions is 0 but for rounding; random lines found it."""
+    name = "layers.0.mlp.router.bias"
+    state = State({name: torch.zeros(4, dtype=torch.float64)})
+    update(state, {name: torch.tensor([-5.5e-17, 1e-16, 0.25, -1e-3], dtype=torch.float64)}, Rule(bias_step=0.5), 1.0, 0.0)
+    assert state.weights[name].tolist() == [0.0, 0.0, -0.5, 0.5]
