@@ -5,6 +5,7 @@ Shapes: `n` rows, `E` experts of this rank. A weight is [E, out, in], or [E, 2, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -51,11 +52,31 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
     """Rows [n, k] times the matrices [E, m, k] transposed, or [E, k, m] as they are: [n, m]."""
-    if x.is_cuda and x.dtype == torch.bfloat16 and _grouped_mm is not None:
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
-        found: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2) if transposed else weight, offs=ends)
-        return found
+    if _has_kernel(x.device) and _fits_kernel(x, weight):
+        return in_one_kernel(x, weight, counts, transposed=transposed)
     return each_product(x, weight, counts, transposed=transposed)
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether torch multiplies with all matrices in one kernel: on GPUs of compute capability 9 and 10. On others `grouped_mm` is a
+    loop, before which the host waits for the numbers of rows (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
+    return device.type == "cuda" and _grouped_mm is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _fits_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel takes them: bfloat16, with rows of matrices and of products that begin at multiples of 16 bytes."""
+    if x.dtype != torch.bfloat16 or not len(x) or x.shape[1] % 8 or weight.shape[1] % 8 or weight.shape[2] % 8:
+        return False
+    return x.data_ptr() % 16 == 0 == weight.data_ptr() % 16
+
+
+def in_one_kernel(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
+    """The products in torch's kernel. The host does not wait for the copy of the counts, which are in pinned memory."""
+    assert _grouped_mm is not None
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=x.is_cuda).to(x.device, non_blocking=True)
+    found: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2) if transposed else weight, offs=ends)
+    return found
 
 
 def each_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:

@@ -42,6 +42,7 @@ CHECKS = (
     ),
     Check("bf16", "the bfloat16 loss stays within its band around float64", "runs.bf16_band"),
     Check("products", "weight gradients of 16 bits are written into float32 memory without a second tensor", "kernels.products"),
+    Check("experts", "products of experts in one kernel are those of each matrix", "kernels.products_of_experts"),
     Check("one-sync", "the host waits for the device once a step", "kernels.one_sync", needs_cuda=True),
     Check("loop-sync", "and nowhere in the loop over microbatches", "kernels.loop_sync", needs_cuda=True),
     Check("memory", "planned memory is what is measured (on CPU: of the model's state)", "runs.memory"),

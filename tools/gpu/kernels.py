@@ -60,6 +60,24 @@ def products(place: Place) -> str:
     return f"{told}, {beside / 1e6:.1f} MB beside the result"
 
 
+def products_of_experts(place: Place) -> str:
+    """In torch's kernel, beside one after the other; some experts have no rows."""
+    from megatron.moe import grouped
+
+    device, draws = device_of(place), torch.Generator().manual_seed(1)
+    width, hidden, counts = (768, 2048, [300, 0, 1, 1700, 0, 47]) if place.on_cuda else (16, 24, [3, 0, 1, 12])
+    weight = torch.randn(len(counts), width, hidden, generator=draws).bfloat16().to(device)
+    furthest = 0.0
+    for transposed, size in ((True, hidden), (False, width)):
+        x = torch.randn(sum(counts), size, generator=draws).bfloat16().to(device)
+        if place.on_cuda and not (grouped._has_kernel(device) and grouped._fits_kernel(x, weight)):
+            return "not on this GPU"
+        found = grouped.in_one_kernel(x, weight, counts, transposed=transposed).double()
+        expected = grouped.each_product(x, weight, counts, transposed=transposed).double()
+        furthest = max(furthest, float((found - expected).norm() / expected.norm()))
+    return within(furthest, 1e-2, "relative distance")
+
+
 def products_in_8_bits(place: Place) -> str:
     """The three products of a layer by each recipe that the device takes, beside the emulation on the host."""
     from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe

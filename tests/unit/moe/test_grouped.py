@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.moe import grouped
 from megatron.moe.grouped import each_product, grouped_linear
 from megatron.parallel.accumulate import GradSink, deferring
+from tests.support.host_waits import host_waits
 
 COUNTS = (3, 0, 5, 1)
 
@@ -43,13 +45,31 @@ def test_each_row_meets_the_matrix_of_its_expert(shape: tuple[int, ...], deferre
     assert (sink.main_grad[1] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_grouped_kernel_of_torch_does_the_same(dtype: torch.dtype) -> None:
-    """As far as its results are rounded the same; it is used where it is fast."""
-    grouped = getattr(torch.nn.functional, "grouped_mm", None)
-    if grouped is None:
-        pytest.skip("this torch has no grouped_mm")
-    x, weight = torch.randn(sum(COUNTS), 16, dtype=dtype), torch.randn(4, 32, 16, dtype=dtype)
-    ends = torch.tensor([3, 3, 8, 9], dtype=torch.int32)
-    found = grouped(x, weight.transpose(1, 2), offs=ends)
-    torch.testing.assert_close(found, each_product(x, weight, COUNTS, transposed=True), rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_kernel_of_torch_does_the_same(transposed: bool) -> None:
+    """As far as its results are rounded the same."""
+    x, weight = torch.randn(sum(COUNTS), 16).bfloat16(), torch.randn(4, 32, 16).bfloat16()
+    x = x if transposed else torch.randn(sum(COUNTS), 32).bfloat16()
+    assert grouped._fits_kernel(x, weight)
+    found = grouped.in_one_kernel(x, weight, COUNTS, transposed=transposed)
+    torch.testing.assert_close(found, each_product(x, weight, COUNTS, transposed=transposed), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(8, 16), (16, 8), (12, 16), (16, 20), (5, 6), (7, 8)])
+def test_it_is_asked_for_what_it_takes(width: int, hidden: int) -> None:
+    """The meta device has the checks of the kernel: what it refuses is multiplied matrix by matrix."""
+    weight = torch.empty(4, width, hidden, dtype=torch.bfloat16, device="meta")
+    for transposed in (True, False):
+        x = torch.empty(sum(COUNTS), hidden if transposed else width, dtype=torch.bfloat16, device="meta")
+        if not grouped._fits_kernel(x, weight):
+            assert width % 8 or hidden % 8
+            continue
+        with host_waits() as waits:
+            found = grouped.in_one_kernel(x, weight, COUNTS, transposed=transposed)
+        assert found.shape == (len(x), width if transposed else hidden) and found.is_contiguous()
+        assert not waits, waits
+    plain = torch.empty(4, 8, 8)
+    assert not grouped._has_kernel(plain.device) and not grouped._fits_kernel(torch.empty(3, 8), plain)
+    assert not grouped._fits_kernel(torch.empty(0, 8, dtype=torch.bfloat16), plain.bfloat16())
+    odd = torch.empty(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 8, 8)
+    assert not grouped._fits_kernel(torch.empty(3, 8, dtype=torch.bfloat16), odd)
