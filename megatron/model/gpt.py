@@ -204,7 +204,7 @@ class GPTChunk(nn.Module):
 
     def watch_routers(self, balance: Balance) -> None:
         """Let the routers of its layers give their choices."""
-        for block in self.blocks:
+        for block in self.all_blocks:
             if isinstance(block.mlp, Experts):
                 block.mlp.router.balance = balance
 

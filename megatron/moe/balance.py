@@ -19,7 +19,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
 from megatron.parallel.params import ParamRecord
 from megatron.spec.mlps import RouterSpec, has_experts
-from megatron.spec.weights import in_layer
+from megatron.spec.weights import depth_of, in_layer
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class BalanceResult:
     """The routers' z-loss, such a mean too."""
     dropped: float | None
     """The share of the choices that experts did not take, such a mean too; None where they take all."""
-    busiest: dict[int, float]
-    """For each layer with experts, the choices of its busiest expert over the mean of all."""
+    busiest: dict[str, float]
+    """For each layer with experts ("layers.3", "mtp.0"), the choices of its busiest expert over the mean of all."""
 
     @property
     def worst(self) -> float:
@@ -50,9 +50,12 @@ class Balance:
 
     def __init__(self, model: ModelConfig, sequence_ranks: Group, device: torch.device) -> None:
         assert model.num_experts is not None
-        self.layers = [layer for layer in range(model.num_layers) if has_experts(model, layer)]
+        places = [has_experts(model, layer) for layer in range(model.num_layers)]
+        places += places[-1:] * model.mtp_num_layers
+        self._num_layers, self.layers = model.num_layers, [place for place, experts in enumerate(places) if experts]
+        """The layers with experts; depths of multi-token prediction have numbers behind those of the model."""
         self._sequence_ranks, self._drops = sequence_ranks, model.moe_expert_capacity_factor is not None
-        self.found = torch.zeros(model.num_layers, model.num_experts + 3, dtype=torch.float64, device=device)
+        self.found = torch.zeros(len(places), model.num_experts + 3, dtype=torch.float64, device=device)
         """For each layer the choices of each expert, the load-balancing loss, the z-loss and the dropped choices, as far as this
         rank has them."""
         self._counts: torch.Tensor | None = None
@@ -131,9 +134,10 @@ class Balance:
     def gradient(self, record: ParamRecord) -> torch.Tensor:
         """What stands for the gradient of a vector that counts move (`ByCounts`), once they are summed: the choices of each expert
         over the mean, less 1, [E]."""
-        layer, _ = in_layer(record.name)
-        assert self._counts is not None and layer is not None
-        counts, total = self._counts[layer], self._counts[layer].sum()
+        (layer, _), depth = in_layer(record.name), depth_of(record.name)
+        place = layer if depth is None else self._num_layers + depth
+        assert self._counts is not None and place is not None
+        counts, total = self._counts[place], self._counts[place].sum()
         return (counts * len(counts) - total) / total  # whole numbers: exactly 0 at the mean, which CUDA's mean may round
 
     @property
@@ -144,7 +148,11 @@ class Balance:
     def result(self, numbers: Sequence[float]) -> BalanceResult:
         """The numbers of `summed` by their names."""
         loss, z_loss, dropped = numbers[:3]
-        return BalanceResult(loss, z_loss, dropped if self._drops else None, dict(zip(self.layers, numbers[3:], strict=True)))
+        busiest = {self._name(place): number for place, number in zip(self.layers, numbers[3:], strict=True)}
+        return BalanceResult(loss, z_loss, dropped if self._drops else None, busiest)
+
+    def _name(self, place: int) -> str:
+        return f"layers.{place}" if place < self._num_layers else f"mtp.{place - self._num_layers}"
 
 
 class _Minimised(torch.autograd.Function):

@@ -278,7 +278,7 @@ def _of_experts(balances: Sequence[BalanceResult]) -> dict[str, float]:
         "moe_z_loss": math.fsum(one.z_loss for one in balances) / count,
         "busiest_expert": max(one.worst for one in balances),
         **({} if balances[0].dropped is None else {"dropped_share": math.fsum(one.dropped or 0.0 for one in balances) / count}),
-        **{f"busiest_expert/layers.{layer}": value for layer, value in layers.items()},
+        **{f"busiest_expert/{layer}": value for layer, value in layers.items()},
     }
 
 

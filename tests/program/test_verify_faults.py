@@ -595,6 +595,19 @@ FAULTS = {
         None,
         ("what the attention gives differs, though all before it agrees",),
     ),
+    "experts of a depth whose balance nobody minimises": Fault(
+        (
+            (
+                "in self.all_blocks:\n            if isinstance(block.mlp, Experts)",
+                "in self.blocks:\n            if isinstance(block.mlp, Experts)",
+            ),
+        ),
+        f"--pipeline-model-parallel-size 2 --mtp-num-layers 1 {EXPERTS}",
+        "gradient",
+        "mtp.0.layer.mlp.router.weight",
+        None,
+        (),
+    ),
     "labels of a depth one too few ahead": Fault(
         (("functional.pad(labels[1:], (0, 0, 0, 1))", "functional.pad(labels[1:], (0, 0, 1, 0))"),),
         "--world-size 2 --mtp-num-layers 1",

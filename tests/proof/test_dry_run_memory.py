@@ -178,11 +178,15 @@ def test_every_rank_of_eight_keeps_what_is_planned() -> None:
 
 
 def test_the_last_stage_keeps_depths_and_an_embedding() -> None:
-    """Multi-token prediction, tied and untied, at each place of the last chunk."""
+    """Multi-token prediction, tied and untied, with experts and without, at each place of the last chunk."""
     depths = {"num_layers": 4, "mtp_num_layers": 2, "bf16": True, "ddp_bucket_size": 1500}
     cases = [
-        settings(4, **STYLES[style], **GROUPS[group], **depths, data_parallel_sharding_strategy=strategy)
-        for number, group in enumerate(name for name in GROUPS if name != "experts")
+        settings(
+            4,
+            **{**STYLES[style], **GROUPS[group], **depths, **({"moe_layer_freq": "[0,1]*2"} if group == "experts" else {})},
+            data_parallel_sharding_strategy=strategy,
+        )
+        for number, group in enumerate(GROUPS)
         for style, strategy in zip(
             STYLES, (STRATEGIES[number % 3], "optim_grads" if "V" in group else "optim_grads_params"), strict=True
         )

@@ -118,9 +118,10 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_granularity": "full",
         "log_max_attention_logit": True,
     },
-    "experts on ranks that exchange tokens": {
+    "experts on ranks that exchange tokens, a depth": {
         **GRID,
         **EXPERTS,
+        "mtp_num_layers": 1,
         "expert_model_parallel_size": 4,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": True,

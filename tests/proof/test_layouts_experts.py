@@ -27,7 +27,7 @@ from tests.support.warm import run_warm_ranks
 
 EOD, SAMPLES, LAYERS = 0, 4, 4
 SIZES = {"num_layers": LAYERS, "hidden": 12, "ffn": 20, "heads": 4, "kv_heads": 4, "head_size": 4, "vocab": 32, "seq": 4}
-ALL, SOME = (True,) * LAYERS, (False, True, True, False)
+ALL, SOME = (True,) * LAYERS, (False, True, False, True)
 KINDS = {
     "top 2": ExpertsShape(ALL, 4, 2, 8, balance="microbatch", balance_coeff=0.3),
     "top 1, first softmax, shares of the update before": ExpertsShape(
@@ -69,6 +69,7 @@ AXES: dict[str, list[Any]] = {
     "memory": ["kept", "full", "selective", "host"],
     "documents": [False, True],
     "micro_batch_size": [1, 2],
+    "depths": [0, 1, 2],
 }
 MEMORIES = {
     "kept": MemoryConfig(),
@@ -92,8 +93,10 @@ def fits(case: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def recipe(kind: str, micro_batch_size: int, documents: bool) -> Recipe:
-    shape = llama_like(**SIZES, experts=replace(KINDS[kind], microbatch=micro_batch_size))
+def recipe(kind: str, micro_batch_size: int, documents: bool, depths: int = 0) -> Recipe:
+    """The layer of each depth of multi-token prediction has experts too, as the last one."""
+    experts = replace(KINDS[kind], microbatch=micro_batch_size)
+    shape = llama_like(**SIZES, experts=experts, mtp_depths=depths, mtp_factor=0.7)
     batches = random_batches(shape, 2, SAMPLES, 1, seed=6)
     if documents:
         batches = [_ended(batch) for batch in batches]
@@ -118,7 +121,8 @@ def name(case: dict[str, Any]) -> str:
     (tp, cp, pp, dp), ep, etp = case["sizes"]
     sizes = f"tp{tp}-cp{cp}-pp{pp}-dp{dp}-ep{ep}{'' if etp is None else f'-etp{etp}'}"
     words = [sizes, *(case[axis] for axis in ("kind", "dispatcher", "schedule", "sharding", "memory"))]
-    return "-".join([*words, f"b{case['micro_batch_size']}", *(["documents"] if case["documents"] else [])])
+    words += [f"b{case['micro_batch_size']}", f"depths{case['depths']}"]
+    return "-".join([*words, *(["documents"] if case["documents"] else [])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -145,7 +149,7 @@ def test_experts_train_as_one_plain_process(case: dict[str, Any]) -> None:
         micro_batch_size=case["micro_batch_size"],
         bucket_size=900,
     )
-    key = (case["kind"], case["micro_batch_size"], case["documents"])
+    key = (case["kind"], case["micro_batch_size"], case["documents"], case["depths"])
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
 
 
@@ -161,11 +165,11 @@ def test_experts_that_nobody_chooses_have_no_gradient() -> None:
 
 
 def test_the_balance_is_told_of_the_global_batch() -> None:
-    """By every layout the same, and of the loss as it is defined; evaluations are without."""
-    r = recipe("top 4, gated shared, dropped by probability", 2, False)
+    """By every layout the same, and of the loss as it is defined, depths too; evaluations are without."""
+    r = recipe("top 4, gated shared, dropped by probability", 2, False, 1)
     found = [
         run_warm_ranks(layout.world_size, _balance, r, layout, timeout=120.0)
-        for layout in (Layout(), Layout(dp=2, ep=2), Layout(tp=2, cp=1, dp=2, ep=4, etp=1, sequence_parallel=True))
+        for layout in (Layout(), Layout(dp=2, ep=2, pp=2), Layout(tp=2, cp=1, dp=2, ep=4, etp=1, sequence_parallel=True))
     ]
     first, *_ = found[0]
     shape = r.shape.experts
@@ -178,7 +182,8 @@ def test_the_balance_is_told_of_the_global_batch() -> None:
         seen=_keeping(logits),
     )
     assert first.z_loss == pytest.approx(float(torch.stack(logits).mean()), rel=1e-12)
-    assert set(first.busiest) == set(range(LAYERS)) and all(1.0 <= worst <= 8 / 4 for worst in first.busiest.values())
+    assert set(first.busiest) == {*(f"layers.{layer}" for layer in range(LAYERS)), "mtp.0"}
+    assert all(1.0 <= worst <= 8 / 4 for worst in first.busiest.values())
     for result in (result for results in found for result in results):
         assert result.loss == pytest.approx(first.loss, rel=1e-12)
         assert result.z_loss == pytest.approx(first.z_loss, rel=1e-12)
@@ -193,6 +198,6 @@ def _keeping(values: list[torch.Tensor]) -> Seen:
 def _balance(rank: int, recipe: Recipe, layout: Layout) -> BalanceResult | None:
     context = context_of(layout, rank)
     step = build_step(context, recipe, layout)
-    batch = microbatches(recipe.batches[0], context, layout.micro_batch_size)
+    batch = microbatches(recipe.batches[0], context, layout.micro_batch_size, recipe.shape.mtp_depths)
     step.evaluate(batch)
     return step.run(batch, iteration=1, learning_rate=0.0, weight_decay=0.0).balance

@@ -282,13 +282,28 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {**EXPERTS, "moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True, **OFFLOAD, **LLAMA},
     ),
-    "llama, experts on ranks that exchange tokens, zb-h1": (
+    "llama, experts on ranks that exchange tokens, a depth, zb-h1": (
         4,
-        {**EXPERTS, "moe_layer_freq": "2", "expert_model_parallel_size": 2, "pipeline_schedule": "zb-h1", **PP2, **LLAMA},
+        {
+            **EXPERTS,
+            "moe_layer_freq": "[0,1]*2",
+            "mtp_num_layers": 1,
+            "expert_model_parallel_size": 2,
+            "pipeline_schedule": "zb-h1",
+            **PP2,
+            **LLAMA,
+        },
     ),
     "llama, experts on ranks that gather tokens, full": (
         2,
-        {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather", **FULL, **LLAMA},
+        {
+            **EXPERTS,
+            "mtp_num_layers": 2,
+            "expert_model_parallel_size": 2,
+            "moe_token_dispatcher_type": "allgather",
+            **FULL,
+            **LLAMA,
+        },
     ),
     "llama, experts beside sequence parallelism, z-loss": (
         2,

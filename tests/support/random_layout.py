@@ -62,7 +62,7 @@ def draw_experts(draw: Draw, settings: Mapping[str, Any], tp: int, ranks: int) -
     Args:
         ranks: of a pipeline stage.
     """
-    beside = ("fp8_format", "mup_base_width", "mtp_num_layers", "log_gradient_noise")
+    beside = ("fp8_format", "mup_base_width", "log_gradient_noise")
     alone = tp > 1 and not settings.get("sequence_parallel")
     if (
         alone

@@ -175,6 +175,3 @@ noise_is_of_own_samples = exclude_each_other(
 experts_are_not_scaled_with_the_width = exclude_each_other(
     "num_experts", "mup_base_width", why="What muP asks of experts is not built yet."
 )
-depths_have_no_experts = exclude_each_other(
-    "num_experts", "mtp_num_layers", why="The balance of experts in layers of multi-token prediction is not built yet."
-)

@@ -363,7 +363,6 @@ CASES: list[Case] = [
     (f"{EXPERTS} --bf16 --fp8-format hybrid", 1, {"--num-experts", "--fp8-format"}, ["not built yet"], []),
     (f"{EXPERTS} --mup-base-width 48", 1, {"--num-experts", "--mup-base-width"}, ["not built yet"], []),
     (f"{EXPERTS} --log-gradient-noise", 2, {"--num-experts", "--log-gradient-noise"}, ["samples of other data ranks"], []),
-    (f"{EXPERTS} --mtp-num-layers 1", 1, {"--num-experts", "--mtp-num-layers"}, ["not built yet"], []),
     (
         "--device cpu --distributed-backend nccl",
         1,
