@@ -153,7 +153,7 @@ def used(
             )
         with torch.no_grad(), model.balance.watching(0.0):
             last_hidden_states(model, context, inputs_of(ids.to(context.device)))
-            found = model.balance.found[model.balance.layers, :-2].cpu()
+            found = model.balance.found[model.balance.layers, :-3].cpu()
         totals, tokens = found if not len(totals) else totals + found, tokens + ids.numel()
     return [
         LayerUse(layer, tuple(int(count) for count in counts))
