@@ -58,6 +58,7 @@ class Balance:
         self.found = torch.zeros(len(places), model.num_experts + 3, dtype=torch.float64, device=device)
         """For each layer the choices of each expert, the load-balancing loss, the z-loss and the dropped choices, as far as this
         rank has them."""
+        self._rows = torch.tensor(self.layers, device=device)
         self._counts: torch.Tensor | None = None
         """The choices of each expert in the global batch of the last step, once they are summed: [layers, E]."""
         self._scale: float | None = None
@@ -127,7 +128,7 @@ class Balance:
     def summed(self, world: Group, microbatches: int) -> torch.Tensor:
         """What all ranks have found in a step of so many microbatches altogether, on the device: the numbers of `result`."""
         whole = all_reduce(self.found, world)
-        self._counts, found = whole[:, :-3], whole[self.layers]
+        self._counts, found = whole[:, :-3], whole.index_select(0, self._rows)
         counts, losses = found[:, :-3], (found[:, -3:-1] / microbatches).mean(0)
         return torch.cat([losses, (found[:, -1] / counts.sum(1)).mean(0, keepdim=True), counts.amax(1) / counts.mean(1)])
 

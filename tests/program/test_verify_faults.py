@@ -459,7 +459,10 @@ FAULTS = {
     "biases of experts moved by a rank's own counts": Fault(
         (
             ("whole = all_reduce(self.found, world)", "own = self.found.clone()\n        whole = all_reduce(self.found, world)"),
-            ("self._counts, found = whole[:, :-3], whole[self.layers]", "self._counts, found = own[:, :-3], whole[self.layers]"),
+            (
+                "self._counts, found = whole[:, :-3], whole.index_select(0, self._rows)",
+                "self._counts, found = own[:, :-3], whole.index_select(0, self._rows)",
+            ),
         ),
         f"--world-size 2 {EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         "gradient",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.attention.documents import Documents, samples
 from megatron.config.config import Config
 from megatron.memory.host import HostMemory
 from megatron.model.gpt import ModelInputs
+from megatron.moe.dispatch import Dispatcher
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.cut import mirrored
 from megatron.parallel.random import DropoutKey
@@ -117,6 +119,23 @@ CASES: dict[str, dict[str, Any]] = {
         "ema_decay": 0.9,
         "param_groups": ("*.mlp.* lr-mult=0.5 adam-beta1=0.8",),
     },
+    "experts": {
+        **LLAMA,
+        "bf16": True,
+        "num_experts": 4,
+        "moe_layer_freq": "[0,1]",
+        "expert_model_parallel_size": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.1,
+        "moe_input_jitter_eps": 0.1,
+        "moe_expert_capacity_factor": 1.25,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_shared_expert_intermediate_size": 32,
+        "use_distributed_optimizer": True,
+    },
     "context ranks in three ways, noise": {
         **LLAMA,
         "bf16": True,
@@ -132,7 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
 def _topology(config: Config) -> Topology:
     parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    return Topology(tp=tp, cp=cp, pp=parallel.pipeline_model_parallel_size, dp=2)
+    return Topology(tp=tp, cp=cp, pp=parallel.pipeline_model_parallel_size, dp=2, ep=parallel.expert_model_parallel_size)
 
 
 def _inputs(config: Config, number: int) -> ModelInputs:
@@ -190,7 +209,7 @@ def test_a_step_waits_once(case: str) -> None:
     """On the first and on the last stage. (`fully_shard` and optimizer state in host memory do not run on the meta device.)"""
     changes = {"num_layers": 2, "global_batch_size": 2 * MICROBATCHES * 4, **CASES[case]}
     sizes = {axis: changes.get(f"{name}_parallel_size", 1) for axis, name in SIZES.items()}
-    topology = Topology(**sizes, dp=2)
+    topology = Topology(**sizes, dp=2, ep=changes.get("expert_model_parallel_size", 1))
     config = settings(topology.world_size, **changes)
     assert _topology(config) == topology
     for rank in {0, topology.world_size - 1} if topology.pp > 1 else {0}:
@@ -198,6 +217,24 @@ def test_a_step_waits_once(case: str) -> None:
         assert (first, second) == ("step 1", "step 2")
         assert len(one) == 1 and one[0].startswith("_to_copy to the host (training/step.py:") and "_sums" in one[0], one
         assert other == one[0]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_layer_of_experts_waits_once_for_its_counts(ep: int, gathers: bool) -> None:
+    """In its forward, where tokens have values; never in its backward, nor where it runs again."""
+    context = connect_fake(Topology(dp=2, ep=ep), 0)
+    try:
+        dispatcher = dataclasses.replace(Dispatcher.of(context, 4, gathers=gathers), planned=False)
+        x, weights = torch.ones(6, 8, device=META, requires_grad=True), torch.ones(6, 2, device=META, requires_grad=True)
+        chosen = torch.zeros(6, 2, dtype=torch.int64, device=META)
+        with host_waits() as found:
+            y, _ = dispatcher.run(x, weights, chosen, lambda rows, counts: 2 * rows, lambda: None)
+            forward = len(found)
+            y.sum().backward()
+        assert len(found) == forward == 1 and "_to_copy to the host (moe/dispatch.py:" in found[0], found
+    finally:
+        disconnect()
 
 
 PLANTED: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
