@@ -36,6 +36,7 @@ RANKS = {
     "16nodes_llama_70b": 128,
     "16nodes_long_llama_70b": 128,
     "extend_context_llama_8b": 32,
+    "256gpu_deepseek_v3": 256,
     "1024gpu_gpt_175b": 1024,
     "3072gpu_gpt_1t": 3072,
 }
@@ -48,10 +49,11 @@ PARAMETERS = {
     "13b": 13.0e9,
     "long_llama_70b": 70.6e9,
     "70b": 69.0e9,
+    "deepseek_v3": 671e9 + 11.6e9,
     "175b": 174.6e9,
     "1t": 1008e9,
 }
-"""As published; by the end of the script's name."""
+"""As published; by the end of the script's name. DeepSeek-V3's has a depth beside the 671 billion."""
 
 
 def test_there_is_a_script_for_every_size() -> None:

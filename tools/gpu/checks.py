@@ -28,6 +28,7 @@ SCRIPTS = (
     "train_16nodes_llama_13b",
     "train_16nodes_llama_70b",
     "train_16nodes_long_llama_70b",
+    "train_256gpu_deepseek_v3",
     "train_1024gpu_gpt_175b",
     "train_3072gpu_gpt_1t",
 )

@@ -10,6 +10,7 @@ from megatron.config.model_files import names, table
 from megatron.spec.counts import count_parameters
 
 PARAMETERS = {
+    "deepseek-v3": 671_026_419_200,
     "gemma2-2b": 2_614_341_888,
     "gemma2-9b": 9_241_705_984,
     "gemma3-1b": 999_885_952,
