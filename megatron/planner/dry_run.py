@@ -12,7 +12,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.context_parallel.cost import most_held
 from megatron.data_parallel.state_layout import Bytes
-from megatron.data_parallel.traffic import NUM_SCALARS, noise_traffic
+from megatron.data_parallel.traffic import NUM_SCALARS, axes_in_words, noise_traffic
 from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
@@ -53,7 +53,9 @@ _NOT_COUNTED = {
     "cpu": "not in it: Python, the libraries, and what the allocator keeps for itself",
     "cuda": "not in it: gaps between the allocator's blocks (few with PYTORCH_ALLOC_CONF=expandable_segments:True)",
 }
-_NOTES = ("idle time is simulated with FLOPs for time and messages that take none; traffic is counted as in a ring",)
+_NOTES = (
+    "idle time is simulated with FLOPs for time and messages that take none; traffic is counted as in a ring, to experts in pairs",
+)
 
 
 def enough_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> int:
@@ -344,7 +346,10 @@ class Planner:
                 num_microbatches=self._num_microbatches,
             )
             transfers = step_transfers(its, model, micro_batch_size, here, self._schedule)
-            passed_on = [Sending(one.over, "activations", one.bytes, one.peer) for one in transfers]
+            to_experts = axes_in_words(("etp", "ep"), context), "all-to-all"
+            passed_on = [
+                Sending(one.over, "activations", one.bytes, one.peer, (one.over, one.operation) == to_experts) for one in transfers
+            ]
             yield (
                 stage,
                 StagePlan(

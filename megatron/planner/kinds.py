@@ -32,6 +32,8 @@ class Sending:
     bytes: int
     peer: int | None = None
     """The stage that receives it, if it is a message between stages."""
+    to_experts: bool = False
+    """Whether all ranks that exchange tokens with this one get as much of it."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ def _traffic(
                     size, crossing = 2, links.between(stage.stage, one.peer)
                 else:
                     size, crosses = groups[over]
-                    crossing = links.pairs(stage.stage) if what == "matrices" else crosses(stage.stage)
+                    if what == "matrices" or one.to_experts:
+                        crossing = links.pairs(stage.stage, ("etp", "ep") if one.to_experts else EXPERT_AXES)
+                    else:
+                        crossing = crosses(stage.stage)
                 leaving += one.bytes * sum(float(crossing[at.data.start : at.data.stop, at.tensor].sum()) for at in places)
                 total += one.bytes * sum(len(at.data) for at in places)
     return Traffic(over, what, each, size, leaving / total if total else 0.0)
@@ -267,9 +272,7 @@ class Links:
 
     def ring(self, stage: int, axes: Sequence[str]) -> Crossing:
         """Sends around rings over some axes of one of the grids."""
-        order = ("edp", "ep", "etp") if set(axes) <= set(EXPERT_AXES) else ("dp", "cp", "tp")
-        shape = tuple(self._topology.size(axis) for axis in order)
-        return self._rings(stage, shape, [place for place, axis in enumerate(order) if axis in axes])
+        return self._rings(stage, *self._grid(axes))
 
     def parts(self, stage: int, shard_size: int) -> Crossing:
         """Sends around the data ranks that share one copy of the model (--fsdp-shard-size)."""
@@ -290,11 +293,14 @@ class Links:
         crossing: Crossing = self._nodes[stage] != self._nodes[peer]
         return crossing
 
-    def pairs(self, stage: int) -> NDArray[np.float64]:
-        """Share of what a rank sends to all other ranks of its stage alike that leaves its node."""
-        _, which, counts = np.unique(self._nodes[stage], return_inverse=True, return_counts=True)
-        others = max(self._nodes[stage].size - 1, 1)
-        return ((self._nodes[stage].size - counts[which]) / others).reshape(self._nodes[stage].shape)
+    def pairs(self, stage: int, axes: Sequence[str] = EXPERT_AXES) -> NDArray[np.float64]:
+        """Share of what a rank sends to all others along some axes alike (by default to all of its stage) that leaves its node:
+        [data, tensor]."""
+        groups, turned_back = self._groups(stage, *self._grid(axes))
+        size = groups.shape[-1]
+        number = np.arange(groups.size).reshape(groups.shape) // size  # of the group
+        _, which, counts = np.unique(number * (self._nodes.max() + 1) + groups, return_inverse=True, return_counts=True)
+        return turned_back((size - counts[which]) / max(size - 1, 1))
 
     def first_rank(self, stage: int, data: int, tensor: int) -> int:
         """Number of the rank at these coordinates."""
@@ -303,9 +309,26 @@ class Links:
     def _rings(self, stage: int, shape: tuple[int, ...], inside: list[int]) -> Crossing:
         """Whether the next one in the ring over the axes `inside` of this shape, the last of which counts fastest, is on another
         node."""
+        rings, turned_back = self._groups(stage, shape, inside)
+        return turned_back(rings != np.roll(rings, -1, axis=-1))
+
+    def _grid(self, axes: Sequence[str]) -> tuple[tuple[int, ...], list[int]]:
+        """The shape of a stage's grid that has these axes, and their places in it."""
+        order = ("edp", "ep", "etp") if set(axes) <= set(EXPERT_AXES) else ("dp", "cp", "tp")
+        shape = tuple(self._topology.size(axis) for axis in order)
+        return shape, [place for place, axis in enumerate(order) if axis in axes]
+
+    def _groups(
+        self, stage: int, shape: tuple[int, ...], inside: list[int]
+    ) -> tuple[NDArray[np.int64], Callable[[NDArray[Any]], NDArray[Any]]]:
+        """The nodes of each group over the axes `inside` of this shape, [..., ranks of it]; and what turns something of that shape
+        into [data, tensor]."""
         nodes = self._nodes[stage].reshape(shape)
         order = [*(axis for axis in range(nodes.ndim) if axis not in inside), *inside]
         turned = nodes.transpose(order)
-        rings = turned.reshape(*turned.shape[: -len(inside)], -1)
-        crossing = (rings != np.roll(rings, -1, axis=-1)).reshape(turned.shape)
-        return crossing.transpose(np.argsort(order)).reshape(-1, self._topology.tp)
+        groups = turned.reshape(*turned.shape[: nodes.ndim - len(inside)], -1)
+
+        def turned_back(found: NDArray[Any]) -> NDArray[Any]:
+            return found.reshape(turned.shape).transpose(np.argsort(order)).reshape(-1, self._topology.tp)
+
+        return groups, turned_back

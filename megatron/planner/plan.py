@@ -71,7 +71,8 @@ class RankMemory(StateMemory):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in a step over one group, counted as in a ring: each rank sends to the next in the order of ranks."""
+    """What one rank sends in a step over one group, counted as in a ring: each rank sends to the next in the order of ranks; but
+    tokens on their way to experts and whole matrices go to all alike."""
 
     over: str
     """The group."""

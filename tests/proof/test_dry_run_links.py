@@ -72,6 +72,31 @@ def test_parts_of_data_ranks_and_the_groups_across(topology: Topology, size: int
         assert told(topology, (links.replicas(stage, size) for stage in stages)) == leaving(across, per_node)
 
 
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(tp=2, pp=2, dp=4, ep=4), Topology(dp=12, ep=3), Topology(cp=2, pp=3, dp=2, ep=2, pp_before_dp=True)],
+    ids=str,
+)
+def test_tokens_leave_nodes_where_pairs_of_ranks_do(topology: Topology) -> None:
+    """Of all that a rank sends to the others that have experts for it."""
+    for per_node in NODES:
+        links = Links(topology, per_node)
+        for ranks in topology.groups("etp", "ep"):
+            for rank in ranks:
+                at = topology.coordinates(rank)
+                away = [other for other in ranks if other // per_node != rank // per_node]
+                found = links.pairs(at["pp"], ("etp", "ep"))[at["cp"] + topology.cp * at["dp"], at["tp"]]
+                assert found == len(away) / (len(ranks) - 1), (per_node, rank)
+
+
+def test_a_plan_sends_tokens_to_the_experts_of_other_nodes() -> None:
+    """Exchanged, to three others alike, two of which are on the other node; gathered, around a ring, which leaves a node once."""
+    base = {"num_experts": 4, "disable_bias_linear": True, "expert_model_parallel_size": 4, "global_batch_size": 8}
+    one, other = (settings(4, gpus_per_node=2, **base, moe_token_dispatcher_type=kind) for kind in ("alltoall", "allgather"))
+    shares = [{t.between_nodes for kind in plan.kinds for t in kind.sent if t.over == "ep"} for plan in plans_of([one, other])]
+    assert shares == [{2 / 3}, {1 / 2}]
+
+
 @pytest.mark.parametrize("mapping", [False, True])
 def test_a_plan_tells_which_share_of_a_kind_sends_to_other_nodes(mapping: bool) -> None:
     """Of 12 ranks on nodes of 3, which divide neither tensor groups nor stages."""

@@ -53,6 +53,9 @@ def _what_is_traced(config: Config) -> object:
         parallel.context_parallel_size,
         parallel.sequence_parallel,
         parallel.tp_comm_overlap,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_size,
+        parallel.moe_token_dispatcher_type,
     )
     splits = SCHEDULES[parallel.schedule].splits_backward
     return config.model, config.precision, config.training, config.data, config.memory, config.speed, divided, splits
