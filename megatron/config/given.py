@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -176,6 +176,11 @@ def is_count(text: str, most: int) -> bool:
     return text.isascii() and text.isdigit() and 1 <= int(text[:12]) <= most
 
 
+def is_factor(text: str) -> bool:
+    """Whether a text is a finite number of at least 1."""
+    return is_number(text) and 1.0 <= float(text) < float("inf")
+
+
 GPUS_PER_NODE = 8
 
 
@@ -186,6 +191,8 @@ class DryRun:
     world_size: int
     gpus_per_node: int
     json_file: str | None
+    expert_imbalance: float | None = None
+    """How many times the mean of choices the experts of the busiest rank are taken to get."""
 
 
 def without_gaps(config: Config) -> Config:
@@ -202,7 +209,7 @@ def without_gaps(config: Config) -> Config:
     return replace(config, training=training, optimizer=optimizer, data=data)
 
 
-NO_VALUE, COUNT = "no value", f"a whole number from 1 to {LARGEST_WORLD:,}"
+NO_VALUE, COUNT, FACTOR = "no value", f"a whole number from 1 to {LARGEST_WORLD:,}", "a number of at least 1"
 REQUESTS = {
     "model": (
         "one name",
@@ -226,9 +233,16 @@ REQUESTS = {
     "world-size": (COUNT, "Ranks of the job that --dry-run lays out; by default those that the launcher gives."),
     "gpus-per-node": (COUNT, f"Ranks of a node, for --dry-run; by default {GPUS_PER_NODE}."),
     "dry-run-json": ("one file", "File for what --dry-run tells, as JSON."),
+    "plan-expert-imbalance": (
+        FACTOR,
+        "How many times the mean of choices the experts of the busiest rank get, for --dry-run, which then tells its memory too; "
+        "by default as many as --moe-expert-capacity-factor lets them take.",
+    ),
 }
 """What each request takes, and its help text."""
-_NEEDING_DRY_RUN = ("world-size", "gpus-per-node", "dry-run-json")
+_FITS: Mapping[str, Callable[[str], bool]] = {COUNT: lambda text: is_count(text, LARGEST_WORLD), FACTOR: is_factor}
+"""Whether a value is what a request takes; any that is not empty is a file or a name."""
+_NEEDING_DRY_RUN = ("world-size", "gpus-per-node", "dry-run-json", "plan-expert-imbalance")
 
 
 def take(given: Sequence[Given]) -> tuple[list[Given], dict[str, list[str]], list[Violation]]:
@@ -245,10 +259,8 @@ def take(given: Sequence[Given]) -> tuple[list[Given], dict[str, list[str]], lis
             rest.append(item)
             continue
         takes, _ = REQUESTS[item.name]
-        if takes == NO_VALUE:
-            fits = not item.values
-        else:
-            fits = len(item.values) == 1 and (is_count(item.values[0], LARGEST_WORLD) if takes == COUNT else item.values[0] != "")
+        alone = len(item.values) == 1
+        fits = not item.values if takes == NO_VALUE else alone and _FITS.get(takes, bool)(item.values[0])
         if fits:
             asked.setdefault(item.name, []).extend(item.values)
         else:
@@ -278,7 +290,8 @@ def dry_run_in(asked: Mapping[str, Sequence[str]], world_size: int) -> DryRun | 
         return None
     last = {name: values[-1] for name, values in asked.items() if values}
     ranks, per_node = last.get("world-size", world_size), last.get("gpus-per-node", GPUS_PER_NODE)
-    return DryRun(int(ranks), int(per_node), last.get("dry-run-json"))
+    factor = last.get("plan-expert-imbalance")
+    return DryRun(int(ranks), int(per_node), last.get("dry-run-json"), None if factor is None else float(factor))
 
 
 def check_output(flag: str, path: str) -> None:

@@ -129,12 +129,12 @@ class Experts(nn.Module):
         x = x.value if isinstance(x, Remade) else x
         weights, chosen = self.router(x, documents, key)
         apply: Apply = self.experts
-        if self.router.spec.pads:
-            most = self.router.spec.taken(len(x) * self.router.sequence_ranks.size)
-            assert most is not None
-            apply = partial(padded, apply, most * x.shape[1] * self.samples)
+        most = self.router.spec.taken(len(x) * self.router.sequence_ranks.size)
+        if most is not None:
+            most *= x.shape[1] * self.samples
+            apply = partial(padded, apply, most) if self.router.spec.pads else apply
         y, shared = self.dispatcher.run(
-            x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), apply, lambda: self._of_shared(x)
+            x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), apply, lambda: self._of_shared(x), most
         )
         y = y.view_as(x)
         return y if shared is None else y + shared

@@ -57,8 +57,9 @@ class Dispatcher:
     etp: int
     """Ranks that hold parts of the same experts."""
     gathers: bool
-    planned: bool = False
-    """Whether tokens have no values, or nobody answers, so that all experts are taken to get as many."""
+    planned: float | None = None
+    """Where tokens have no values, or nobody answers: how many times the mean of choices the experts of this rank are taken to get,
+    each of them as many. More than can be is as many as can be."""
     elsewhere: int = 1
     """How many times as many choices there are as go to these experts, if all get as many."""
 
@@ -67,10 +68,16 @@ class Dispatcher:
         """The dispatcher of a rank."""
         group = context.expert_group
         alone = context.device.type == "meta" or context.backend == "fake"
-        return cls(group, experts, context.topology.etp, gathers and group.size > 1, alone)
+        return cls(group, experts, context.topology.etp, gathers and group.size > 1, 1.0 if alone else None)
 
     def run(
-        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, apply: Apply, meanwhile: Meanwhile
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        apply: Apply,
+        meanwhile: Meanwhile,
+        most: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sum over each token's experts of its weight x what the expert gives; and what was computed meanwhile.
 
@@ -78,32 +85,44 @@ class Dispatcher:
             x: [t, h].
             weights: [t, k].
             chosen: int64 [t, k]; the number E stands for no expert.
+            most: choices that an expert takes at most of all that these ranks have; by default all.
         """
         if not self.gathers:
-            return self._exchanged(x, weights, chosen, apply, meanwhile)
+            return self._exchanged(x, weights, chosen, apply, meanwhile, most)
         here = self.experts * self.etp // self.group.size
         x, weights = all_gather_forward(x, self.group), all_gather_forward(weights, self.group)
         everywhere = decided(lambda: all_gather(chosen, self.group))
         first = self.group.index // self.etp * here
         mine = (everywhere - first).where((everywhere >= first) & (everywhere < first + here), here)
         alone = replace(self, group=Group("alone", self.group.ranks[:1], 0), experts=here, etp=1, elsewhere=self.experts // here)
-        partial, beside = alone._exchanged(x, weights, mine, apply, meanwhile)
+        partial, beside = alone._exchanged(x, weights, mine, apply, meanwhile, most)
         return reduce_scatter_forward(partial, self.group), beside
 
     def _exchanged(
-        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, apply: Apply, meanwhile: Meanwhile
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        apply: Apply,
+        meanwhile: Meanwhile,
+        most: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        way = decided(lambda: self._way(chosen))
+        way = decided(lambda: self._way(chosen, most))
         trip = _Trip(way)
         unfinished = _Send.apply(x, trip)
         beside = meanwhile()
         results = apply(_Arrive.apply(unfinished, trip), way.counts)
         return _Collect.apply(results, weights, way), beside
 
-    def _way(self, chosen: torch.Tensor) -> _Dispatch:
-        if self.planned:
-            return _Dispatch.balanced(chosen, self.group, self.experts, self.etp, self.elsewhere)
-        return _Dispatch.of(chosen, self.group, self.experts, self.etp)
+    def _way(self, chosen: torch.Tensor, most: int | None) -> _Dispatch:
+        if self.planned is None:
+            return _Dispatch.of(chosen, self.group, self.experts, self.etp)
+        (tokens, k), here = chosen.shape, self.experts * self.etp // self.group.size
+        mean, everywhere = tokens * k * self.etp // self.elsewhere, tokens * self.group.size
+        # A token chooses an expert once at most.
+        bound = min(everywhere * min(k, here), here * (everywhere if most is None else most))
+        rows = mean if self.planned == 1.0 else bound if self.planned * mean >= bound else round(self.planned * mean)
+        return _Dispatch.planned(chosen, self.group, here, self.etp, rows, tokens * k if self.group.size > 1 else rows)
 
 
 @dataclass(frozen=True)
@@ -144,18 +163,27 @@ class _Dispatch:
         return cls(group, etp, tokens, k, flat.argsort(stable=True)[: sum(goes[::etp])], place, goes, comes, counts)
 
     @classmethod
-    def balanced(cls, chosen: torch.Tensor, group: Group, experts: int, etp: int, elsewhere: int) -> _Dispatch:
-        """The same where all experts get as many, as near as may be."""
-        (tokens, k), here, ranks = chosen.shape, experts * etp // group.size, group.size // etp
-        goes = [count for count in _even(tokens * k // elsewhere, ranks) for _ in range(etp)]
-        comes = _even(sum(goes), group.size)
+    def planned(cls, chosen: torch.Tensor, group: Group, here: int, etp: int, rows: int, sent: int) -> _Dispatch:
+        """The same where only the number of rows that this rank gets is known: from each rank as many, and for each of its experts,
+        as near as may be. Of the choices that this rank sends the other ranks' experts get equal shares.
+
+        Args:
+            here: experts of this rank.
+            sent: choices of this rank that go to an expert.
+        """
+        (tokens, k), others = chosen.shape, group.size // etp - 1
+        comes = _even(rows, group.size)
+        own = min(comes[group.index], sent) if others else sent
+        to_each = _even(sent - own, others) if others else []
+        to_each.insert(group.index // etp, own)
+        goes = [count for count in to_each for _ in range(etp)]
         # What it takes to find out: the counts.
-        order = torch.arange(tokens * k // elsewhere, device=chosen.device)
+        order = torch.arange(tokens * k, device=chosen.device)[:sent]
         counts = chosen.new_empty(2, group.size, here)
         if group.size > 1:
             all_to_all(counts[0], group)
-        place = torch.arange(sum(comes), device=chosen.device) if here > 1 and group.size > 1 else None
-        return cls(group, etp, tokens, k, order, place, goes, comes, _even(sum(comes), here))
+        place = torch.arange(rows, device=chosen.device) if here > 1 and group.size > 1 else None
+        return cls(group, etp, tokens, k, order, place, goes, comes, _even(rows, here))
 
     def start(self, rows: torch.Tensor, *, back: bool = False) -> Pending:
         """Begin to send rows [.., h] to the ranks of their experts, or back. The result is [.., h] too."""
@@ -226,7 +254,8 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.trip.way.by_choice(ctx.trip.arrive()).sum(1), None
+        trip, ctx.trip = ctx.trip, None  # as saved tensors, it goes when backward has used it, not when the whole graph goes
+        return trip.way.by_choice(trip.arrive()).sum(1), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -240,8 +269,9 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        rows = ctx.trip.way.as_arrived(grad)
-        ctx.trip.set_out(rows, back=True)
+        trip, ctx.trip = ctx.trip, None
+        rows = trip.way.as_arrived(grad)
+        trip.set_out(rows, back=True)
         return rows, None  # of the right shape; what `_Send` takes is on its way
 
 
@@ -257,7 +287,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        (found, weights), way = ctx.saved_tensors, ctx.way
+        (found, weights), way, ctx.way = ctx.saved_tensors, ctx.way, None
         wide = grad.to(weights.dtype)
         grad_weights = torch.bmm(found.to(weights.dtype), wide.unsqueeze(2)).squeeze(2)
         scaled = (weights.unsqueeze(2) * wide.unsqueeze(1)).to(grad.dtype).flatten(0, 1)

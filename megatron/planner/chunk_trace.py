@@ -29,6 +29,7 @@ from megatron.data_parallel.traffic import axes_in_words
 from megatron.memory.host import HostBuffer, HostMemory
 from megatron.memory.kept import Kept, keeping
 from megatron.model.build import Model
+from megatron.model.experts import Experts
 from megatron.model.gpt import GPTChunk
 from megatron.moe.balance import Balance
 from megatron.parallel.accumulate import GradSink, deferring
@@ -122,6 +123,7 @@ def trace_chunks(
     splits_backward: bool,
     device_type: str,
     cache: Traces | None = None,
+    expert_imbalance: float = 1.0,
 ) -> dict[int, ChunkTrace]:
     """Trace each chunk of this rank; the keys are chunk indices.
 
@@ -131,6 +133,7 @@ def trace_chunks(
         splits_backward: whether the schedule defers weight gradients.
         device_type: type of the job's devices, cpu or cuda, whatever this machine has.
         cache: traces made before with these settings, by kind of chunk.
+        expert_imbalance: how many times the mean of choices the experts of this rank are taken to get.
     """
     cache = {} if cache is None else cache
     found, kinds = {}, layer_kinds(model.config, model.precision, model.context_ways)
@@ -138,7 +141,7 @@ def trace_chunks(
         chunk = model.layer_table[index]
         key = kind_of(chunk, kinds)
         if key not in cache:
-            trace = partial(_trace, model, data, micro_batch_size, context, chunk, splits_backward, device_type)
+            trace = partial(_trace, model, data, micro_batch_size, context, chunk, splits_backward, device_type, expert_imbalance)
             cache[key] = trace()
             if any(segment.offloaded for segment in chunk.segments):
                 cache[key] = replace(cache[key], soon=trace(back_soon=True))
@@ -196,6 +199,7 @@ def _trace(
     chunk: Chunk,
     splits: bool,
     device_type: str,
+    expert_imbalance: float,
     *,
     back_soon: bool = False,
 ) -> ChunkTrace:
@@ -210,6 +214,7 @@ def _trace(
         chunk_run = ChunkRun(
             model, data, micro_batch_size, context, chunk, [chunk.segments[place] for place in run], ledger, device
         )
+        chunk_run.let_experts_get(expert_imbalance)
         chunk_run.run(splits=splits, back_soon=back_soon)
     ops: dict[OpKind, MemorySpan] = {}
     for kind, spans in chunk_run.spans.items():
@@ -328,6 +333,12 @@ class ChunkRun:
             place += len(segment.layers)
             modules[place - 1].register_forward_hook(self._after_segment)
 
+    def let_experts_get(self, imbalance: float) -> None:
+        """Let the experts of this rank get so many times the mean of choices."""
+        for module in self._module.modules():
+            if isinstance(module, Experts):
+                module.dispatcher = replace(module.dispatcher, planned=imbalance)
+
     def run(self, *, splits: bool, back_soon: bool) -> None:
         """Run all operations.
 
@@ -360,6 +371,7 @@ class ChunkRun:
             deferring() if splits else contextlib.nullcontext() as deferred,
         ):
             torch.autograd.backward([edge], [self._gradient])
+            del edge  # as the executor does: with it goes what operations hold beside saved tensors
             if self._received is not None:
                 self._received.grad = None  # on its way to the chunk before: counted with the messages
         if deferred is not None:

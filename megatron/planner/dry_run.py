@@ -25,6 +25,7 @@ from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner import advice
 from megatron.planner.allowances import Allowance, of_symmetric_memory, of_tensor_ring
 from megatron.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
+from megatron.planner.experts import experts_plan, worst_factor
 from megatron.planner.kinds import (
     Links,
     RankContent,
@@ -36,7 +37,7 @@ from megatron.planner.kinds import (
     places_by_content,
 )
 from megatron.planner.peak import Held, held_over_step, peak_activations, receive_plans, step_transfers
-from megatron.planner.plan import Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
+from megatron.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
 from megatron.planner.state_report import amount, layout_of
 from megatron.spec.counts import attention_shares, check_count, count_active
 from megatron.spec.layers import alike, context_ways
@@ -133,10 +134,18 @@ class Planner:
     Args:
         few: lay out only as many microbatches as the schedule needs to reach its peak of memory, for `sample`.
         traces: those made before for jobs whose chunks do the same.
+        expert_imbalance: how many times the mean of choices the experts of each rank are taken to get.
     """
 
     def __init__(
-        self, config: Config, dry_run: DryRun, vocab_size: int, *, few: bool = False, traces: Traces | None = None
+        self,
+        config: Config,
+        dry_run: DryRun,
+        vocab_size: int,
+        *,
+        few: bool = False,
+        traces: Traces | None = None,
+        expert_imbalance: float = 1.0,
     ) -> None:
         self._config, self._dry_run, self._vocab_size = config, dry_run, vocab_size
         parallel = config.parallel
@@ -168,6 +177,7 @@ class Planner:
         )
         self._overlap = _likely_overlap(self._device_type, self._topology.tp, dry_run.gpus_per_node)
         self._traces = {} if traces is None else traces
+        self._expert_imbalance = expert_imbalance
 
     def plan(self) -> Plan:
         """See `make_plan`."""
@@ -197,15 +207,27 @@ class Planner:
                 f"attention is taken to be computed by {' and '.join(attention)}",
                 *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
                 *self._of_context_ranks(),
-                *(
-                    ["all experts are taken to get as many tokens: a rank of busier ones keeps more activations"]
-                    * bool(config.model.num_experts)
-                ),
                 *(["layers are planned as without --compile: compiled, they keep as much or less"] * config.speed.compile),
                 *_NOTES,
             ),
             advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),
+            experts=self._of_experts(kinds),
         )
+
+    def _of_experts(self, kinds: Sequence[RankKind]) -> ExpertsPlan | None:
+        model, asked = self._config.model, self._dry_run.expert_imbalance
+        factor = worst_factor(model, asked)
+        if model.num_experts is None:
+            return None
+        unbalanced: Sequence[RankKind] = ()
+        if factor != 1.0:
+            worst = Planner(self._config, self._dry_run, self._vocab_size, expert_imbalance=factor)
+            unbalanced, _ = worst._kinds(range(self._topology.pp))
+        context = self._rank_of(0)
+        try:
+            return experts_plan(model, self._table, kinds, context, asked, unbalanced)
+        finally:
+            disconnect()
 
     def _of_context_ranks(self) -> Iterator[str]:
         """What they hold of each other, and how evenly they share attention."""
@@ -300,6 +322,7 @@ class Planner:
                 splits_backward=SCHEDULES[self._config.parallel.schedule].splits_backward,
                 device_type=self._device_type,
                 cache=self._traces,
+                expert_imbalance=self._expert_imbalance,
             )
 
     def _stages_alike(self) -> Iterable[list[int]]:

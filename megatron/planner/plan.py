@@ -149,6 +149,28 @@ class Work:
 
 
 @dataclass(frozen=True)
+class ExpertsPlan:
+    """What tokens travel to experts, and the memory of ranks whose experts get more of them."""
+
+    layers: int
+    """Those with experts."""
+    dispatched: int | None
+    """Bytes that a rank sends in a step to and from ranks of experts, on the stage with most; None where the group of these ranks
+    serves other purposes too, of which they are not told apart."""
+    dispatched_a_layer: int | None
+    """The same of one layer there."""
+    factor: float | None
+    """How many times the mean of choices the experts of the busiest rank are taken to get; None: as many as their capacity."""
+    unbalanced: tuple[RankKind, ...]
+    """Kinds of ranks where the experts of each get so many; empty where nothing was asked and no capacity bounds it."""
+
+    @property
+    def fullest(self) -> RankKind:
+        """The one of these that takes most of its device."""
+        return max(self.unbalanced, key=lambda kind: kind.memory.total.device)
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a job will take."""
 
@@ -169,6 +191,8 @@ class Plan:
     """Lines that say what would waste less."""
     limit: int | None = None
     """Bytes of a device's memory, if that is known."""
+    experts: ExpertsPlan | None = None
+    """None where the model has none."""
 
     def kind_at(self, stage: int, tensor: int, data: int) -> RankKind:
         """The kind of the rank at this pipeline stage, tensor rank and data rank."""
@@ -268,6 +292,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "computed_again_per_step": plan.work.again,
         },
         "pipeline": {"bubble_share": plan.work.bubble},
+        "experts": None if plan.experts is None else _experts(plan.experts),
         "links": _links(max(plan.kinds, key=lambda kind: kind.inside_bytes + kind.between_bytes)),
         "layers": [
             {
@@ -316,6 +341,18 @@ def _kind(kind: RankKind) -> dict[str, Any]:
         "sent": [asdict(one) for one in kind.sent],
         "activations_to_host_bytes": kind.to_host,
         "links": _links(kind),
+    }
+
+
+def _experts(experts: ExpertsPlan) -> dict[str, Any]:
+    worst = experts.fullest if experts.unbalanced else None
+    return {
+        "layers": experts.layers,
+        "dispatched_bytes": experts.dispatched,
+        "dispatched_bytes_a_layer": experts.dispatched_a_layer,
+        "imbalance": experts.factor,
+        "unbalanced_device_bytes": None if worst is None else worst.memory.total.device,
+        "unbalanced_activation_bytes": None if worst is None else worst.memory.activations.device,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, describe_offload, describe_recompute
-from megatron.planner.plan import Plan, RankKind
+from megatron.planner.plan import ExpertsPlan, Plan, RankKind
 from megatron.planner.state_report import amount, device_parts, host_parts, in_units
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
@@ -56,6 +56,29 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if total.host:
         each = min(plan.job.gpus_per_node, plan.job.world_size)
         yield f"  and {amount(total.host)} of host memory, {amount(each * total.host)} on a node: {host_parts(kind.memory)}"
+    if plan.experts is not None:
+        yield from _experts(plan, plan.experts)
+
+
+def _experts(plan: Plan, experts: ExpertsPlan) -> Iterator[str]:
+    if not experts.unbalanced:
+        yield (
+            "  all experts are taken to get as many tokens: a rank of busier ones keeps more activations "
+            "(--plan-expert-imbalance FACTOR tells how much)"
+        )
+    else:
+        kind = experts.fullest
+        more = kind.memory.total.device
+        busy = "take their whole capacity" if experts.factor is None else f"get {experts.factor:g} x the mean of tokens"
+        yield (
+            f"  that is with as many tokens for each expert; a rank whose experts {busy} needs {amount(more)}"
+            f" ({amount(kind.memory.activations.device)} of activations){_fits(plan, more)}"
+        )
+    if experts.dispatched_a_layer:
+        yield (
+            f"  tokens travel to experts and back in {_count(experts.layers, 'layer')}: a rank sends "
+            f"{amount(experts.dispatched_a_layer)} a layer in a step, {amount(experts.dispatched or 0)} in all"
+        )
 
 
 def _estimates(plan: Plan) -> Iterator[str]:

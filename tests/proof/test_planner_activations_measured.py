@@ -345,7 +345,7 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any]) -> None:
     has_collectives = bool({*TP2, *CP2, SHARDING, "expert_model_parallel_size"} & set(changes))
     allowed = 0.03 if SHARDING in changes else 0.01 if has_collectives else 0.005
     if "num_experts" in changes:
-        allowed = 0.06 if has_collectives else 0.03
+        allowed = 1e-5  # numbers of tokens and the like: some bytes
     if changes.get("bf16") and products_take_more(torch.bfloat16):
         allowed = 0.1
     measured = measure(config, world_size, SHARED_MEMORY if has_collectives else "gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,16 +68,25 @@ def settings(world_size: int, **changes: Any) -> Config:
     return load(arguments(**defaults | changes), world_size).config
 
 
-def plan_ranks(config: Config, world_size: int) -> list[Planned]:
+def plan_ranks(config: Config, world_size: int, *, expert_imbalance: float = 1.0) -> list[Planned]:
     """What the planner says of each rank. It says the same of all data and tensor ranks of a stage, so one of them is planned."""
     topology = _topology(config, world_size)
     places = [(at["pp"], at["cp"]) for at in map(topology.coordinates, range(world_size))]
-    found = {place: plan_rank(config, world_size, places.index(place)) for place in dict.fromkeys(places)}
+    found = {
+        place: plan_rank(config, world_size, places.index(place), expert_imbalance=expert_imbalance)
+        for place in dict.fromkeys(places)
+    }
     return [found[place] for place in places]
 
 
 def plan_rank(
-    config: Config, world_size: int, rank: int = 0, *, device_type: str = "cpu", overlap: Overlap | None = None
+    config: Config,
+    world_size: int,
+    rank: int = 0,
+    *,
+    device_type: str = "cpu",
+    overlap: Overlap | None = None,
+    expert_imbalance: float = 1.0,
 ) -> Planned:
     """What the planner says of a rank."""
     context = connect_fake(_topology(config, world_size), rank, config.parallel.fsdp_shard_size)
@@ -85,7 +95,15 @@ def plan_rank(
         schedule = _schedule(config, context, model)
         size, splits = config.training.micro_batch_size, SCHEDULES[config.parallel.schedule].splits_backward
         with backend_in_use(config.speed.attention_backend):
-            traces = trace_chunks(model, config.data, size, context, splits_backward=splits, device_type=device_type)
+            traces = trace_chunks(
+                model,
+                config.data,
+                size,
+                context,
+                splits_backward=splits,
+                device_type=device_type,
+                expert_imbalance=expert_imbalance,
+            )
         receives = receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication, device_type=device_type)
         return Planned(
             peak_activations(traces, model, config, context, schedule, receives, device_type=device_type),
@@ -106,17 +124,20 @@ class Measured(NamedTuple):
     """Bytes of buffers for activations in host memory, which the allocator does not see here."""
 
 
-def measure(config: Config, world_size: int, backend: str = "gloo") -> list[Measured]:
+def measure(
+    config: Config, world_size: int, backend: str = "gloo", prepare: Callable[[Model], None] = lambda model: None
+) -> list[Measured]:
     """What each rank took.
 
     Args:
         backend: of the process groups. Gloo copies nothing that stages send, but its threads may be the last to hold what a
             collective takes, and then this thread's profiler does not see it freed. Shared memory copies, all on this thread.
+        prepare: what is done to the model of each rank before its first step.
     """
 
     def rank_run(rank: int) -> Measured:
         HostMemory.allocate = lambda self, size: torch.from_numpy(np.empty(size, dtype=np.uint8))  # type: ignore[method-assign]
-        step, batch = build_step(config, world_size, rank)
+        step, batch = build_step(config, world_size, rank, prepare)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
             step.gradients(batch)
         _together()
@@ -144,7 +165,9 @@ def products_take_more(dtype: torch.dtype) -> bool:
     return bool(run_ranks(1, probe)[0])
 
 
-def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, list[ModelInputs]]:
+def build_step(
+    config: Config, world_size: int, rank: int, prepare: Callable[[Model], None] = lambda model: None
+) -> tuple[TrainStep, list[ModelInputs]]:
     """A rank that is ready for its first step, and the step's inputs; all ranks together."""
     context = make_context(
         _topology(config, world_size), rank, torch.device("cpu"), fsdp_shard_size=config.parallel.fsdp_shard_size
@@ -153,6 +176,7 @@ def build_step(config: Config, world_size: int, rank: int) -> tuple[TrainStep, l
     model = build(config, context)
     step = TrainStep.of(config, model, context)
     step.prepare(_num_microbatches(config, context))
+    prepare(model)
     batch = next(_batches(config, context, model))
     _together()
     return step, batch

@@ -265,6 +265,10 @@ def test_a_dry_run_needs_no_more_than_the_job() -> None:
     assert found.dry_run == DryRun(24, 8, None) and found.config.optimizer.lr is None and not found.config.data.mock_data
     found = load([*JOB, "--dry-run", "--gpus-per-node", "4", "--dry-run-json", "plan.json"], 3)
     assert found.dry_run == DryRun(3, 4, "plan.json")
+    assert load([*JOB, "--dry-run", "--plan-expert-imbalance", "1.5"], 1).dry_run == DryRun(1, 8, None, 1.5)
+    for factor in ("0.5", "inf", "much", "nan"):
+        with pytest.raises(ConfigError, match="--plan-expert-imbalance takes a number of at least 1"):
+            load([*JOB, "--dry-run", "--plan-expert-imbalance", factor], 1)
     with pytest.raises(ConfigError) as error:
         load(JOB, 1)
     assert {violation.flags[0] for violation in error.value.violations} == {
