@@ -17,7 +17,7 @@
 #   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1), with as many tokens for each expert:
-#   memory per GPU       60.4 GB
+#   memory per GPU       58.5 GB
 #   tokens per step      62,914,560
 #   pipeline idle        17.4 %
 set -euo pipefail

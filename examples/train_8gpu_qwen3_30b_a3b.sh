@@ -10,7 +10,7 @@
 #   More variables: examples/launch.sh.
 #
 # By the dry run (DRY_RUN=1), with as many tokens for each expert:
-#   memory per GPU       62.5 GB
+#   memory per GPU       59.3 GB
 #   tokens per step      4,194,304
 #   pipeline idle        0.0 %
 set -euo pipefail
