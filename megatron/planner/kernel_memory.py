@@ -144,12 +144,12 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide))
-        return torch.empty_like(x)
+        return x * 1  # one kernel that reads and writes, as the fused one
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        return torch.add(grad, x), None if weight is None else torch.empty_like(weight)
 
 
 def _rms_norm(x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.planner.kernel_memory import bytes_inside, gathered_bytes, resolved, scattered_bytes
+from megatron.planner.work import Work, WorkCounter, summed
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -63,17 +64,20 @@ class MemorySpan:
     """Bytes alive at its end less those alive when it began."""
     sent: tuple[Transfer, ...] = ()
     """What it sent over the tensor and the context group."""
+    work: Work = field(default_factory=Work)
+    """What the device did."""
 
 
 def joined(spans: Iterable[MemorySpan]) -> MemorySpan:
     """Consecutive spans as one."""
     peak = alive = 0
     sent: list[Transfer] = []
+    spans = list(spans)
     for span in spans:
         peak = max(peak, alive + span.peak)
         alive += span.change
         sent += span.sent
-    return MemorySpan(peak, alive, added(sent))
+    return MemorySpan(peak, alive, added(sent), summed(span.work for span in spans))
 
 
 class StorageLedger(TorchDispatchMode):
@@ -92,12 +96,13 @@ class StorageLedger(TorchDispatchMode):
         self._known: set[int] = set()
         self._begin = self._peak = 0
         self._sent: list[Transfer] = []
+        self._work = WorkCounter()
         self._sum: tuple[int, int] | None = None
 
     def cut(self) -> MemorySpan:
         """What happened since the last cut."""
         self._look()
-        span = MemorySpan(self._peak - self._begin, self.alive - self._begin, tuple(self._sent))
+        span = MemorySpan(self._peak - self._begin, self.alive - self._begin, tuple(self._sent), self._work.take())
         self._begin = self._peak = self.alive
         self._sent = []
         return span
@@ -109,6 +114,7 @@ class StorageLedger(TorchDispatchMode):
         if func.namespace == "prim":  # this asks for a tensor's device
             return out
         self.kernels.add(func.name())
+        self._work.note(func, args, kwargs or {}, out)
         if func.namespace in ("c10d", "symm_mem") and func.name() != "c10d::recv_":
             self._sent.append(self._transfer(func.name(), args))
         for tensor in tree_leaves(out):

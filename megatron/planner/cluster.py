@@ -1,0 +1,167 @@
+"""What a cluster's devices and links do: figures of makers, and the share of each that long work reaches. One file each (YAML).
+
+Figures come with their source in the files. The shares are fitted to published runs (docs/planning.md), or measured on the machine
+itself by `tools/check_cluster.py --measure`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib import resources
+from typing import Any, get_type_hints
+
+import yaml
+
+from megatron.config.errors import ConfigError, Violation
+from megatron.metrics.device_peaks import peak_flops
+
+_FOLDER = "clusters"
+_SCALARS = {float: (int, float), int: (int,), str: (str,)}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The share of a maker's figure that long work reaches; 1 is all of it."""
+
+    products: Mapping[str, float]
+    """Of the peak of a dtype (bfloat16, float8), by large matrix products."""
+    attention: float
+    """Of the peak of the model's dtype, by attention's forward."""
+    attention_backward: float
+    """By its backward; the scores that it makes again are not counted as work."""
+    memory: float
+    """Of the memory's bandwidth, by kernels that go through it."""
+    node: float = 0.8
+    """Of a link inside a node, by collectives."""
+    network: float = 0.8
+    """Of a link between nodes."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A kind of device, its memory, and the links between many of them. GB are 10^9 bytes; links count one direction."""
+
+    name: str
+    device: str
+    """As torch names it; peaks that are not given are looked up by it."""
+    memory_gb: float
+    memory_gb_s: float
+    """Bandwidth of a device's memory."""
+    gpus_per_node: int
+    """Devices that reach each other by the fast links."""
+    node_gb_s: float
+    """Of one device, to the others of its node."""
+    network_gb_s: float
+    """Of one device, to other nodes."""
+    reached: Reached
+    peak_tflops: Mapping[str, float] = field(default_factory=dict)
+    """Dense peaks by dtype, where the table of devices does not know them or they are measured."""
+    node_us: float = 4.0
+    """Latency of a step of a collective inside a node."""
+    network_us: float = 12.0
+    """Latency of one between nodes."""
+    host_gb_s: float = 25.0
+    """Between a device and its host's memory."""
+    kernel_us: float = 3.0
+    """What each kernel takes beside its work: from the end of one to the begin of the next."""
+    host_us: float = 9.0
+    """What the host takes to launch a kernel, with Python's part. A device that is faster waits."""
+    product_us: float = 5.0
+    """What a product takes until all of the device works on it."""
+    hidden: float = 0.85
+    """The share of what is sent beside computing that this hides."""
+    step_ms: float = 5.0
+    """What a step takes beside its operations: waiting for the slowest rank, the numbers that all agree on."""
+    spread: float = 0.1
+    """Standard deviation of the logarithm of measured over predicted time, where such layouts were calibrated."""
+    shared_by: int = 0
+    """Devices of a node that compute at once; ranks beyond them share. 0: all (a machine's CPUs have one device a core)."""
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak in FLOP/s.
+
+        Raises:
+            ConfigError: it is known neither here nor in the table of devices.
+        """
+        if dtype in self.peak_tflops:
+            return self.peak_tflops[dtype] * 1e12
+        found = peak_flops(self.device, dtype)
+        if found is None:
+            raise ConfigError(
+                [
+                    Violation(
+                        (), f"the peak of {self.device} in {dtype} is not known.", f"Write peak_tflops: {{{dtype}: ...}} in it."
+                    )
+                ]
+            )
+        return found
+
+    def yaml(self) -> str:
+        """As a file."""
+        return yaml.safe_dump(asdict(self), sort_keys=False)
+
+
+def cluster_names() -> list[str]:
+    """Names of the clusters that are shipped."""
+    folder = resources.files("megatron.planner") / _FOLDER
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """A cluster by its name among those that are shipped, or by the path of a file.
+
+    Raises:
+        ConfigError: there is none, or the file does not describe one.
+    """
+    if name in cluster_names():
+        text = (resources.files("megatron.planner") / _FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    elif os.path.isfile(name):
+        with open(name, encoding="utf-8") as file:
+            text = file.read(1_000_000)
+    else:
+        near = difflib.get_close_matches(name, cluster_names(), n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            [Violation((), f"there is no cluster {name}.", f"Known: {', '.join(cluster_names())}; or a file.{meant}")]
+        )
+    try:
+        return _read(Cluster, yaml.safe_load(text), name)
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ConfigError(
+            [Violation((), f"{name} does not describe a cluster: {error}", "tools/check_cluster.py --measure writes one.")]
+        ) from None
+
+
+def _read(kind: type[Any], given: object, where: str) -> Any:
+    """A dataclass of what a file says.
+
+    Raises:
+        ValueError: a field is missing, unknown, or not a number that it can be.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} is not a table of fields.")
+    known = {one.name: one for one in fields(kind)}
+    types = get_type_hints(kind)
+    if unknown := sorted(set(map(str, given)) - set(known)):
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        raise ValueError(f"{where} has no field {unknown[0]}{f' (is {near[0]} meant?)' if near else ''}.")
+    if missing := [n for n, one in known.items() if n not in given and one.default is MISSING and one.default_factory is MISSING]:
+        raise ValueError(f"{where} lacks {', '.join(missing)}.")
+    return kind(**{name: _value(types[name], value, f"{where}: {name}") for name, value in given.items()})
+
+
+def _value(kind: Any, value: object, where: str) -> object:
+    if kind is Reached:
+        return _read(Reached, value, where)
+    if kind not in _SCALARS:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} is not a table of numbers by dtype.")
+        return {str(key): _value(float, number, f"{where}.{key}") for key, number in value.items()}
+    if not isinstance(value, _SCALARS[kind]) or isinstance(value, bool):
+        raise ValueError(f"{where} is {value!r}, which is no {kind.__name__}.")
+    if not isinstance(value, str) and not 0 <= float(value) < 1e9:
+        raise ValueError(f"{where} is {value}, which is out of range.")
+    return value

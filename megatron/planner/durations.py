@@ -1,0 +1,149 @@
+"""How long work takes on a cluster's devices, and what is sent on its links.
+
+Time of a product: its FLOPs at the rate that large products reach, and its factors and result through memory. So small or thin ones
+are slow in the measure in which they are (the roofline of Williams et al. 2009, with a sum in place of its corner).
+Time of a collective: (n - 1) latencies and the bytes that one rank sends, at the rate of the slowest link in the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.planner.cluster import Cluster
+from megatron.planner.work import Attention, Product, Work
+
+_ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8": 1}
+_UNFUSED_FORWARD, _UNFUSED_BACKWARD = 13, 17
+"""Bytes that go through memory for each pair of a query and a key where attention is made of single kernels in 16 bits: scores
+written, scaled and masked to probabilities, dropped, read again (Korthikanti et al. 2022, section 4.1, lists what is kept)."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Software that differs from ours, for runs of others that a prediction is compared with. Ours is the default."""
+
+    name: str = "ours"
+    flash: bool = True
+    """Whether attention is one kernel that keeps no probabilities."""
+    attention: float = 1.0
+    """Speed of attention's kernels over those that the cluster file has in mind."""
+    products: float = 1.0
+    """Speed of products over the cluster's."""
+    elementwise: float = 1.0
+    """Bytes that kernels beside products move, over those of ours: fused ones move fewer."""
+    launches: float = 1.0
+    """Kernels launched over those of ours; CUDA graphs launch none."""
+    hidden: float = 1.0
+    """How well sending is hidden, over ours."""
+
+
+OURS = Stack()
+COMPILED = Stack("ours, compiled", elementwise=0.5, launches=0.4)
+"""With --compile: neighbouring element-wise kernels are one."""
+
+
+class Spent(NamedTuple):
+    """Seconds of a device, by what it does."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    """Kernels that go through memory, and the gaps between all kernels."""
+    launching: float = 0.0
+    """Waiting for the host to launch."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+class Ring(NamedTuple):
+    """Ranks that send to each other."""
+
+    size: int
+    per_node: float
+    """How many of them a node has."""
+
+
+class Durations:
+    """Times on one cluster with one software.
+
+    Args:
+        in_8_bits: the dtype whose rate attention has is that of the model, also where products are in 8 bits.
+        crowd: ranks that share a device.
+    """
+
+    def __init__(self, cluster: Cluster, stack: Stack = OURS, *, crowd: float = 1.0) -> None:
+        self.cluster, self.stack = cluster, stack
+        self._crowd = crowd
+        self._memory = cluster.memory_gb_s * 1e9 * cluster.reached.memory / crowd
+
+    def of(self, work: Work) -> Spent:
+        """Seconds of some work."""
+        products = sum(times * self.product(one) for one, times in work.products.items())
+        attention = sum(times * self.attention(one) for one, times in work.attention.items())
+        kernels = work.kernels * self.stack.launches
+        elementwise = work.moved * self.stack.elementwise / self._memory + kernels * self.cluster.kernel_us * 1e-6
+        on_device = products + attention + elementwise
+        return Spent(products, attention, elementwise, max(0.0, kernels * self.cluster.host_us * 1e-6 - on_device))
+
+    def product(self, one: Product) -> float:
+        """Seconds of a product."""
+        size = _ITEMSIZE[one.dtype]
+        wide = max(size, 2)
+        moved = one.batch * (one.m * one.k * size + one.k * one.n * size + one.m * one.n * wide)
+        return one.flops / self._rate(one.dtype) + moved / self._memory + self.cluster.product_us * 1e-6
+
+    def attention(self, one: Attention) -> float:
+        """Seconds of an attention kernel, or of the kernels in its place."""
+        reached, peak = self.cluster.reached, self.cluster.peak(_column(one.dtype)) / self._crowd
+        if not self.stack.flash:
+            pairs = 2 * one.pairs  # of the whole square
+            per_pair = _UNFUSED_BACKWARD if one.backward else _UNFUSED_FORWARD
+            return 2 * one.flops / self._rate(one.dtype) + pairs * per_pair * _ITEMSIZE[one.dtype] / 2 / self._memory
+        share = reached.attention_backward if one.backward else reached.attention
+        return one.flops / (peak * share * self.stack.attention)
+
+    def _rate(self, dtype: str) -> float:
+        column = _column(dtype)
+        reached = self.cluster.reached.products
+        share = reached.get(column, reached.get("bfloat16", min(reached.values())))
+        return self.cluster.peak(column) * share * self.stack.products / self._crowd
+
+    def sending(self, num_bytes: float, calls: float, ring: Ring) -> float:
+        """Seconds in which one rank sends so many bytes in so many collectives.
+
+        Where a node has several ranks of the ring, each sends over its own network links, so the ring has all of them.
+        """
+        if ring.size <= 1 or not (num_bytes or calls):
+            return 0.0
+        cluster, inside = self.cluster, min(ring.per_node, ring.size)
+        rate, nodes = cluster.node_gb_s * cluster.reached.node, ring.size / inside
+        if nodes > 1:
+            rate = (
+                min(rate, inside * cluster.network_gb_s * cluster.reached.network)
+                if inside > 1
+                else (cluster.network_gb_s * cluster.reached.network)
+            )
+        latency = (inside - 1) * cluster.node_us + (nodes - 1) ** 0.5 * cluster.network_us
+        return num_bytes * self._crowd / (rate * 1e9) + calls * latency * 1e-6
+
+    def message(self, num_bytes: float, *, between_nodes: bool) -> float:
+        """Seconds of a message between stages."""
+        cluster = self.cluster
+        if between_nodes:
+            return num_bytes / (cluster.network_gb_s * cluster.reached.network * 1e9) + cluster.network_us * 1e-6
+        return num_bytes / (cluster.node_gb_s * cluster.reached.node * 1e9) + cluster.node_us * 1e-6
+
+
+def added(some: Iterable[Spent]) -> Spent:
+    """The sum of each part."""
+    return Spent(*(sum(each) for each in zip(*some, strict=True))) if (some := list(some)) else Spent()  # type: ignore[assignment]
+
+
+def _column(dtype: str) -> str:
+    """The column of the table of peaks for a dtype of torch."""
+    return "float8" if dtype.startswith("float8") else dtype

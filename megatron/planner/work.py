@@ -1,0 +1,187 @@
+"""What operations on tensors would have a device do: products with their shapes, attention, bytes that go through memory, kernels.
+
+It is read off the operations themselves as a plan runs them on tensors without memory, so there is no second list of what a layer
+computes. How long it takes on a device is `durations.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron.spec.counts import attended
+
+
+class Product(NamedTuple):
+    """`batch` products of [m, k] and [k, n]."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    """Of the factors, as torch names it: bfloat16."""
+
+    @property
+    def flops(self) -> int:
+        """Two for each multiply-add."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+class Attention(NamedTuple):
+    """Scores of queries and keys, their softmax, and its product with values; or the gradients of these."""
+
+    pairs: int
+    """Pairs of a query and a key that count, of all heads and sequences; half of the square where attention is causal."""
+    channels: int
+    """Those of a query head and a value head together."""
+    length: int
+    """Tokens of a sequence."""
+    backward: bool
+    dtype: str
+
+    @property
+    def flops(self) -> int:
+        """Two products forward. Backward has four for gradients; the fifth, of scores that it makes again, is in the device's
+        rate."""
+        return (4 if self.backward else 2) * self.pairs * self.channels
+
+
+@dataclass(frozen=True)
+class Work:
+    """What some operations do, on one rank."""
+
+    products: Counter[Product] = field(default_factory=Counter)
+    attention: Counter[Attention] = field(default_factory=Counter)
+    moved: int = 0
+    """Bytes that all other kernels read and write."""
+    kernels: int = 0
+    """How many kernels are launched, of each kind."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.kernels + other.kernels,
+        )
+
+    @property
+    def flops(self) -> int:
+        """Of products and attention."""
+        return sum(times * one.flops for some in (self.products, self.attention) for one, times in some.items())
+
+
+def summed(works: Iterable[Work]) -> Work:
+    """Works one after the other."""
+    products, attention = Counter[Product](), Counter[Attention]()
+    moved = kernels = 0
+    for work in works:
+        products.update(work.products)
+        attention.update(work.attention)
+        moved, kernels = moved + work.moved, kernels + work.kernels
+    return Work(products, attention, moved, kernels)
+
+
+class WorkCounter:
+    """Adds up the work of operations."""
+
+    def __init__(self) -> None:
+        self._products, self._attention = Counter[Product](), Counter[Attention]()
+        self._moved = self._kernels = 0
+
+    def take(self) -> Work:
+        """What was noted since the last time."""
+        taken = Work(self._products, self._attention, self._moved, self._kernels)
+        self.__init__()  # type: ignore[misc]
+        return taken
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note an operation of torch that has run."""
+        if func.namespace in _NOT_KERNELS or func.is_view:
+            return
+        name = func.name().split("::")[1].split(".")[0]
+        if name in _WITHOUT_KERNEL:
+            return
+        self._kernels += 1
+        if name in _FACTORS:
+            self._products[_product(*args[_FACTORS[name] : _FACTORS[name] + 2])] += 1
+        elif "attention" in name or "_attn" in name:
+            bound = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+            self._attention[_attention(name, bound)] += 1
+        else:
+            self._moved += _moved(name, args, kwargs, out)
+
+
+_NOT_KERNELS = ("prim", "c10d", "symm_mem")
+_WITHOUT_KERNEL = frozenset(
+    ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "promote_types", "lift_fresh", "alias", "detach")
+    + ("_unsafe_view", "_local_scalar_dense", "set_", "resize_")
+)
+_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0, "_grouped_mm": 0}
+_FACTORS |= {"_scaled_grouped_mm": 0}
+"""Operations that multiply matrices, with the place of the first factor among their arguments."""
+_BY_ROWS = frozenset(
+    ("embedding", "index_select", "index", "gather", "index_put_", "_index_put_impl_", "index_copy_", "scatter_add_")
+)
+"""Operations that touch no more of a large tensor than they have indices for."""
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> Product:
+    """Of [m, k] and [k, n], with a batch in front, or grouped: rows of the one, or the k of both, are divided among several."""
+    groups, m, n, k = 1, a.shape[-2], b.shape[-1], a.shape[-1]
+    if a.dim() == b.dim() == 3:
+        groups = a.shape[0]
+    elif b.dim() == 3:
+        groups, m = b.shape[0], -(-m // b.shape[0])
+    return Product(groups, m, n, k, _dtype(a))
+
+
+def _attention(name: str, bound: dict[str, Any]) -> Attention:
+    """A kernel of torch: of sequences [b, heads, s, d] or [b, s, heads, d], or of documents end to end [t, heads, d]."""
+    q, k, v = (bound[word] for word in ("query", "key", "value"))
+    heads, length, keys = (-3, -2, -2) if name.startswith("_scaled") else (-2, -3, -3)
+    heads, length, keys = q.shape[heads], q.shape[length], k.shape[keys]
+    batch = q.shape[0] if q.dim() == 4 else 1
+    bounds = bound.get("cu_seq_q")
+    if bounds is not None:
+        batch = max(1, bounds.shape[0] - 1)
+        length, keys = length // batch, keys // batch
+    pairs = length * keys
+    if bound.get("is_causal"):
+        window = (bound.get("window_size") or [bound.get("window_size_left")])[0]
+        pairs = attended(length, None if window is None or window < 0 else window) // 2 if length == keys else pairs // 2
+    return Attention(
+        batch * heads * pairs, q.shape[-1] + v.shape[-1], length, "grad_out" in bound or "grad_out_" in bound, _dtype(q)
+    )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that a kernel reads and writes: its tensors once each."""
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    if name in _BY_ROWS:
+        rows = min((_bytes(one) for one in (*inputs, *outputs) if one.is_floating_point()), default=0)
+        return 2 * rows
+    known = {id(one) for one in inputs}
+    return (
+        sum(_bytes(one) for one in inputs)
+        + sum(_bytes(one) for one in outputs if id(one) not in known)
+        + (_bytes(outputs[0]) if name.endswith("_") and outputs else 0)
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Those that it stands on: where one number is read many times, it is read once."""
+    numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return int(numel) * tensor.itemsize
