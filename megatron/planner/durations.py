@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.planner.cluster import Cluster
-from megatron.planner.work import Attention, Product, Work
+from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8": 1}
 _UNFUSED_FORWARD, _UNFUSED_BACKWARD = 13, 17
@@ -60,7 +60,7 @@ class Spent(NamedTuple):
         return sum(self)
 
 
-class Ring(NamedTuple):
+class Ranks(NamedTuple):
     """Ranks that send to each other."""
 
     size: int
@@ -81,7 +81,7 @@ class Durations:
         self._crowd = crowd
         self._memory = cluster.memory_gb_s * 1e9 * cluster.reached.memory / crowd
 
-    def of(self, work: Work) -> Spent:
+    def of(self, work: DeviceWork) -> Spent:
         """Seconds of some work."""
         products = sum(times * self.product(one) for one, times in work.products.items())
         attention = sum(times * self.attention(one) for one, times in work.attention.items())
@@ -90,14 +90,14 @@ class Durations:
         on_device = products + attention + elementwise
         return Spent(products, attention, elementwise, max(0.0, kernels * self.cluster.host_us * 1e-6 - on_device))
 
-    def product(self, one: Product) -> float:
+    def product(self, one: MatrixProduct) -> float:
         """Seconds of a product."""
         size = _ITEMSIZE[one.dtype]
         wide = max(size, 2)
         moved = one.batch * (one.m * one.k * size + one.k * one.n * size + one.m * one.n * wide)
         return one.flops / self._rate(one.dtype) + moved / self._memory + self.cluster.product_us * 1e-6
 
-    def attention(self, one: Attention) -> float:
+    def attention(self, one: AttentionWork) -> float:
         """Seconds of an attention kernel, or of the kernels in its place."""
         reached, peak = self.cluster.reached, self.cluster.peak(_column(one.dtype)) / self._crowd
         if not self.stack.flash:
@@ -113,7 +113,7 @@ class Durations:
         share = reached.get(column, reached.get("bfloat16", min(reached.values())))
         return self.cluster.peak(column) * share * self.stack.products / self._crowd
 
-    def sending(self, num_bytes: float, calls: float, ring: Ring) -> float:
+    def sending(self, num_bytes: float, calls: float, ring: Ranks) -> float:
         """Seconds in which one rank sends so many bytes in so many collectives.
 
         Where a node has several ranks of the ring, each sends over its own network links, so the ring has all of them.

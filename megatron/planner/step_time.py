@@ -17,7 +17,7 @@ from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner.chunk_trace import Traces
 from megatron.planner.cluster import Cluster
 from megatron.planner.dry_run import Planner, StepWork
-from megatron.planner.durations import COMPILED, OURS, Durations, Ring, Spent, Stack, added
+from megatron.planner.durations import COMPILED, OURS, Durations, Ranks, Spent, Stack, added
 from megatron.planner.plan import RankKind
 from megatron.spec.counts import flops_per_step
 from megatron.spec.operations import Op, OpKind
@@ -144,7 +144,7 @@ class _Step:
         crowd = max(1.0, min(dry_run.world_size, dry_run.gpus_per_node) / (cluster.shared_by or math.inf))
         self._durations = Durations(cluster, stack, crowd=crowd)
         self._hidden = min(1.0, cluster.hidden * stack.hidden)
-        self._rings = {name: Ring(*each) for name, each in work.groups.items()}
+        self._rings = {name: Ranks(*each) for name, each in work.groups.items()}
         self._kind_of_stage = {stage: kind for kind in work.kinds for stage in kind.stages}
         self._by_layers = config.parallel.sharding == "optim_grads_params"
 
@@ -211,8 +211,8 @@ class _Step:
     def _overlaps(self, over: str) -> bool:
         return self._config.parallel.tp_comm_overlap if over == "tp" else over == "cp"
 
-    def _ring(self, over: str) -> Ring:
-        return self._rings.get(over, Ring(1, 1))
+    def _ring(self, over: str) -> Ranks:
+        return self._rings.get(over, Ranks(1, 1))
 
     def _of_state(self, chunk: int, kind: OpKind, computing: float) -> float:
         """Waiting within an operation for parameters and gradients that are sent with each microbatch."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.planner.kernel_memory import bytes_inside, gathered_bytes, resolved, scattered_bytes
-from megatron.planner.work import Work, WorkCounter, summed
+from megatron.planner.work import DeviceWork, WorkCounter, summed
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -64,7 +64,7 @@ class MemorySpan:
     """Bytes alive at its end less those alive when it began."""
     sent: tuple[Transfer, ...] = ()
     """What it sent over the tensor and the context group."""
-    work: Work = field(default_factory=Work)
+    work: DeviceWork = field(default_factory=DeviceWork)
     """What the device did."""
 
 

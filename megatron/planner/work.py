@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.spec.counts import attended
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """`batch` products of [m, k] and [k, n]."""
 
     batch: int
@@ -34,7 +34,7 @@ class Product(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
-class Attention(NamedTuple):
+class AttentionWork(NamedTuple):
     """Scores of queries and keys, their softmax, and its product with values; or the gradients of these."""
 
     pairs: int
@@ -54,18 +54,18 @@ class Attention(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """What some operations do, on one rank."""
 
-    products: Counter[Product] = field(default_factory=Counter)
-    attention: Counter[Attention] = field(default_factory=Counter)
+    products: Counter[MatrixProduct] = field(default_factory=Counter)
+    attention: Counter[AttentionWork] = field(default_factory=Counter)
     moved: int = 0
     """Bytes that all other kernels read and write."""
     kernels: int = 0
     """How many kernels are launched, of each kind."""
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: DeviceWork) -> DeviceWork:
+        return DeviceWork(
             self.products + other.products,
             self.attention + other.attention,
             self.moved + other.moved,
@@ -78,27 +78,27 @@ class Work:
         return sum(times * one.flops for some in (self.products, self.attention) for one, times in some.items())
 
 
-def summed(works: Iterable[Work]) -> Work:
+def summed(works: Iterable[DeviceWork]) -> DeviceWork:
     """Works one after the other."""
-    products, attention = Counter[Product](), Counter[Attention]()
+    products, attention = Counter[MatrixProduct](), Counter[AttentionWork]()
     moved = kernels = 0
     for work in works:
         products.update(work.products)
         attention.update(work.attention)
         moved, kernels = moved + work.moved, kernels + work.kernels
-    return Work(products, attention, moved, kernels)
+    return DeviceWork(products, attention, moved, kernels)
 
 
 class WorkCounter:
     """Adds up the work of operations."""
 
     def __init__(self) -> None:
-        self._products, self._attention = Counter[Product](), Counter[Attention]()
+        self._products, self._attention = Counter[MatrixProduct](), Counter[AttentionWork]()
         self._moved = self._kernels = 0
 
-    def take(self) -> Work:
+    def take(self) -> DeviceWork:
         """What was noted since the last time."""
-        taken = Work(self._products, self._attention, self._moved, self._kernels)
+        taken = DeviceWork(self._products, self._attention, self._moved, self._kernels)
         self.__init__()  # type: ignore[misc]
         return taken
 
@@ -133,17 +133,17 @@ _BY_ROWS = frozenset(
 """Operations that touch no more of a large tensor than they have indices for."""
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> Product:
+def _product(a: torch.Tensor, b: torch.Tensor) -> MatrixProduct:
     """Of [m, k] and [k, n], with a batch in front, or grouped: rows of the one, or the k of both, are divided among several."""
     groups, m, n, k = 1, a.shape[-2], b.shape[-1], a.shape[-1]
     if a.dim() == b.dim() == 3:
         groups = a.shape[0]
     elif b.dim() == 3:
         groups, m = b.shape[0], -(-m // b.shape[0])
-    return Product(groups, m, n, k, _dtype(a))
+    return MatrixProduct(groups, m, n, k, _dtype(a))
 
 
-def _attention(name: str, bound: dict[str, Any]) -> Attention:
+def _attention(name: str, bound: dict[str, Any]) -> AttentionWork:
     """A kernel of torch: of sequences [b, heads, s, d] or [b, s, heads, d], or of documents end to end [t, heads, d]."""
     q, k, v = (bound[word] for word in ("query", "key", "value"))
     heads, length, keys = (-3, -2, -2) if name.startswith("_scaled") else (-2, -3, -3)
@@ -157,7 +157,7 @@ def _attention(name: str, bound: dict[str, Any]) -> Attention:
     if bound.get("is_causal"):
         window = (bound.get("window_size") or [bound.get("window_size_left")])[0]
         pairs = attended(length, None if window is None or window < 0 else window) // 2 if length == keys else pairs // 2
-    return Attention(
+    return AttentionWork(
         batch * heads * pairs, q.shape[-1] + v.shape[-1], length, "grad_out" in bound or "grad_out_" in bound, _dtype(q)
     )
 
