@@ -27,17 +27,17 @@ class Reached:
     """The share of a maker's figure that long work reaches; 1 is all of it."""
 
     products: Mapping[str, float]
-    """Of the peak of a dtype (bfloat16, float8), by large matrix products."""
+    """Large matrix products, of the peak of their dtype (bfloat16, float8)."""
     attention: float
-    """Of the peak of the model's dtype, by attention's forward."""
+    """Attention's forward, of the peak of the model's dtype."""
     attention_backward: float
-    """By its backward; the scores that it makes again are not counted as work."""
+    """Its backward; the scores that it makes again are not counted as work."""
     memory: float
-    """Of the memory's bandwidth, by kernels that go through it."""
+    """Kernels that go through the memory, of its bandwidth."""
     node: float = 0.8
-    """Of a link inside a node, by collectives."""
+    """Collectives, of a link inside a node."""
     network: float = 0.8
-    """Of a link between nodes."""
+    """Collectives, of a link between nodes."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Cluster:
     gpus_per_node: int
     """Devices that reach each other by the fast links."""
     node_gb_s: float
-    """Of one device, to the others of its node."""
+    """What one device sends to the others of its node."""
     network_gb_s: float
-    """Of one device, to other nodes."""
+    """What one device sends to other nodes."""
     reached: Reached
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
     """Dense peaks by dtype, where the table of devices does not know them or they are measured."""

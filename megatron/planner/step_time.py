@@ -35,12 +35,12 @@ class StepTime:
     parts: Mapping[str, float]
     """Seconds of the busiest rank by what they are spent on; together the step."""
     tokens: int
-    """Of a step, over all ranks."""
+    """Tokens of a step, over all ranks."""
     flops: float
     """Model FLOPs of a step."""
     world_size: int
     peak: float
-    """Of one device, in FLOP/s and the model's dtype."""
+    """Peak of one device, in FLOP/s and the model's dtype."""
     device_bytes: int
     """Memory of the fullest rank."""
     spread: float
@@ -63,7 +63,7 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one device."""
+        """Tokens that each device works off in a second."""
         return self.tokens / self.seconds / self.world_size
 
     @property

@@ -26,7 +26,7 @@ class MatrixProduct(NamedTuple):
     n: int
     k: int
     dtype: str
-    """Of the factors, as torch names it: bfloat16."""
+    """Dtype of the factors, as torch names it: bfloat16."""
 
     @property
     def flops(self) -> int:
@@ -74,7 +74,7 @@ class DeviceWork:
 
     @property
     def flops(self) -> int:
-        """Of products and attention."""
+        """FLOPs of products and attention."""
         return sum(times * one.flops for some in (self.products, self.attention) for one, times in some.items())
 
 
@@ -134,7 +134,7 @@ _BY_ROWS = frozenset(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> MatrixProduct:
-    """Of [m, k] and [k, n], with a batch in front, or grouped: rows of the one, or the k of both, are divided among several."""
+    """The product of [m, k] and [k, n], with a batch in front, or grouped: rows of one are divided among several of the other."""
     groups, m, n, k = 1, a.shape[-2], b.shape[-1], a.shape[-1]
     if a.dim() == b.dim() == 3:
         groups = a.shape[0]
