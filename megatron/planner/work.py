@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.planner.kernel_memory import resolved
 from megatron.spec.counts import attended
 
 
@@ -107,6 +108,9 @@ class WorkCounter:
         if func.namespace in _NOT_KERNELS or func.is_view:
             return
         name = func.name().split("::")[1].split(".")[0]
+        if name in _WITH_SENDING:
+            self._products.update(_WITH_SENDING[name](*args))
+            return
         if name in _WITHOUT_KERNEL:
             return
         self._kernels += 1
@@ -119,7 +123,7 @@ class WorkCounter:
             self._moved += _moved(name, args, kwargs, out)
 
 
-_NOT_KERNELS = ("prim", "c10d", "symm_mem")
+_NOT_KERNELS = ("prim", "c10d")
 _WITHOUT_KERNEL = frozenset(
     ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "promote_types", "lift_fresh", "alias", "detach")
     + ("_unsafe_view", "_local_scalar_dense", "set_", "resize_")
@@ -131,6 +135,21 @@ _BY_ROWS = frozenset(
     ("embedding", "index_select", "index", "gather", "index_put_", "_index_put_impl_", "index_copy_", "scatter_add_")
 )
 """Operations that touch no more of a large tensor than they have indices for."""
+
+
+def _gathered_products(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str, *_: Any) -> Iterator[MatrixProduct]:
+    """Those of what all ranks of a group have."""
+    size = resolved(group).size()
+    for product in (_product(x.flatten(0, -2), matrix) for matrix in matrices):
+        yield product._replace(m=product.m * size)
+
+
+def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> Iterator[MatrixProduct]:
+    yield _product(x.flatten(0, -2), matrix)
+
+
+_WITH_SENDING = {"fused_all_gather_matmul": _gathered_products, "fused_matmul_reduce_scatter": _scattered_product}
+"""Products that go along with what ranks send."""
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> MatrixProduct:
