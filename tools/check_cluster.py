@@ -8,6 +8,16 @@ driver and NCCL, kinds of GPU, clocks, and whether all see the same save folder.
 look at the memory of their GPUs, make a sum over all ranks, and measure the links inside each node and to its neighbours, so that
 a slow node has a name.
 
+    python tools/check_cluster.py --measure FILE.yaml --ranks-per-node 8 [-- FLAGS]              one node
+    torchrun ... tools/check_cluster.py --measure FILE.yaml [-- FLAGS]                           several
+
+writes what the devices and links of this cluster reach, for a plan of step times (docs/planning.md): products, attention, memory,
+launches, layers of small models, collectives by size and number of ranks. FLAGS are those of a run whose products are measured too.
+
+    python tools/check_cluster.py --calibrate REPORT... --cluster NAME|FILE --output FILE.yaml
+
+scales a cluster file by what runs with --plan-report found.
+
 Exit status on every node: 0 all is well; 1 something is wrong, which the head tells, or a node that does not reach it; 2 the
 command line is wrong. Nothing waits longer than --wait for the nodes to come and --limit for the ranks to be done.
 """
@@ -15,6 +25,7 @@ command line is wrong. Nothing waits longer than --wait for the nodes to come an
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
+from megatron.config.given import check_output
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, prog="check_cluster.py"
     )
     flags.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes of the job (1)")
-    flags.add_argument("--ranks-per-node", type=_positive, required=True, metavar="N", help="ranks of a node")
+    flags.add_argument("--ranks-per-node", type=_positive, metavar="N", help="ranks of a node (required without a launcher)")
     flags.add_argument(
         "--head", type=_place, default=("localhost", 29501), metavar="HOST:PORT", help="where the nodes meet: one of them"
     )
@@ -41,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--device-bytes", type=_positive, metavar="N", help="memory that the run takes on a GPU, as --dry-run says")
     flags.add_argument("--wait", type=_positive, default=600, metavar="S", help="seconds for all nodes to come (600)")
     flags.add_argument("--limit", type=_positive, default=300, metavar="S", help="seconds for the ranks' part (300)")
+    flags.add_argument("--measure", type=Path, metavar="FILE", help="write a cluster file")
+    flags.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to measure (auto)")
     flags.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of pretrain_gpt.py")
     return flags
 
@@ -69,6 +83,11 @@ def main(arguments: list[str] | None = None, program: tuple[str, ...] | None = N
         program: what a rank runs, if not `tools.cluster.links`.
     """
     given = parser().parse_args(arguments)
+    if given.measure is not None:
+        return _measure(given)
+    if given.ranks_per_node is None:
+        print("check_cluster: --ranks-per-node is needed: how many ranks each node has", file=sys.stderr)
+        return 2
     try:
         config = load(given.flags, given.nodes * given.ranks_per_node).config
     except ConfigError as error:
@@ -87,6 +106,26 @@ def main(arguments: list[str] | None = None, program: tuple[str, ...] | None = N
         print(f"check_cluster: {error}", file=sys.stderr)
         return 1
     return 1 if faults else 0
+
+
+def _measure(given: argparse.Namespace) -> int:
+    """Write a cluster file."""
+    world_size = int(os.environ.get("WORLD_SIZE", "0")) or given.nodes * (given.ranks_per_node or 0)
+    try:
+        if not world_size:
+            raise ValueError("--measure needs --ranks-per-node: as many as there are GPUs, or processes that train on a CPU")
+        check_output("--measure", str(given.measure))
+        if given.flags:
+            load(given.flags, world_size)
+    except ValueError as error:
+        print(f"check_cluster: {error}", file=sys.stderr)
+        return 2
+
+    from tools.cluster.cluster_file import measure_into
+
+    for line in measure_into(given.measure, given.device, given.ranks_per_node or 1, given.flags, world_size):
+        print(f"check_cluster: {line}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Reached:
     """Its backward; the scores that it makes again are not counted as work."""
     memory: float
     """Kernels that go through the memory, of its bandwidth."""
+    state: float = 0.0
+    """The same by the optimizer's step; 0: as other kernels. (A CPU keeps a layer's tensors in caches, but not the state.)"""
     node: float = 0.8
     """Collectives, of a link inside a node."""
     network: float = 0.8
@@ -63,8 +65,12 @@ class Cluster:
     """Latency of a step of a collective inside a node."""
     network_us: float = 12.0
     """Latency of one between nodes."""
+    operations: Mapping[str, float] = field(default_factory=dict)
+    """Rates of kinds of collectives (all-gather, reduce-scatter, all-to-all, send) over an all-reduce's, where they differ."""
     host_gb_s: float = 25.0
     """Between a device and its host's memory."""
+    fresh_gb_s: float = 0.0
+    """Rate at which an operation gets memory from the system. 0: at once, as from an allocator that keeps what it had."""
     kernel_us: float = 3.0
     """What each kernel takes beside its work: from the end of one to the begin of the next."""
     host_us: float = 9.0

@@ -69,37 +69,30 @@ class Ranks(NamedTuple):
 
 
 class Durations:
-    """Times on one cluster with one software.
+    """Times on one cluster with one software, of a rank that has a device for itself."""
 
-    Args:
-        in_8_bits: the dtype whose rate attention has is that of the model, also where products are in 8 bits.
-        crowd: ranks that share a device.
-    """
-
-    def __init__(self, cluster: Cluster, stack: Stack = OURS, *, crowd: float = 1.0) -> None:
+    def __init__(self, cluster: Cluster, stack: Stack = OURS) -> None:
         self.cluster, self.stack = cluster, stack
-        self._crowd = crowd
-        self._memory = cluster.memory_gb_s * 1e9 * cluster.reached.memory / crowd
+        self._memory = cluster.memory_gb_s * 1e9 * cluster.reached.memory
 
-    def of(self, work: DeviceWork) -> Spent:
-        """Seconds of some work."""
+    def of(self, work: DeviceWork, fresh: int = 0) -> Spent:
+        """Seconds of some work that takes so many bytes of memory beside what there was."""
         products = sum(times * self.product(one) for one, times in work.products.items())
         attention = sum(times * self.attention(one) for one, times in work.attention.items())
         kernels = work.kernels * self.stack.launches
         elementwise = work.moved * self.stack.elementwise / self._memory + kernels * self.cluster.kernel_us * 1e-6
+        if self.cluster.fresh_gb_s:
+            elementwise += fresh / (self.cluster.fresh_gb_s * 1e9)
         on_device = products + attention + elementwise
         return Spent(products, attention, elementwise, max(0.0, kernels * self.cluster.host_us * 1e-6 - on_device))
 
     def product(self, one: MatrixProduct) -> float:
         """Seconds of a product."""
-        size = _ITEMSIZE[one.dtype]
-        wide = max(size, 2)
-        moved = one.batch * (one.m * one.k * size + one.k * one.n * size + one.m * one.n * wide)
-        return one.flops / self._rate(one.dtype) + moved / self._memory + self.cluster.product_us * 1e-6
+        return one.flops / self._rate(one.dtype) + product_bytes(one) / self._memory + self.cluster.product_us * 1e-6
 
     def attention(self, one: AttentionWork) -> float:
         """Seconds of an attention kernel, or of the kernels in its place."""
-        reached, peak = self.cluster.reached, self.cluster.peak(_column(one.dtype)) / self._crowd
+        reached, peak = self.cluster.reached, self.cluster.peak(column(one.dtype))
         if not self.stack.flash:
             pairs = 2 * one.pairs  # of the whole square
             per_pair = _UNFUSED_BACKWARD if one.backward else _UNFUSED_FORWARD
@@ -108,12 +101,17 @@ class Durations:
         return one.flops / (peak * share * self.stack.attention)
 
     def _rate(self, dtype: str) -> float:
-        column = _column(dtype)
+        name = column(dtype)
         reached = self.cluster.reached.products
-        share = reached.get(column, reached.get("bfloat16", min(reached.values())))
-        return self.cluster.peak(column) * share * self.stack.products / self._crowd
+        share = reached.get(name, reached.get("bfloat16", min(reached.values())))
+        return self.cluster.peak(name) * share * self.stack.products
 
-    def sending(self, num_bytes: float, calls: float, ring: Ranks) -> float:
+    def update(self, num_bytes: float) -> float:
+        """Seconds of an optimizer's step that reads and writes so many bytes. They come from memory, not from caches."""
+        reached = self.cluster.reached
+        return num_bytes / (self.cluster.memory_gb_s * 1e9 * (reached.state or reached.memory))
+
+    def sending(self, num_bytes: float, calls: float, ring: Ranks, operation: str = "all-reduce") -> float:
         """Seconds in which one rank sends so many bytes in so many collectives.
 
         Where a node has several ranks of the ring, each sends over its own network links, so the ring has all of them.
@@ -129,14 +127,22 @@ class Durations:
                 else (cluster.network_gb_s * cluster.reached.network)
             )
         latency = (inside - 1) * cluster.node_us + (nodes - 1) ** 0.5 * cluster.network_us
-        return num_bytes * self._crowd / (rate * 1e9) + calls * latency * 1e-6
+        rate *= cluster.operations.get(operation, 1.0)
+        return num_bytes / (rate * 1e9) + calls * latency * 1e-6
 
     def message(self, num_bytes: float, *, between_nodes: bool) -> float:
         """Seconds of a message between stages."""
         cluster = self.cluster
+        rate, latency = cluster.node_gb_s * cluster.reached.node, cluster.node_us
         if between_nodes:
-            return num_bytes / (cluster.network_gb_s * cluster.reached.network * 1e9) + cluster.network_us * 1e-6
-        return num_bytes / (cluster.node_gb_s * cluster.reached.node * 1e9) + cluster.node_us * 1e-6
+            rate, latency = cluster.network_gb_s * cluster.reached.network, cluster.network_us
+        return num_bytes / (rate * cluster.operations.get("send", 1.0) * 1e9) + latency * 1e-6
+
+
+def product_bytes(one: MatrixProduct) -> int:
+    """What a product reads and writes; its result has 16 bits at least."""
+    size = _ITEMSIZE[one.dtype]
+    return one.batch * ((one.m + one.n) * one.k * size + one.m * one.n * max(size, 2))
 
 
 def added(some: Iterable[Spent]) -> Spent:
@@ -144,6 +150,6 @@ def added(some: Iterable[Spent]) -> Spent:
     return Spent(*(sum(each) for each in zip(*some, strict=True))) if (some := list(some)) else Spent()  # type: ignore[assignment]
 
 
-def _column(dtype: str) -> str:
+def column(dtype: str) -> str:
     """The column of the table of peaks for a dtype of torch."""
     return "float8" if dtype.startswith("float8") else dtype

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from megatron.config.config import Config
 from megatron.config.given import DryRun
+from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner.chunk_trace import Traces
 from megatron.planner.cluster import Cluster
@@ -141,8 +142,8 @@ class _OpTime:
 class _Step:
     def __init__(self, work: StepWork, config: Config, dry_run: DryRun, cluster: Cluster, stack: Stack) -> None:
         self._work, self._config, self._cluster = work, config, cluster
-        crowd = max(1.0, min(dry_run.world_size, dry_run.gpus_per_node) / (cluster.shared_by or math.inf))
-        self._durations = Durations(cluster, stack, crowd=crowd)
+        self._crowd = max(1.0, min(dry_run.world_size, dry_run.gpus_per_node) / (cluster.shared_by or math.inf))
+        self._durations = Durations(cluster, stack)
         self._hidden = min(1.0, cluster.hidden * stack.hidden)
         self._rings = {name: Ranks(*each) for name, each in work.groups.items()}
         self._kind_of_stage = {stage: kind for kind in work.kinds for stage in kind.stages}
@@ -172,11 +173,13 @@ class _Step:
         scale = work.num_microbatches / microbatches
         # Sending costs the stages a little also where it is hidden; it stands with the messages.
         messages = sent * 2 * work.num_microbatches * (len(work.ops) // schedule.num_stages) if schedule.num_stages > 1 else 0.0
+        if self._crowd > 1:  # while one waits, others that share its cores go on: what counts is the work of all together
+            scale *= self._crowd * sum(busy) / len(busy) / busy[longest]
         computing = sum(mine.values()) * scale
         yield from ((name, seconds * scale) for name, seconds in mine.items())
         yield "messages", messages
         yield "pipeline idle", max(0.0, whole - computing)
-        yield from self._at_the_end(line, longest)
+        yield from ((name, seconds * self._crowd) for name, seconds in self._at_the_end(line, longest))
         yield "other", self._cluster.step_ms * 1e-3
 
     def _named(self, op: Op) -> Iterator[tuple[str, float]]:
@@ -193,14 +196,14 @@ class _Step:
 
     def _op(self, chunk: int, kind: OpKind) -> _OpTime:
         span = self._work.ops[chunk][kind]
-        spent = self._durations.of(span.work)
+        spent = self._durations.of(span.work, fresh=span.peak)
         hidden_by = 0.0
         if kind is not OpKind.FORWARD:
             # Backward gathers its input while it makes the input's gradient, and sends that while it makes the weights'.
             hidden_by = self._hidden * spent.products / 2
         of_layers: dict[str, float] = {}
         for one in span.sent:
-            seconds = self._durations.sending(one.bytes, one.calls, self._ring(one.over))
+            seconds = self._durations.sending(one.bytes, one.calls, self._ring(one.over), one.operation)
             if one.over in ("tp", "cp") and self._overlaps(one.over):
                 hidden_by = self._hidden * spent.products
             shown = max(0.0, seconds - hidden_by) if one.over in ("tp", "cp") else seconds
@@ -235,9 +238,10 @@ class _Step:
 
     def _state(self, stage: int, what: str) -> float:
         """Seconds in which a rank of a stage sends gradients, or parameters, in a step."""
-        kind = self._kind(stage)
+        kind, sharding = self._kind(stage), self._config.parallel.sharding
+        operation = "all-gather" if what == "parameters" else "all-reduce" if sharding == "no_shard" else "reduce-scatter"
         return sum(
-            self._durations.sending(one.bytes, self._buckets(one.bytes), self._ring(one.over))
+            self._durations.sending(one.bytes, self._buckets(one.bytes), self._ring(one.over), operation)
             for one in kind.sent
             if one.what == what
         )
@@ -269,19 +273,21 @@ class _Step:
             )
             yield "gradients", self._shown(gradients, backward, parallel.overlap_grad_reduce)
             yield "parameters", self._shown(parameters, forward, parallel.overlap_param_gather)
-        cluster, memory = self._cluster, kind.memory
-        state = [memory.main_params, memory.moments, memory.averages, memory.parameters, memory.gradients]
-        device = sum(one.device for one in state)
-        host = sum(one.host for one in state)
-        # Each number is read and written once; gradients are read once more for their norm.
-        moved = 2 * device + memory.gradients.device
-        yield "optimizer", moved / (cluster.memory_gb_s * 1e9 * cluster.reached.memory) + 2 * host / (cluster.host_gb_s * 1e9)
+        moved = updated_bytes(kind.memory)
+        yield "optimizer", self._durations.update(moved.device) + moved.host / (self._cluster.host_gb_s * 1e9)
         world = [one for one in kind.sent if one.over == "world"]
         yield "numbers", sum(self._durations.sending(one.bytes, 1, self._ring("world")) for one in world)
 
     def _shown(self, seconds: float, beside: float, overlaps: bool) -> float:
         """The part of sending that computing does not hide."""
         return seconds if not overlaps else max(0.05 * seconds, seconds - self._hidden * beside)
+
+
+def updated_bytes(memory: StateMemory) -> Bytes:
+    """What the optimizer's step reads and writes: each number of the state once, and gradients once more for their norm."""
+    state = [memory.main_params, memory.moments, memory.averages, memory.parameters, memory.gradients]
+    device, host = sum(one.device for one in state), sum(one.host for one in state)
+    return Bytes(2 * device + memory.gradients.device, 2 * host)
 
 
 def spent_in(work: StepWork, durations: Durations) -> Spent:

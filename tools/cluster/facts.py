@@ -70,11 +70,16 @@ def too_many(ranks: int, device: str) -> list[str]:
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if gpus or device == "cuda":
         return [f"{gpus} GPUs for {ranks} ranks (a GPU that is lost, or CUDA_VISIBLE_DEVICES)"] if gpus < ranks else []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if ranks <= RANKS_PER_CORE * cores:
         return []
     most = f"at most {RANKS_PER_CORE * cores} start there in reasonable time ({RANKS_PER_CORE} a core)"
     return [f"{ranks} ranks for {cores} CPU core{'s' * (cores > 1)}: {most}. Give --ranks-per-node as the job will start them"]
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions(device: str) -> dict[str, str]:

@@ -1,0 +1,185 @@
+"""A cluster file is fitted to measurements: from made-up ones its figures come out again, and real ones make a file that loads."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.planner.cluster import Cluster, Reached, load_cluster
+from megatron.planner.durations import Durations, Ranks
+from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
+from megatron.verification.local_ranks import run_ranks
+from tests.support.cli import spawn_cli
+from tools.cluster.cluster_file import text_of
+from tools.cluster.measurement import Layers, Measured, Sizes, measure_rank, of_all
+from tools.cluster.probes import Beside, Sent, Timed
+from tools.cluster.rates import cluster_of, fit, hidden, line
+from tools.planning.against_runs import order_right
+
+TRUE = Cluster(
+    name="made up",
+    device="cpu",
+    memory_gb=8.0,
+    memory_gb_s=20.0,
+    gpus_per_node=4,
+    node_gb_s=2.0,
+    network_gb_s=0.5,
+    reached=Reached(products={"float32": 1.0}, attention=0.4, attention_backward=0.3, memory=1.5, state=0.5, node=1.0, network=1.0),
+    peak_tflops={"float32": 0.1},
+    node_us=100.0,
+    network_us=300.0,
+    operations={"all-gather": 0.5, "reduce-scatter": 0.25, "send": 1.0},
+    host_gb_s=10.0,
+    fresh_gb_s=4.0,
+    kernel_us=20.0,
+    host_us=0.0,
+    product_us=5.0,
+    hidden=0.5,
+    step_ms=2.0,
+    shared_by=2,
+)
+
+
+def works() -> list[tuple[str, DeviceWork, int]]:
+    """What a measurement has, of many sizes: kind, work, fresh memory."""
+    found = []
+    for size in (64, 128, 256, 512, 1024):
+        product = MatrixProduct(1, size, 2 * size, size, "float32")
+        found.append(("products", DeviceWork(Counter({product: 1})), 0))
+        forward, back = (AttentionWork(size * size, 128, size, backward, "float32") for backward in (False, True))
+        found.append(("attention", DeviceWork(attention=Counter({forward: 1})), 0))
+        found.append(("attention backward", DeviceWork(attention=Counter({back: 1})), 0))
+        for times, extra, kernels in ((3, 20, 40), (9, 45, 70), (4, 90, 30)):
+            work = DeviceWork(Counter({product: times}), Counter({forward: 2, back: 1}), extra * size * size, kernels)
+            found.append(("layers", work, (5 + kernels) * size * size))
+    return found
+
+
+def made_up(noise: float = 0.0) -> Measured:
+    """What a machine with the figures of `TRUE` would measure."""
+    times = Durations(TRUE)
+    randoms = random.Random(0)
+
+    def samples(seconds: float) -> tuple[float, ...]:
+        return tuple(seconds * (1 + noise * randoms.random()) for _ in range(9))
+
+    timed = [Timed(what, work, samples(times.of(work, fresh).total), fresh) for what, work, fresh in works()]
+    found = Measured("cpu", "2.0", 4, 4, 1, 32 * 10**9, 2, "2026-01-01")
+    found.at_once = {1: samples(1.0), 2: samples(1.0), 4: samples(2.0)}
+    found.timed = [one for one in timed if one.what != "layers"]
+    moved = 3 * 2**26
+    found.timed.append(Timed("memory", DeviceWork(moved=moved), samples(moved / 20e9)))
+    for i, one in enumerate(each for each in timed if each.what == "layers"):
+        state = (i + 1) * 10**7
+        found.layers.append(Layers((one,), samples(0.002 + times.update(state)), state))
+    found.kernels = samples(1e-7)
+    found.copies = [(size, samples(size / 10e9)) for size in (1 << 20, 1 << 24)]
+    for size in (2, 4):
+        for what in ("all-reduce", "all-gather", "reduce-scatter", "send"):
+            for sent in (1e3, 1e5, 1e6, 1e7):
+                seconds = times.sending(sent, 1, Ranks(size, size), what) * max(1.0, size / 2)
+                found.sent.append(Sent(what, size, size, sent, samples(seconds)))
+                seconds = times.sending(sent, 1, Ranks(size, 1), what)
+                found.sent.append(Sent(what, size, 1, sent, samples(seconds)))
+    found.beside = Beside(samples(2.0), samples(1.0), samples(2.5))
+    return found
+
+
+def test_figures_come_out_again(tmp_path: Path) -> None:
+    """Of what is foretold; how a sum is shared among constants of one kind of work is free."""
+    found, figures = cluster_of(made_up(), "made up")
+    assert found.shared_by == 2 and found.hidden == pytest.approx(0.5)
+    for name in ("memory_gb_s", "node_gb_s", "network_gb_s", "node_us", "network_us", "host_gb_s", "step_ms"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
+    assert found.operations == pytest.approx(TRUE.operations, rel=0.05)
+    times, truth = Durations(found), Durations(TRUE)
+    for _, work, fresh in works():
+        assert times.of(work, fresh).total == pytest.approx(truth.of(work, fresh).total, rel=0.05)
+    path = tmp_path / "made-up.yaml"
+    path.write_text(text_of(found, made_up(), figures))
+    assert load_cluster(str(path)) == found
+    said = path.read_text()
+    assert (
+        "# Measured by tools/check_cluster.py --measure on 2026-01-01: 1 node of 4 ranks, cpu, 1 threads a rank, torch 2.0." in said
+    )
+
+
+def test_disturbed_samples_change_little() -> None:
+    """A third of the pieces take up to twice as long; the fit goes by the others."""
+    measured = made_up()
+    measured.timed = [
+        replace(one, seconds=tuple(2 * s for s in one.seconds)) if i % 3 == 0 else one for i, one in enumerate(measured.timed)
+    ]
+    found, _ = cluster_of(measured, "made up")
+    layers = [(work, fresh) for what, work, fresh in works() if what == "layers"]
+    for work, fresh in layers:
+        assert Durations(found).of(work, fresh).total == pytest.approx(Durations(TRUE).of(work, fresh).total, rel=0.15)
+
+
+def test_a_fit_has_nothing_below_zero() -> None:
+    rates, logs = fit([({"a": 1.0, "b": amount}, 5.0 - amount) for amount in (1.0, 2.0, 3.0)])
+    assert rates["b"] == 0.0 and rates["a"] > 0 and len(logs) == 3
+    assert line([(0.0, 1.0), (10.0, 2.0), (20.0, 3.0)]) == pytest.approx((1.0, 0.1))
+
+
+@pytest.mark.parametrize(("both", "share"), [(3.0, 0.0), (2.0, 1.0), (2.5, 0.5), (4.0, 0.0), (1.0, 1.0)])
+def test_hidden_share(both: float, share: float) -> None:
+    assert hidden(Beside((2.0,) * 4, (1.0,) * 4, (both,) * 4)) == pytest.approx(share)
+
+
+def test_the_slowest_rank_counts_in_layers() -> None:
+    """And products have the samples of all."""
+    one = made_up()
+    slow = [
+        replace(each, timed=tuple(replace(t, seconds=tuple(2 * s for s in t.seconds)) for t in each.timed)) for each in one.layers
+    ]
+    idle = Measured("cpu", "2.0", 4, 4, 1, 1, 2)
+    joined = of_all([one, replace(one, layers=slow), idle])
+    assert joined.layers[0].timed[0].seconds == slow[0].timed[0].seconds
+    assert len(joined.timed[0].seconds) == 2 * len(one.timed[0].seconds) and joined.sent == one.sent
+
+
+def test_order_counts_pairs_that_are_apart() -> None:
+    assert order_right([(1.0, 1.0), (2.0, 1.05), (3.0, 2.0), (0.5, 3.0)]) == (2, 5)
+
+
+TINY = Sizes(
+    layers=((32, 16, 1, 64), (64, 16, 1, 128)),
+    squares=(16, 32),
+    dtypes=("float32", "bfloat16"),
+    attention=((1, 2, 16, 16),),
+    memory=(1 << 10, 1 << 12),
+    sent=(1 << 10, 1 << 18),
+    bucket=1 << 12,
+    most_flops=1e8,
+)
+
+
+def test_a_real_measurement_makes_a_file(tmp_path: Path) -> None:
+    """Two ranks, tiny sizes: everything has samples, and the file loads."""
+    found: Measured = run_ranks(2, lambda _: measure_rank("cpu", [], 1, TINY), init=False)[0]
+    assert set(found.at_once) == {1, 2} and found.ranks == found.per_node == 2
+    assert {one.what for one in found.timed} == {"products", "attention", "attention backward", "memory"}
+    assert {one.what for one in found.sent} == {"all-reduce", "all-gather", "reduce-scatter", "send"}
+    assert len(found.layers) == 2 and all(len(each.timed) == 2 and each.rest for each in found.layers)
+    cluster, figures = cluster_of(found, "here")
+    path = tmp_path / "here.yaml"
+    path.write_text(text_of(cluster, found, figures))
+    assert load_cluster(str(path)) == cluster and cluster.peak("float32") > 0 and cluster.peak("bfloat16") > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--measure", "x.yaml"], "--measure needs --ranks-per-node"),
+        (["--measure", ".", "--ranks-per-node", "1"], "--measure . is a folder"),
+        ([], "--ranks-per-node is needed"),
+    ],
+)
+def test_wrong_flags_are_told(flags: list[str], words: str) -> None:
+    ended = spawn_cli(["tools/check_cluster.py", *flags], nproc=None)
+    assert ended.returncode == 2 and words in ended.stderr
