@@ -86,6 +86,9 @@ class ParallelConfig:
     """Virtual stages (chunks) that each pipeline rank holds; the other way to ask for them."""
     pipeline_split: PipelineSplit = setting("even", idle=_ONE_PIECE)
     """How layers are spread over the stages: the same number each, or by their cost, embedding and loss counted."""
+    layer_costs: str | None = setting(None, acts=acts_with(pipeline_split="balanced"), idle=_ONE_PIECE)
+    """Costs of layers, embedding and loss for a balanced split: a file that --profile-pipeline wrote in a run of this model. By
+    default they are counted in FLOPs."""
     decoder_first_pipeline_num_layers: int | None = setting(None, at_least=1, unit="layers")
     """Layers on the first pipeline rank; the others share the rest."""
     decoder_last_pipeline_num_layers: int | None = setting(None, at_least=1, unit="layers")

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
+from megatron.config.layer_costs import read_layer_costs
 from megatron.config.memory import MemoryConfig, RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel.balance import balance
 from megatron.spec.counts import depth_flops, layer_flops, output_flops
+from megatron.spec.layers import layers
 from megatron.spec.schedules import placement
 from megatron.spec.segments import Segment, kept_whole, segments_of
 
@@ -81,7 +83,13 @@ def _split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> lis
     places = placement(parallel.schedule, stages, chunks_per_stage)
     if parallel.pipeline_model_parallel_layout is not None:
         return layer_table(model.num_layers, places, layout=parse_layout(parallel.pipeline_model_parallel_layout))
-    if parallel.pipeline_split == "balanced":
+    costs: Sequence[float]
+    embedding: float
+    loss: float
+    if parallel.pipeline_split == "balanced" and parallel.layer_costs is not None:
+        measured = read_layer_costs(parallel.layer_costs)
+        costs, embedding, loss = measured.of_kinds(layers(model)), measured.embedding, measured.loss
+    elif parallel.pipeline_split == "balanced":
         costs, embedding, loss = layer_flops(model), 0, output_flops(model, vocab_size) + depth_flops(model)
     else:
         costs = (1,) * model.num_layers

@@ -6,17 +6,21 @@ import logging
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from megatron.config.layer_costs import LayerCosts
 from megatron.config.outputs import LoggingConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Op, OpKind
 from megatron.training.step import TrainStep
@@ -112,18 +116,36 @@ class _Measured(NamedTuple):
     """Time when it left the barrier before the step."""
     spans: list[OpSpan]
     deferred_bytes: int
+    layers: dict[int, float]
+    """Seconds of the forwards of its layers."""
 
 
 _Moment = float | torch.cuda.Event
+EMBEDDING = -1
+"""Stands for the embedding among the numbers of layers."""
 
 
 class SpanRecorder:
-    """Records when operations compute; on CUDA by events, so that nothing waits for the device."""
+    """Records when operations compute; on CUDA by events, so that nothing waits for the device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        layers: by number in the model; the forwards of these are timed too.
+    """
+
+    def __init__(self, device: torch.device, layers: Mapping[int, nn.Module] = MappingProxyType({})) -> None:
         self._on_cuda = device.type == "cuda"
         self._moments: list[tuple[Op, _Moment, _Moment]] = []
         self._open: _Moment = 0.0
+        self._in_forward = False
+        self._layers: dict[int, list[_Moment]] = {number: [] for number in layers}
+        self._hooks = [
+            hook
+            for number, layer in layers.items()
+            for hook in (
+                layer.register_forward_pre_hook(partial(self._passes, number)),
+                layer.register_forward_hook(partial(self._passes, number)),
+            )
+        ]
         if self._on_cuda:
             torch.cuda.synchronize(device)
             self._zero = torch.cuda.Event(enable_timing=True)
@@ -133,10 +155,28 @@ class SpanRecorder:
     def begin(self, op: Op) -> None:
         """Called when an operation begins to compute."""
         self._open = self._now()
+        self._in_forward = op.kind is OpKind.FORWARD
 
     def end(self, op: Op) -> None:
         """Called when it has ended."""
         self._moments.append((op, self._open, self._now()))
+        self._in_forward = False
+
+    def close(self) -> None:
+        """Time layers no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def layers(self) -> dict[int, float]:
+        """Seconds of each layer in the forwards, all of them together."""
+        return {
+            number: sum(self._seconds(end) - self._seconds(start) for start, end in zip(moments[::2], moments[1::2], strict=True))
+            for number, moments in self._layers.items()
+        }
+
+    def _passes(self, number: int, *_: object) -> None:
+        if self._in_forward:  # a layer may run again in backward
+            self._layers[number].append(self._now())
 
     def spans(self) -> list[OpSpan]:
         """The times of all operations, in seconds of this host's clock. Waits for the device."""
@@ -193,7 +233,7 @@ class PipelineProfiler:
             pipeline = self._context.group("pp")
             if pipeline.size > 1:
                 dist.barrier(pipeline.process_group)
-            self._recorder = self._step.executor.recorder = SpanRecorder(self._context.device)
+            self._recorder = self._step.executor.recorder = SpanRecorder(self._context.device, self._units())
 
     def __enter__(self) -> Self:
         return self
@@ -204,12 +244,23 @@ class PipelineProfiler:
         elif self._active and error is None and self._context.rank == 0:
             logger.warning("--profile-pipeline measured nothing: the run ended before iteration %d", self._iteration)
 
+    def _units(self) -> dict[int, nn.Module]:
+        """The layers of this rank by their numbers, and the embedding."""
+        model = self._step.model
+        units: dict[int, nn.Module] = {}
+        for index, chunk in model.chunks.items():
+            units |= zip(model.layer_table[index].layers, chunk.blocks, strict=False)
+            units |= {} if chunk.embedding is None else {EMBEDDING: chunk.embedding}
+        return units
+
     def _finish(self) -> None:
         assert self._recorder is not None
         recorder, self._recorder, self._active = self._recorder, None, False
         executor = self._step.executor
         executor.recorder = None
-        mine = _Measured(socket.gethostname(), recorder.began, recorder.spans(), executor.peak_deferred_bytes)
+        recorder.close()
+        spans = recorder.spans()
+        mine = _Measured(socket.gethostname(), recorder.began, spans, executor.peak_deferred_bytes, recorder.layers())
         ranks = gather_objects(mine, self._context.group("pp"))
         if self._context.rank != 0:
             return
@@ -229,11 +280,42 @@ class PipelineProfiler:
         ]
         assert self._draw is not None, "the first rank draws"
         lines, paths = self._draw(titled, self._folder / f"pipeline_step{self._iteration}")
+        costs = layer_costs(self._step.model.layer_table, [span for rank in ranks for span in rank.spans], _united(ranks), count)
+        paths.append(self._folder / f"layer_costs_step{self._iteration}.json")
+        costs.write(paths[-1])
         if any(rank.deferred_bytes for rank in ranks):
             kept = ", ".join(f"{rank.deferred_bytes / 2**20:.1f}" for rank in ranks)
             lines.append(f"weight gradients put off keep at most (MiB, stage by stage): {kept}")
         for line in [*lines, f"the pipeline's timeline: {', '.join(map(str, paths))}"]:
             logger.info(line)
+
+
+def layer_costs(
+    table: Sequence[Chunk], spans: Sequence[OpSpan], forwards: Mapping[int, float], num_microbatches: int
+) -> LayerCosts:
+    """What each layer, the embedding and the loss take of a microbatch: of all that the operations of a chunk take, the share that
+    they have of its forwards.
+
+    Args:
+        spans: the operations of all stages, in seconds.
+        forwards: seconds of the forwards of each layer, and of the embedding.
+    """
+    found: dict[int, float] = {}
+    loss = 0.0
+    for chunk in table:
+        whole = sum(span.end - span.start for span in spans if span.op.chunk == chunk.index)
+        forward = sum(span.end - span.start for span in spans if span.op.chunk == chunk.index and span.op.kind is OpKind.FORWARD)
+        parts = {number: forwards[number] for number in (*[EMBEDDING] * chunk.first, *chunk.layers)}
+        # What no layer takes is the loss in the last chunk; elsewhere it is little, and belongs to all of them.
+        all_of_it = max(forward, sum(parts.values())) if chunk.last else sum(parts.values())
+        found |= {number: 1000 * whole * part / all_of_it / num_microbatches for number, part in parts.items()}
+        if chunk.last:
+            loss = 1000 * whole * (1 - sum(parts.values()) / all_of_it) / num_microbatches
+    return LayerCosts(tuple(found[number] for number in range(table[-1].layers.stop)), found[EMBEDDING], loss)
+
+
+def _united(ranks: Sequence[_Measured]) -> dict[int, float]:
+    return {number: seconds for rank in ranks for number, seconds in rank.layers.items()}
 
 
 def mean_costs(timeline: Timeline) -> Callable[[Op], float]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.layer_costs import LayerCosts, read_layer_costs
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 
 STEPS = 3
@@ -101,7 +102,8 @@ def test_the_pipeline_is_measured(tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     recompute = {"recompute_granularity": "full"}
     said = measure(train_iters=2, profile_step_start=2, profile_dir=folder, pipeline_schedule="zb-v", **recompute)
-    assert sorted(path.name for path in folder.iterdir()) == [f"pipeline_step2.{suffix}" for suffix in ("json", "svg", "txt")]
+    names = ["layer_costs_step2.json", *(f"pipeline_step2.{suffix}" for suffix in ("json", "svg", "txt"))]
+    assert sorted(path.name for path in folder.iterdir()) == names
     text = (folder / "pipeline_step2.txt").read_text()
     assert "zb-v, planned" in text and "zb-v, measured in iteration 2" in text and "R recompute" in text
     events = [event for event in json.loads((folder / "pipeline_step2.json").read_text())["traceEvents"] if event["ph"] == "X"]
@@ -113,6 +115,20 @@ def test_the_pipeline_is_measured(tmp_path: Path) -> None:
         assert len(row) == 2 * 4 * 3
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(row)), "microseconds"
     assert "weight gradients put off keep at most (MiB, stage by stage): " in said
+
+
+def test_a_split_by_measured_costs_is_the_same_run(base: Path, tmp_path: Path) -> None:
+    """The costs of a profile are taken, and costs that move the cut give the same bits."""
+    measure(**{**BASE, "train_iters": 2}, profile_step_start=2, profile_dir=tmp_path / "profile")
+    path = tmp_path / "profile" / "layer_costs_step2.json"
+    costs = read_layer_costs(str(path))
+    assert len(costs.layers) == BASE["num_layers"] and min(*costs.layers, costs.embedding, costs.loss) > 0
+    LayerCosts(costs.layers, 1.5 * sum(costs.layers), 0.0).write(path)
+    out = run(arguments(**BASE, pipeline_split="balanced", layer_costs=path, save=tmp_path / "run"), 2)
+    lines = [line.split() for line in out.splitlines()]
+    stages = lines[lines.index(["stage", "layers"]) + 1 :][:2]
+    assert stages[0] == ["0", "embedding"] and "(5)," in stages[1] and "loss" in stages[1], stages
+    assert_same(tmp_path / "run", base)
 
 
 def test_after_a_ramp_up_the_log_tells_of_both_batches() -> None:

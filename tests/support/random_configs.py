@@ -111,6 +111,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "num_layers_per_virtual_pipeline_stage": (1, 2, 3),
     "num_virtual_stages_per_pipeline_rank": (1, 2, 3),
     "pipeline_split": ("balanced",),
+    "layer_costs": ("no/such/costs.json",),
     "decoder_first_pipeline_num_layers": (1, 2, 9),
     "decoder_last_pipeline_num_layers": (1, 2, 9),
     "account_for_loss_in_pipeline_split": (True,),

@@ -19,6 +19,7 @@ from megatron.config.checks.finding import (
     without,
 )
 from megatron.config.config import Config
+from megatron.config.layer_costs import read_layer_costs
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, layout_problems, read_layout
 from megatron.spec.schedules import SCHEDULES, default_schedule
@@ -26,8 +27,9 @@ from megatron.spec.schedules import SCHEDULES, default_schedule
 PP, LAYOUT = "pipeline_model_parallel_size", "pipeline_model_parallel_layout"
 LAYERS_EACH, COUNT = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+COSTS = "layer_costs"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-SPLITS = ("pipeline_split", LAYERS_EACH, COUNT, FIRST, LAST, *COUNTED)
+SPLITS = ("pipeline_split", COSTS, LAYERS_EACH, COUNT, FIRST, LAST, *COUNTED)
 """Settings that say how layers are spread, all but the layout."""
 COUNTS_CHUNKS = ("num_layers", PP, "pipeline_schedule", LAYOUT, LAYERS_EACH, COUNT, *COUNTED)
 """The settings on which the number of chunks depends."""
@@ -168,7 +170,7 @@ def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
     chunks = stages * each
     # The ends may hold no layer where the cost of embedding and loss counts.
     loss_counts = parallel.account_for_loss_in_pipeline_split or parallel.pipeline_split == "balanced"
-    empty = parallel.account_for_embedding_in_pipeline_split + loss_counts
+    empty = (parallel.account_for_embedding_in_pipeline_split or parallel.layer_costs is not None) + loss_counts
     if layers + empty >= chunks:
         return
     several = each > 1
@@ -209,6 +211,25 @@ EXCLUSIONS = (
     (COUNTED, (FIRST, LAST), "Layers at the ends are counted by hand, or embedding and loss count as layers."),
 )
 """Settings that exclude others, with the reason."""
+
+
+@rule(COSTS, "num_layers", reads=("pipeline_split",))
+def costs_are_of_this_model(config: Config, world_size: int) -> Iterator[Finding]:
+    """Measured costs can be read, and there is one for each layer."""
+    path, layers = config.parallel.layer_costs, config.model.num_layers
+    if path is None or config.parallel.pipeline_split != "balanced":
+        return
+    try:
+        count = len(read_layer_costs(path).layers)
+    except ValueError as error:
+        yield Finding(str(error), [without(config, COSTS)], "--profile-pipeline writes such a file.")
+        return
+    if count != layers:
+        yield Finding(
+            f"--layer-costs {path} has {count} layers, but --num-layers is {layers}.",
+            [without(config, COSTS)],
+            "Costs are those of one model: profile this one.",
+        )
 
 
 @rule(reads=(LAYOUT, *SPLITS))

@@ -158,6 +158,13 @@ CASES: list[Case] = [
         ["exclude each other", "by cost"],
         [f"--no-{EMBEDDING[2:]}", "--pipeline-split even"],
     ),
+    (
+        f"{PP} 2 --pipeline-split balanced --layer-costs no/such/file",
+        2,
+        {"--layer-costs"},
+        ["--layer-costs no/such/file cannot be read: No such file", "--profile-pipeline writes such a file"],
+        ["--layer-costs None"],
+    ),
     (f"{PP} 2 --pipeline-split balanced {FIRST} 1", 2, {"--pipeline-split", FIRST}, ["exclude"], [f"{FIRST} None"]),
     (f"{PP} 2 --pipeline-split balanced {EACH} 1", 2, {"--pipeline-split", EACH}, ["exclude"], [f"{EACH} None"]),
     (f"--num-layers 8 {PP} 2 {EACH} 2 {LAST} 4", 2, {EACH, LAST}, ["exclude each other", f"by {COUNT}"], [f"{LAST} None"]),

@@ -1193,6 +1193,7 @@ CASES: list[Case] = [
         ["--position-embedding-type rope"],
     ),
     ("--manual-gc-interval 5", 1, {"--manual-gc-interval"}, ["only with --manual-gc"], ["--manual-gc"]),
+    ("--layer-costs c", 2, {"--layer-costs"}, ["only with --pipeline-split balanced"], []),
     ("--profile-step-start 5", 1, {"--profile-step-start"}, ["only with --profile or --profile-pipeline"], ["--profile"]),
     ("--profile-step-end 15", 1, {"--profile-step-end"}, ["only with --profile"], ["--profile"]),
     ("--profile-ranks 1", 2, {"--profile-ranks"}, ["only with --profile"], ["--profile"]),
