@@ -204,15 +204,14 @@ class _Step:
         of_layers: dict[str, float] = {}
         for one in span.sent:
             seconds = self._durations.sending(one.bytes, one.calls, self._ring(one.over), one.operation)
-            if one.over in ("tp", "cp") and self._overlaps(one.over):
+            if one.over == "cp":  # the next keys and values come while attention works on those that are there
+                hidden_by = max(hidden_by, self._hidden * (spent.attention + spent.products / 2))
+            elif one.over == "tp" and self._config.parallel.tp_comm_overlap:
                 hidden_by = self._hidden * spent.products
             shown = max(0.0, seconds - hidden_by) if one.over in ("tp", "cp") else seconds
             hidden_by = max(0.0, hidden_by - seconds)
             of_layers[one.over] = of_layers.get(one.over, 0.0) + shown
         return _OpTime(spent, of_layers, self._of_state(chunk, kind, spent.total + sum(of_layers.values())))
-
-    def _overlaps(self, over: str) -> bool:
-        return self._config.parallel.tp_comm_overlap if over == "tp" else over == "cp"
 
     def _ring(self, over: str) -> Ranks:
         return self._rings.get(over, Ranks(1, 1))
