@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,7 +148,10 @@ def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> Iterat
     yield _product(x.flatten(0, -2), matrix)
 
 
-_WITH_SENDING = {"fused_all_gather_matmul": _gathered_products, "fused_matmul_reduce_scatter": _scattered_product}
+_WITH_SENDING: dict[str, Callable[..., Iterator[MatrixProduct]]] = {
+    "fused_all_gather_matmul": _gathered_products,
+    "fused_matmul_reduce_scatter": _scattered_product,
+}
 """Products that go along with what ranks send."""
 
 

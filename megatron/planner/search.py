@@ -1,0 +1,293 @@
+"""Which layout takes a job's steps in the least time: many are judged roughly, the best of them planned and played exactly.
+
+Rough times and bytes are those of one stage that holds the whole model, run on tensors without memory once for each way to divide a
+layer (tensor, context and expert ranks, what is computed again), and divided among stages and data ranks by arithmetic. They only
+choose what is looked at; all figures that are shown come from `step_time.predict` and the exact plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.config.checks.finding import Change, change
+from megatron.config.config import Config
+from megatron.config.given import DryRun
+from megatron.config.rules import violations
+from megatron.planner.chunk_trace import Traces
+from megatron.planner.cluster import Cluster
+from megatron.planner.dry_run import Planner
+from megatron.planner.durations import COMPILED, OURS, Durations, Ranks
+from megatron.planner.fit import usable
+from megatron.planner.step_time import StepTime, predict, spent_in
+from megatron.spec.operations import OpKind
+from megatron.spec.schedules import SCHEDULES
+
+_LONG = 16_384
+"""Tokens of a sequence from which on context ranks are tried."""
+_RECOMPUTE: tuple[Mapping[str, Any], ...] = (
+    {"recompute_granularity": None},
+    {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp_act")},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+)
+_AXES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "micro": "micro_batch_size",
+}
+"""Names under which a user fixes or bounds a size."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a search may try."""
+
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Sizes by the names in `axes`."""
+    most: Mapping[str, int] = field(default_factory=dict)
+
+    def allowed(self, axis: str, sizes: Sequence[int]) -> list[int]:
+        """Those of some sizes that may be tried."""
+        if axis in self.fixed:
+            return [self.fixed[axis]]
+        return [size for size in sizes if size <= self.most.get(axis, size)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with what it takes, exactly."""
+
+    change: Change
+    """The settings in which it differs from those given."""
+    config: Config
+    time: StepTime
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Whether its fullest rank has memory enough."""
+        return self.time.device_bytes <= usable(int(cluster.memory_gb * 1e9))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search has found."""
+
+    found: tuple[Found, ...]
+    """Layouts that fit, the fastest first."""
+    closest: Found | None
+    """Of those that were planned, the one that needs the least memory, if none fits."""
+    judged: int
+    """How many layouts were judged."""
+    planned: int
+    """How many of them exactly."""
+
+    def ties(self) -> tuple[Found, ...]:
+        """Layouts that may be as fast as the best: half of the range of each reaches the other's prediction."""
+        best = self.found[0].time
+        return tuple(one for one in self.found if one.time.seconds / best.seconds <= (best.high / best.seconds) ** 0.5)
+
+
+def axes() -> Mapping[str, str]:
+    """The sizes that can be fixed or bounded, with their settings."""
+    return _AXES
+
+
+class LayoutSearch:
+    """Looks for layouts of a job.
+
+    Args:
+        config: settings with the model, the batch and whatever is not searched.
+        dry_run: the job's ranks, and how many a node has.
+    """
+
+    def __init__(self, config: Config, dry_run: DryRun, vocab_size: int, cluster: Cluster, limits: Limits | None = None) -> None:
+        self._config, self._dry_run, self._vocab_size, self._cluster = config, dry_run, vocab_size, cluster
+        self._limits = limits or Limits()
+        self._rough: dict[object, _Rough | None] = {}
+        self._traces: dict[object, Traces] = {}
+        self._exact: dict[Change, Found | None] = {}
+
+    def run(self, exact: int = 16) -> Outcome:
+        """Judge all layouts, then plan the best of them until so many fit."""
+        judged = [(estimate, one) for one in self.candidates() if (estimate := self._estimate(one)) is not None]
+        limit = usable(int(self._cluster.memory_gb * 1e9))
+        likely = sorted((time, index) for index, ((time, memory), _) in enumerate(judged) if memory <= 1.15 * limit)
+        if not likely:
+            likely = sorted((memory, index) for index, ((_, memory), _) in enumerate(judged))[:exact]
+        planned: list[Found] = []
+        for _, index in likely:
+            if sum(one.fits(self._cluster) for one in planned) >= exact or len(planned) >= 3 * exact:
+                break
+            if (found := self.exactly(judged[index][1])) is not None:
+                planned.append(found)
+        fitting = sorted((one for one in planned if one.fits(self._cluster)), key=lambda one: one.time.seconds)
+        closest = min(planned, key=lambda one: one.time.device_bytes, default=None)
+        return Outcome(tuple(fitting), None if fitting else closest, len(judged), len(planned))
+
+    def exactly(self, one: Change) -> Found | None:
+        """A layout's exact plan and prediction; None if it cannot be laid out."""
+        if one not in self._exact:
+            config, ranks = one.apply(self._config, self._dry_run.world_size)
+            parallel = config.parallel
+            sharers = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size
+            splits = SCHEDULES[parallel.schedule].splits_backward
+            key = sharers, config.training.micro_batch_size, config.memory, splits, parallel.sharding
+            try:
+                time = predict(
+                    config,
+                    replace(self._dry_run, world_size=ranks),
+                    self._vocab_size,
+                    self._cluster,
+                    traces=self._traces.setdefault(key, {}),
+                )
+                self._exact[one] = Found(one, config, time)
+            except ValueError:
+                self._exact[one] = None
+        return self._exact[one]
+
+    def candidates(self) -> Iterator[Change]:
+        """All layouts that the rules accept."""
+        config, world = self._config, self._dry_run.world_size
+        model, limits = config.model, self._limits
+        powers = [2**k for k in range(11)]
+        per_node = self._dry_run.gpus_per_node
+        tensor = limits.allowed("tensor", [n for n in powers if n <= min(per_node, model.num_attention_heads)])
+        pipeline = limits.allowed("pipeline", [n for n in powers if n <= min(world, model.num_layers)])
+        context = limits.allowed("context", [n for n in powers if n <= 16] if model.seq_length >= _LONG else [1])
+        expert = limits.allowed("expert", [n for n in powers if n <= min(model.num_experts or 1, world)])
+        micro = limits.allowed("micro", [1, 2, 4, 8])
+        for t, p, c, e, b in itertools.product(tensor, pipeline, context, expert, micro):
+            if world % (t * p * c) or (e > 1 and (world // p) % e):
+                continue
+            for sharing, schedule, again in itertools.product(self._sharding(p), self._schedules(p), _RECOMPUTE):
+                one = change(
+                    **dict(zip(_AXES.values(), (t, p, c, e, b), strict=True)),
+                    sequence_parallel=t > 1,
+                    **({"expert_tensor_parallel_size": 1} if e > 1 else {}),
+                    **sharing,
+                    **schedule,
+                    **again,
+                )
+                if not violations(*one.apply(config, world)):
+                    yield one
+
+    def _sharding(self, stages: int) -> list[Mapping[str, Any]]:
+        optim = {"data_parallel_sharding_strategy": "optim", "overlap_grad_reduce": True, "overlap_param_gather": True}
+        whole = {
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "overlap_grad_reduce": False,
+            "overlap_param_gather": False,
+        }
+        return [optim, whole] if stages == 1 else [optim]
+
+    def _schedules(self, stages: int) -> list[Mapping[str, Any]]:
+        none: Mapping[str, Any] = {"pipeline_schedule": None, "num_virtual_stages_per_pipeline_rank": None}
+        if stages == 1:
+            return [none]
+        along = {"overlap_p2p_communication": True}
+        layers = self._config.model.num_layers
+        virtual = [v for v in (2, 4, 8) if v * stages <= layers]
+        return [
+            {**none, **along, "pipeline_schedule": "1f1b"},
+            {**none, **along, "pipeline_schedule": "zb-h1"},
+            *({**along, "pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": v} for v in virtual),
+        ]
+
+    def _estimate(self, one: Change) -> tuple[float, float] | None:
+        """Seconds of a step and bytes of the fullest rank, roughly."""
+        config, world = one.apply(self._config, self._dry_run.world_size)
+        parallel, given = config.parallel, dict(one.fields)
+        stages, tensor, context = (given[_AXES[axis]] for axis in ("pipeline", "tensor", "context"))
+        rough = self._rough_of(config, given)
+        data = world // (stages * tensor * context)
+        batch = config.training.global_batch_size or data
+        number, rest = divmod(batch, data * config.training.micro_batch_size)
+        if rough is None or rest or not number:
+            return None
+        virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
+        idle = (stages - 1) / (virtual * number)
+        if parallel.pipeline_schedule == "zb-h1":
+            idle /= 2
+        computing = rough.seconds * config.training.micro_batch_size * number / stages * (1 + idle)
+        parameters = rough.parameters / stages
+        whole = parallel.sharding == "optim_grads_params"
+        sharers = data * context
+        state = parameters * ((18 / sharers + 4 * rough.largest) if whole else 6 + 12 / sharers)
+        held = min(number, stages) * (1 + (stages - 1) / (stages * virtual) if virtual > 1 else 1) / stages
+        activations = rough.kept * config.training.micro_batch_size * held + rough.peak * config.training.micro_batch_size
+        near = Ranks(sharers, max(1.0, min(sharers, self._dry_run.gpus_per_node / tensor)))
+        rate = Durations(self._cluster).sending(1e9, 0, near) / 1e9
+        # A reduction in float32 and a gather in 16 bits: once a step, or with each microbatch where nothing is kept.
+        sent = parameters * (8 * number if whole else 6) * rate
+        return computing + max(0.05 * sent, sent - 0.8 * computing), state + activations
+
+    def _rough_of(self, config: Config, given: Mapping[str, Any]) -> _Rough | None:
+        again = tuple(given[name] for name in ("recompute_granularity",))
+        key = (*(given[_AXES[axis]] for axis in ("tensor", "context", "expert")), again)
+        if key not in self._rough:
+            tensor, context, expert = key[:3]
+            ranks = max(tensor * context, expert)
+            while ranks % (tensor * context):
+                ranks += expert
+            alone = change(
+                **{_AXES["pipeline"]: 1, _AXES["micro"]: 1, "global_batch_size": ranks // (tensor * context)},
+                pipeline_schedule=None,
+                num_virtual_stages_per_pipeline_rank=None,
+                overlap_p2p_communication=False,
+                data_parallel_sharding_strategy="no_shard",
+                overlap_grad_reduce=False,
+                overlap_param_gather=False,
+            )
+            job, _ = alone.apply(config, ranks)
+            self._rough[key] = self._whole(job, ranks)
+        return self._rough[key]
+
+    def _whole(self, job: Config, ranks: int) -> _Rough | None:
+        """One stage with the whole model, one sequence."""
+        try:
+            work = Planner(job, replace(self._dry_run, world_size=ranks), self._vocab_size, few=True).work()
+        except ValueError:
+            return None
+        durations = Durations(self._cluster, COMPILED if job.speed.compile else OURS)
+        seconds = spent_in(work, durations).total
+        for ops in work.ops:
+            for span in ops.values():
+                seconds += sum(durations.sending(one.bytes, one.calls, _ranks(work.groups, one.over)) for one in span.sent) / 2
+        forward = work.ops[0][OpKind.FORWARD]
+        peak = max(span.peak for span in work.ops[0].values()) - forward.change if len(work.ops) == 1 else 0
+        held = max(kind.parameters for kind in work.kinds)
+        return _Rough(seconds, forward.change, max(peak, 0), held, min(1.0, 2 / job.model.num_layers))
+
+
+@dataclass(frozen=True)
+class _Rough:
+    """What one sequence takes on ranks that hold all layers."""
+
+    seconds: float
+    kept: int
+    """Bytes between forward and backward."""
+    peak: int
+    """The most bytes above them."""
+    parameters: int
+    """Elements that a rank computes with."""
+    largest: float
+    """Share of them that is gathered at once."""
+
+
+def _ranks(groups: Mapping[str, tuple[int, float]], over: str) -> Ranks:
+    return Ranks(*groups.get(over, (1, 1)))
+
+
+def why_not(best: Found, other: Found) -> str:
+    """What a layout loses to the best, and where: shares of the best's step."""
+    lost = {
+        name: other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in {**best.time.parts, **other.time.parts}
+    }
+    total = other.time.seconds / best.time.seconds - 1
+    parts = sorted(((seconds / best.time.seconds, name) for name, seconds in lost.items()), reverse=True)
+    worse = ", ".join(f"{share:.1%} {name}" for share, name in parts[:3] if share >= 0.002)
+    better = ", ".join(f"{-share:.1%} {name}" for share, name in parts[::-1][:2] if share <= -0.002)
+    return f"takes {total:+.1%}: more of {worse or 'nothing'}" + (f"; less of {better}" if better else "")

@@ -1,0 +1,50 @@
+"""tools/plan.py as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import plan
+
+JOB = "--model llama2-7b --seq-length 1024 --vocab-size 32000 --gpus 8 --global-batch-size 32".split()
+JOB += ["--max-tensor", "2", "--max-pipeline", "2"]
+    "--model llama2-7b --seq-length 1024 --vocab-size 32000 --gpus 8 --global-batch-size 32 --max-tensor 2 --max-pipeline 2".split()
+)
+
+
+def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, script = tmp_path / "plan.json", tmp_path / "run.sh"
+    asked = ["--tokens", "2e12", "--price", "2", "--why", "--pipeline-model-parallel-size 2", "--json", str(table)]
+    assert plan.main([*JOB, "--fix", "micro=2", *asked, "--write-script", str(script)]) == 0
+    out = capsys.readouterr().out
+    for words in ("layouts judged", "tok/s/GPU", "days", "cost", "why not --pipeline-model-parallel-size 2: takes"):
+        assert words in out
+    found = json.loads(table.read_text())
+    assert found and all(row["low"] < row["seconds"] < row["high"] for row in found)
+    assert all("--micro-batch-size" in row["flags"] for row in found)
+    assert os.access(script, os.X_OK) and subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert "torchrun --nnodes 1 --nproc-per-node 8" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--cluster", "h10"], "Did you mean"),
+        (["--fix", "tensors=2"], "AXIS=N"),
+        (["--json", "/nonexistent/x.json"], "/nonexistent"),
+        (["--num-layers", "-1"], "--num-layers"),
+    ],
+)
+def test_what_is_wrong_is_told(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*JOB, *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_clusters_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--cluster", "list"]) == 0
+    assert "h100" in capsys.readouterr().out

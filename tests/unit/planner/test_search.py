@@ -1,0 +1,48 @@
+"""The search proposes what exact predictions of all layouts would, within its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.config.cli import load
+from megatron.config.given import DryRun
+from megatron.config.rules import violations
+from megatron.planner.cluster import load_cluster
+from megatron.planner.search import LayoutSearch, Limits, why_not
+
+VOCAB = 32_000
+WORDS = (
+    "--model llama2-7b --seq-length 1024 --bf16 --device cuda --mock-data --tokenizer-type NullTokenizer "
+    f"--vocab-size {VOCAB} --lr 1e-4 --train-iters 2 --micro-batch-size 1 --global-batch-size 32"
+).split()
+CLUSTER = load_cluster("h100")
+
+
+def search(limits: Limits, memory_gb: float = 80.0) -> LayoutSearch:
+    return LayoutSearch(load(WORDS, 8).config, DryRun(8, 8, None), VOCAB, replace(CLUSTER, memory_gb=memory_gb), limits)
+
+
+def test_the_best_is_the_best_of_all() -> None:
+    one = search(Limits(fixed={"micro": 2}, most={"tensor": 2, "pipeline": 2}))
+    everything = [found for each in one.candidates() if (found := one.exactly(each)) is not None and found.fits(CLUSTER)]
+    best = min(everything, key=lambda found: found.time.seconds)
+    outcome = one.run(exact=6)
+    assert outcome.found[0].time.seconds <= 1.02 * best.time.seconds
+    assert outcome.planned < len(everything) and outcome.judged >= len(everything)
+    assert [found.time.seconds for found in outcome.found] == sorted(found.time.seconds for found in outcome.found)
+    for found in outcome.found:
+        assert not violations(found.config, 8) and found.fits(CLUSTER)
+        assert found.config.parallel.tensor_model_parallel_size <= 2 and found.config.training.micro_batch_size == 2
+    slow = max(outcome.found, key=lambda found: found.time.seconds)
+    assert why_not(outcome.found[0], slow).startswith("takes +")
+
+
+def test_where_nothing_fits_the_closest_is_told() -> None:
+    outcome = search(Limits(fixed={"tensor": 1, "pipeline": 1, "micro": 4}), memory_gb=4.0).run(exact=2)
+    assert not outcome.found and outcome.closest is not None
+    assert outcome.closest.time.device_bytes > 4e9
+
+
+def test_no_layout_at_all() -> None:
+    outcome = search(Limits(fixed={"tensor": 3})).run()
+    assert outcome.judged == 0 and not outcome.found and outcome.closest is None

@@ -1,0 +1,142 @@
+"""What a step is said to do and to take, against counts and formulas that share nothing with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron.config.cli import load
+from megatron.config.errors import ConfigError
+from megatron.config.given import DryRun
+from megatron.planner.cluster import cluster_names, load_cluster
+from megatron.planner.dry_run import Planner, StepWork
+from megatron.planner.durations import Durations, Ranks
+from megatron.planner.step_time import StepTime, predict
+from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
+from megatron.spec.counts import flops_per_token
+from megatron.spec.operations import OpKind
+
+VOCAB = 1024
+SMALL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 --bf16 --device cuda "
+    f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} --lr 1e-4 --train-iters 2 --micro-batch-size 2 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+LAYOUTS = {
+    "one rank": (1, 2, ""),
+    "tensor": (2, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "stages": (2, 8, "--pipeline-model-parallel-size 2"),
+    "zero bubble": (2, 8, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    "context": (2, 2, "--context-parallel-size 2 --cp-comm-type all_gather"),
+    "chunks": (2, 8, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "sharded": (2, 4, "--data-parallel-sharding-strategy optim_grads_params"),
+}
+
+
+def job(layout: str, more: str = "") -> tuple[StepWork, StepTime]:
+    ranks, batch, flags = LAYOUTS[layout]
+    config = load(f"{SMALL} --global-batch-size {batch} {flags} {more}".split(), ranks).config
+    dry_run = DryRun(ranks, 8, None)
+    work = Planner(config, dry_run, VOCAB, few=True).work()
+    return work, predict(config, dry_run, VOCAB, load_cluster("h100"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_flops_of_the_model_are_done_by_some_rank(layout: str) -> None:
+    ranks, batch, flags = LAYOUTS[layout]
+    work, _ = job(layout)
+    config = load(f"{SMALL} --global-batch-size {batch} {flags}".split(), ranks).config
+    sharers = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
+    done = sum(span.work.flops for ops in work.ops for span in ops.values()) * sharers
+    wanted = flops_per_token(config.model, VOCAB) * config.model.seq_length * config.training.micro_batch_size
+    # Context ranks compute squares of which causal attention needs a part; norms and sums have a few products of their own.
+    assert wanted * 0.999 <= done <= wanted * (1.2 if "context" in layout else 1.01)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_are_the_step(layout: str) -> None:
+    work, time = job(layout)
+    assert all(seconds >= 0 for seconds in time.parts.values())
+    assert math.isclose(sum(time.parts.values()), time.seconds) and time.low < time.seconds < time.high
+    assert 0 < time.mfu < 1 and len(work.ops) == len(work.schedule.stage_of_chunk)
+
+
+def test_waiting_for_the_first_stage_is_that_of_the_formula() -> None:
+    """(p - 1) / m of the time that a stage computes, where stages take equally long (Narayanan et al. 2021, section 2.2.1)."""
+    _, time = job("stages", "--num-layers 24")
+    parts = dict(time.parts)
+    idle = parts.pop("pipeline idle")
+    for at_the_end in ("gradients", "parameters", "optimizer", "numbers", "other"):
+        parts.pop(at_the_end, None)
+    assert 0.7 / 4 < idle / sum(parts.values()) < 1.3 / 4
+
+
+def test_what_is_computed_again_takes_time() -> None:
+    _, plain = job("one rank")
+    _, again = job("one rank", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    assert 1.15 < (again.parts["products"] + again.parts.get("recompute", 0)) / plain.parts["products"] < 1.4
+
+
+def test_durations_follow_their_formulas() -> None:
+    cluster = replace(load_cluster("h100"), product_us=0.0, kernel_us=0.0, host_us=0.0)
+    durations, peak, memory = Durations(cluster), 989.4e12, 3350e9 * cluster.reached.memory
+    one = MatrixProduct(1, 4096, 4096, 8192, "bfloat16")
+    moved = 2 * (4096 * 8192 * 2 + 4096 * 4096)
+    wanted = 2 * 4096 * 4096 * 8192 / (peak * cluster.reached.products["bfloat16"]) + moved / memory
+    assert durations.product(one) == pytest.approx(wanted)
+    attention = AttentionWork(1000, 256, 8192, True, "bfloat16")
+    assert durations.attention(attention) == pytest.approx(4 * 1000 * 256 / (peak * cluster.reached.attention_backward))
+    assert durations.of(DeviceWork(moved=10**9)).elementwise == pytest.approx(1e9 / memory)
+    inside, across = durations.sending(1e9, 0, Ranks(8, 8)), durations.sending(1e9, 0, Ranks(8, 1))
+    assert inside == pytest.approx(1 / (450 * cluster.reached.node))
+    assert across == pytest.approx(1 / (50 * cluster.reached.network))
+    assert durations.sending(1e9, 0, Ranks(16, 8)) == pytest.approx(
+        1 / min(450 * cluster.reached.node, 400 * cluster.reached.network)
+    )
+    assert durations.sending(1e9, 5, Ranks(1, 1)) == 0
+
+
+def test_a_slow_host_is_waited_for() -> None:
+    work = DeviceWork(moved=1000, kernels=100)
+    assert Durations(replace(load_cluster("h100"), host_us=50.0)).of(work).launching > 0.004
+
+
+def test_every_kind_of_operation_has_work() -> None:
+    work, _ = job("zero bubble")
+    assert {kind for ops in work.ops for kind in ops} == {OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD}
+    assert all(span.work.products for ops in work.ops for span in ops.values())
+
+
+def test_shipped_clusters_are_read_and_written(tmp_path: object) -> None:
+    from pathlib import Path
+
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        file = Path(str(tmp_path)) / f"{name}.yaml"
+        file.write_text(cluster.yaml(), encoding="utf-8")
+        assert load_cluster(str(file)) == cluster and cluster.peak("float16") > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: x", "lacks"),
+        ("[1, 2]", "not a table"),
+        ("nam: x", "name"),
+        ("{", "does not describe"),
+    ],
+)
+def test_a_file_that_is_no_cluster_is_refused(tmp_path: object, text: str, said: str) -> None:
+    from pathlib import Path
+
+    file = Path(str(tmp_path)) / "x.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        load_cluster(str(file))
+
+
+def test_an_unknown_cluster_names_a_near_one() -> None:
+    with pytest.raises(ConfigError, match="h100"):
+        load_cluster("h10")

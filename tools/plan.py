@@ -1,0 +1,220 @@
+"""Which layout for a job on a cluster: how fast, how long, at what cost, and why not another one.
+
+    python tools/plan.py --model llama3-70b --cluster h100 --gpus 512 --global-batch-size 1024 --tokens 15e12
+
+Needs neither GPUs nor data. docs/planning.md says how times come about and how sure they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
+
+from megatron.config.cli import load
+from megatron.config.config import Config
+from megatron.config.errors import ConfigError
+from megatron.config.given import DryRun, check_output
+
+PROGRAM = "plan.py"
+_DAY = 86_400
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the tool; returns the exit status: 0, 1 if nothing fits, 2 for settings that are wrong."""
+    parser = _parser()
+    own, words = parser.parse_known_args(argv)
+    try:
+        return _run(own, words)
+    except (ConfigError, ValueError, OSError) as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--cluster", default="h100", metavar="NAME|FILE", help="one that is shipped, or a file; 'list' lists them")
+    parser.add_argument("--gpus", type=int, default=8, help="devices of the job")
+    parser.add_argument("--tokens", type=float, help="tokens to train on, for days and cost")
+    parser.add_argument("--price", type=float, help="price of one device for an hour")
+    parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="tensor, pipeline, context, expert or micro")
+    for axis in ("tensor", "pipeline", "context", "expert", "micro"):
+        parser.add_argument(f"--max-{axis}", type=int, metavar="N", help=argparse.SUPPRESS if axis != "tensor" else "try no more")
+    parser.add_argument("--why", action="append", default=[], metavar="FLAGS", help="say what these flags lose (one word)")
+    parser.add_argument("--rows", type=int, default=8, help="layouts to show")
+    parser.add_argument("--json", metavar="FILE", help="all that was found, as JSON")
+    parser.add_argument("--write-script", metavar="FILE", help="a launch script of the best layout")
+    parser.epilog = "All other flags are those of pretrain_gpt.py: the model, the batch, and what is not searched."
+    return parser
+
+
+def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
+    from megatron.data.tokenizers.tokenizer import planned_rows
+    from megatron.planner.cluster import cluster_names, load_cluster
+    from megatron.planner.search import LayoutSearch, Limits, axes, why_not
+    from megatron.planner.state_report import amount
+
+    if own.cluster == "list":
+        for name in cluster_names():
+            print(f"{name:<16} {load_cluster(name).name}")
+        return 0
+    for name in (own.json, own.write_script):
+        if name is not None:
+            check_output("--json" if name == own.json else "--write-script", name)
+    cluster = load_cluster(own.cluster)
+    given = [*_missing(words), *words]
+    loaded = load(given, own.gpus)
+    config, vocab_size = loaded.config, planned_rows(loaded.config.data)
+    most = {axis: size for axis in axes() if (size := getattr(own, f"max_{axis}")) is not None}
+    search = LayoutSearch(
+        config, DryRun(own.gpus, cluster.gpus_per_node, None), vocab_size, cluster, Limits(_fixed(own.fix, axes()), most)
+    )
+    outcome = search.run()
+    print(f"{own.gpus} x {cluster.device} ({cluster.name}); {outcome.judged:,} layouts judged, {outcome.planned} of them exactly")
+    if not outcome.found:
+        if outcome.closest is None:
+            print("No layout is valid for these settings and devices. Fewer --fix and --max-* leave more.")
+        else:
+            one = outcome.closest
+            print(
+                f"None fits {cluster.memory_gb:g} GB a device. Closest: {one.change} needs {amount(one.time.device_bytes)}. More "
+                "devices, --optimizer-cpu-offload or a smaller --seq-length need less."
+            )
+        return 1
+    ties = outcome.ties()
+    for line in _table(outcome.found[: own.rows], len(ties), own, cluster.memory_gb):
+        print(line)
+    best = outcome.found[0]
+    print(f"a step of the best: {', '.join(f'{name} {s / best.time.seconds:.1%}' for name, s in _shares(best.time.parts))}")
+    for text in own.why:
+        _explain(search, best, shlex.split(text), given, own.gpus, why_not)
+    if own.json is not None:
+        Path(own.json).write_text(json.dumps([_as_json(one) for one in outcome.found], indent=1) + "\n", encoding="utf-8")
+    if own.write_script is not None:
+        _write_script(Path(own.write_script), words, best, own.gpus, cluster)
+    return 0
+
+
+def _missing(words: Sequence[str]) -> list[str]:
+    """Flags without which nothing loads, where a plan does not need what they say."""
+    found = []
+    for flag, rest, others in (
+        ("--mock-data", [], ("--data-path",)),
+        ("--tokenizer-type", ["NullTokenizer"], ()),
+        ("--vocab-size", ["128256"], ("--vocab-file", "--tokenizer-model")),
+        ("--train-iters", ["10"], ("--train-samples", "--train-tokens")),
+        ("--lr", ["1e-4"], ()),
+        ("--micro-batch-size", ["1"], ()),
+        ("--bf16", [], ("--fp16", "--fp32", "--fp64")),
+        ("--device", ["cuda"], ()),
+    ):
+        if not {flag, *others} & {word.partition("=")[0].replace("_", "-") for word in words}:
+            found += [flag, *rest]
+    return found
+
+
+def _fixed(given: Sequence[str], known: Any) -> dict[str, int]:
+    found = {}
+    for text in given:
+        axis, equals, size = text.partition("=")
+        if axis not in known or not equals or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"--fix {text}: give AXIS=N, with one of {', '.join(known)} and a number")
+        found[axis] = int(size)
+    return found
+
+
+def _table(found: Sequence[Any], ties: int, own: argparse.Namespace, memory_gb: float) -> list[str]:
+    lines = [
+        f"{'step':>9} {'(90 % between)':>17} {'tok/s/GPU':>10} {'MFU':>6} {'memory':>14}"
+        + ("   days  GPU hours" if own.tokens else "")
+    ]
+    if own.tokens and own.price:
+        lines[0] += "       cost"
+    for number, one in enumerate(found):
+        time = one.time
+        line = (
+            f"{time.seconds:8.3f}s {time.low:7.3f} .. {time.high:6.3f} {time.tokens_per_s:10,.0f} {time.mfu:6.1%} "
+            f"{time.device_bytes / 1e9:5.1f} of {memory_gb:3.0f} GB"
+        )
+        if own.tokens:
+            seconds = own.tokens / (time.tokens_per_s * time.world_size)
+            hours = seconds / 3600 * time.world_size
+            line += f" {seconds / _DAY:6.1f} {hours:10,.0f}"
+            line += f" {hours * own.price:10,.0f}" if own.price else ""
+        lines += [line + ("   tie" if 0 < number < ties else ""), f"          {_shown(one)}"]
+    return lines
+
+
+def _shown(one: Any) -> str:
+    """The flags that differ from defaults."""
+    return shlex.join(_flags(one))
+
+
+def _flags(one: Any) -> list[str]:
+    default = Config()
+    kept = [(name, value) for name, value in one.change.fields if _value(default, name) != value]
+    return shlex.split(str(type(one.change)(tuple(kept))))
+
+
+def _value(config: Config, name: str) -> object:
+    from megatron.config.flags import flag_for
+
+    return getattr(getattr(config, flag_for(name).topic), name)
+
+
+def _shares(parts: Any) -> list[tuple[str, float]]:
+    whole = sum(parts.values())
+    return sorted(((name, s) for name, s in parts.items() if s >= 0.003 * whole), key=lambda item: -item[1])
+
+
+def _explain(search: Any, best: Any, flags: Sequence[str], given: Sequence[str], gpus: int, why_not: Any) -> None:
+    """What a layout that the user has named loses: the best one's settings with these flags."""
+    from megatron.config.checks.finding import Change
+
+    wanted = load([*given, *_flags(best), *flags], gpus).config
+    fields = tuple((name, _value(wanted, name)) for name, _ in best.change.fields)
+    found = search.exactly(Change(fields))
+    text = shlex.join(flags)
+    print(f"why not {text}: {'it cannot be laid out' if found is None else why_not(best, found)}")
+
+
+def _as_json(one: Any) -> dict[str, Any]:
+    time = one.time
+    return {
+        "flags": _flags(one),
+        "seconds": time.seconds,
+        "low": time.low,
+        "high": time.high,
+        "tokens_per_s_per_gpu": time.tokens_per_s,
+        "mfu": time.mfu,
+        "device_bytes": time.device_bytes,
+        "parts": dict(time.parts),
+    }
+
+
+def _write_script(path: Path, words: Sequence[str], best: Any, gpus: int, cluster: Any) -> None:
+    nodes, each = -(-gpus // cluster.gpus_per_node), min(gpus, cluster.gpus_per_node)
+    flags = shlex.join([*words, *_flags(best)])
+    path.write_text(
+        "#!/usr/bin/env bash\n"
+        f"# Chosen by tools/plan.py for {gpus} devices ({cluster.name}).\n"
+        f"# Predicted: {best.time.seconds:.3f} s a step ({best.time.low:.3f} to {best.time.high:.3f}), "
+        f"{best.time.device_bytes / 1e9:.1f} GB on the fullest rank.\n"
+        f"# On each of {nodes} nodes; add data, tokenizer, learning rate and where to save.\n"
+        "set -euo pipefail\n"
+        f'torchrun --nnodes {nodes} --nproc-per-node {each} ${{RENDEZVOUS:-}} pretrain_gpt.py \\\n    {flags} "$@"\n',
+        encoding="utf-8",
+    )
+    path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
