@@ -86,8 +86,9 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     from megatron.training.loop import Loop
     from megatron.training.memory_report import MemoryAccount
     from megatron.training.out_of_memory import Exhaustion, is_out_of_memory
+    from megatron.training.plan_report import StepPlan
     from megatron.training.progress import BatchSizePlan
-    from megatron.training.rehearsal import Rehearsal, choose_layers, with_layers
+    from megatron.training.rehearsal import Rehearsal, choose_layers, full_plan, with_layers
     from megatron.training.resume import resume
     from megatron.training.saver import Saver
     from megatron.training.step import TrainStep
@@ -96,7 +97,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     account = MemoryAccount()
     exhaustion = Exhaustion(config, account)
     explanations.known.append((is_out_of_memory, exhaustion.words))
-    rehearsal = Rehearsal(config) if config.logging.memory_interval is not None else None
+    rehearsal = Rehearsal(config, full_plan) if config.logging.memory_interval is not None else None
+    foretold = StepPlan(config) if config.logging.plan_report is not None else None
     startup.set_numerics(config)
     startup.set_compiler_cache(config.speed)
     chosen = choose_layers(config)
@@ -127,6 +129,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     for line in [
         *loaded.notes,
         *([] if rehearsal is None else account.expect(rehearsal.plan(context), context)),
+        *([] if foretold is None else foretold.expect(context)),
         *startup.describe(config, context, step, num_parameters, plan, resumed.progress.consumed_samples),
         *batches.describe(resumed.progress.phases),
         *resumed.notes,
@@ -154,6 +157,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         test_batches=batches.test,
         started_at=started_at,
         account=account,
+        foretold=foretold,
         draw=draw,
     ).run(resumed.progress)
     reporter.close()

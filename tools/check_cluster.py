@@ -54,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--wait", type=_positive, default=600, metavar="S", help="seconds for all nodes to come (600)")
     flags.add_argument("--limit", type=_positive, default=300, metavar="S", help="seconds for the ranks' part (300)")
     flags.add_argument("--measure", type=Path, metavar="FILE", help="write a cluster file")
+    flags.add_argument("--calibrate", type=Path, nargs="+", metavar="REPORT", help="reports of runs with --plan-report")
+    flags.add_argument("--cluster", metavar="NAME|FILE", help="cluster file that they calibrate")
+    flags.add_argument("--output", type=Path, metavar="FILE", help="where the calibrated one goes")
     flags.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to measure (auto)")
     flags.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of pretrain_gpt.py")
     return flags
@@ -85,6 +88,8 @@ def main(arguments: list[str] | None = None, program: tuple[str, ...] | None = N
     given = parser().parse_args(arguments)
     if given.measure is not None:
         return _measure(given)
+    if given.calibrate is not None:
+        return _calibrate(given)
     if given.ranks_per_node is None:
         print("check_cluster: --ranks-per-node is needed: how many ranks each node has", file=sys.stderr)
         return 2
@@ -125,6 +130,26 @@ def _measure(given: argparse.Namespace) -> int:
 
     for line in measure_into(given.measure, given.device, given.ranks_per_node or 1, given.flags, world_size):
         print(f"check_cluster: {line}", flush=True)
+    return 0
+
+
+def _calibrate(given: argparse.Namespace) -> int:
+    """Write a calibrated cluster file."""
+    if given.cluster is None or given.output is None:
+        print("check_cluster: --calibrate needs --cluster NAME|FILE and --output FILE", file=sys.stderr)
+        return 2
+
+    from megatron.planner.cluster import load_cluster
+    from tools.cluster.calibration import calibrate_into
+
+    try:
+        check_output("--output", str(given.output))
+        lines = calibrate_into(given.output, load_cluster(given.cluster), given.calibrate)
+    except ValueError as error:
+        print(f"check_cluster: {error}", file=sys.stderr)
+        return 2
+    for line in lines:
+        print(f"check_cluster: {line}")
     return 0
 
 

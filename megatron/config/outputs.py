@@ -89,6 +89,12 @@ class LoggingConfig:
     planned. Before the first step the job is planned as by --dry-run."""
     log_memory_interval: int | None = setting(None, at_least=1, unit="steps")
     """Steps between reports of memory, by default as many as between log lines. Given alone, it asks for them too."""
+    plan_report: str | None = None
+    """Foretell step time and memory before the run, compare them with the first ten steps, tell in the log which part is off, and
+    write all into this JSON file. tools/check_cluster.py --calibrate makes a cluster file of such reports."""
+    plan_cluster: str | None = setting(None, acts=acts_with(plan_report=GIVEN))
+    """The cluster that step times are foretold for: a name, or the path of a cluster file; by default the one that is shipped for
+    the device."""
     wandb_project: str | None = None
     """Project at Weights & Biases (needs the wandb extra)."""
     wandb_exp_name: str | None = setting(None, acts=acts_with(wandb_project=GIVEN))

@@ -19,6 +19,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.failure import ExitSignal, NonFiniteError, together
 from megatron.training.inputs import Batches
 from megatron.training.memory_report import MemoryAccount
+from megatron.training.plan_report import PlanReport, StepPlan
 from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
@@ -51,7 +52,9 @@ class Loop:
     draw: Draw | None = None
     """Draws the timelines of --profile-pipeline; the first rank needs it."""
     account: MemoryAccount | None = None
-    """What is known of this rank's memory, for the reports of --log-memory."""
+    """What is known of this rank's memory, for the reports of --log-memory and --plan-report."""
+    foretold: StepPlan | None = None
+    """What --plan-report compares the first steps with."""
 
     def run(self, progress: Progress) -> None:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end."""
@@ -59,6 +62,8 @@ class Loop:
             gc.disable()
         began_at = progress.iteration
         watching = watchers(self.config, self.step, progress, self.reporter, self.account)
+        if self.foretold is not None and self.account is not None:
+            watching.append(PlanReport(self.foretold, self.step, self.account, self.reporter.say))
         if self.config.speed.compile:
             from megatron.training.compilation import CompilationReports  # imports the compiler
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import pickle
 from collections.abc import Callable
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 
@@ -26,22 +26,28 @@ from megatron.planner.fit import with_fit_advice, with_least_layers
 from megatron.planner.plan import Plan
 from megatron.training.failure import together
 
+T = TypeVar("T")
 
-class Rehearsal:
-    """Begins to plan a job, on its first rank. To be made before anything else of the run, process groups above all."""
 
-    def __init__(self, config: Config) -> None:
-        self._child, self._result = _plan_beside(config) if launched().rank == 0 else (0, -1)
+class Rehearsal(Generic[T]):
+    """Begins to plan a job, on its first rank. To be made before anything else of the run, process groups above all.
 
-    def plan(self, context: ParallelContext) -> Plan | str:
-        """The plan, or why there is none. All ranks call it together."""
-        told: Plan | str = ""
+    Args:
+        make: makes what is wanted of the settings of the job, its size and the vocabulary.
+    """
+
+    def __init__(self, config: Config, make: Callable[[Config, DryRun, int], T]) -> None:
+        self._child, self._result = _plan_beside(config, make) if launched().rank == 0 else (0, -1)
+
+    def plan(self, context: ParallelContext) -> T | str:
+        """What was made, or why there is none. All ranks call it together."""
+        told: T | str = ""
         if context.rank == 0:
             with os.fdopen(self._result, "rb") as pipe:
                 data = pipe.read()
             os.waitpid(self._child, 0)
             told = pickle.loads(data) if data else "its process ended early"
-        answer: Plan | str = broadcast_object(told, context.world)
+        answer: T | str = broadcast_object(told, context.world)
         return answer
 
 
@@ -57,7 +63,12 @@ def on_this_device(config: Config) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, device=device))
 
 
-def _plan_beside(config: Config) -> tuple[int, int]:
+def full_plan(config: Config, job: DryRun, vocab_size: int) -> Plan:
+    """The plan as --dry-run tells it."""
+    return with_fit_advice(make_plan(config, job, vocab_size), config, job, vocab_size)
+
+
+def _plan_beside(config: Config, make: Callable[[Config, DryRun, int], T]) -> tuple[int, int]:
     """Fork a process that makes the plan; gives its number and the end of the pipe in which the plan will lie."""
     config = on_this_device(config)
     read_end, write_end = os.pipe()
@@ -68,7 +79,7 @@ def _plan_beside(config: Config) -> tuple[int, int]:
         try:
             vocab_size = planned_rows(config.data)
             config = with_least_layers(config, this_job(), vocab_size)
-            told: Plan | str = with_fit_advice(make_plan(config, this_job(), vocab_size), config, this_job(), vocab_size)
+            told: T | str = make(config, this_job(), vocab_size)
         except Exception as error:  # noqa: BLE001 - the run goes on without a plan, and says why
             told = f"{type(error).__name__}: {error}"
         with os.fdopen(write_end, "wb") as pipe:

@@ -1194,6 +1194,7 @@ CASES: list[Case] = [
     ),
     ("--manual-gc-interval 5", 1, {"--manual-gc-interval"}, ["only with --manual-gc"], ["--manual-gc"]),
     ("--layer-costs c", 2, {"--layer-costs"}, ["only with --pipeline-split balanced"], []),
+    ("--plan-cluster cpu", 1, {"--plan-cluster"}, ["only with --plan-report"], []),
     ("--profile-step-start 5", 1, {"--profile-step-start"}, ["only with --profile or --profile-pipeline"], ["--profile"]),
     ("--profile-step-end 15", 1, {"--profile-step-end"}, ["only with --profile"], ["--profile"]),
     ("--profile-ranks 1", 2, {"--profile-ranks"}, ["only with --profile"], ["--profile"]),

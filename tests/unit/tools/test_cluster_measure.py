@@ -13,7 +13,7 @@ from megatron.planner.cluster import Cluster, Reached, load_cluster
 from megatron.planner.durations import Durations, Ranks
 from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
 from megatron.verification.local_ranks import run_ranks
-from tests.support.cli import spawn_cli
+from tools import check_cluster
 from tools.cluster.cluster_file import text_of
 from tools.cluster.measurement import Layers, Measured, Sizes, measure_rank, of_all
 from tools.cluster.probes import Beside, Sent, Timed
@@ -180,6 +180,5 @@ def test_a_real_measurement_makes_a_file(tmp_path: Path) -> None:
         ([], "--ranks-per-node is needed"),
     ],
 )
-def test_wrong_flags_are_told(flags: list[str], words: str) -> None:
-    ended = spawn_cli(["tools/check_cluster.py", *flags], nproc=None)
-    assert ended.returncode == 2 and words in ended.stderr
+def test_wrong_flags_are_told(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_cluster.main(flags) == 2 and words in capsys.readouterr().err
