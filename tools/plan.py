@@ -46,8 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=float, help="tokens to train on, for days and cost")
     parser.add_argument("--price", type=float, help="price of one device for an hour")
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="tensor, pipeline, context, expert or micro")
-    for axis in ("tensor", "pipeline", "context", "expert", "micro"):
-        parser.add_argument(f"--max-{axis}", type=int, metavar="N", help=argparse.SUPPRESS if axis != "tensor" else "try no more")
+    parser.add_argument("--max-tensor", type=int, metavar="N", help="try no more tensor ranks")
+    parser.add_argument("--max-pipeline", type=int, metavar="N", help="try no more stages")
+    parser.add_argument("--max-context", type=int, metavar="N", help="try no more context ranks")
+    parser.add_argument("--max-expert", type=int, metavar="N", help="try no more expert ranks")
+    parser.add_argument("--max-micro", type=int, metavar="N", help="try no larger micro-batches")
     parser.add_argument("--why", action="append", default=[], metavar="FLAGS", help="say what these flags lose (one word)")
     parser.add_argument("--rows", type=int, default=8, help="layouts to show")
     parser.add_argument("--json", metavar="FILE", help="all that was found, as JSON")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.attention.backends import backend_in_use
@@ -29,7 +28,6 @@ from megatron.planner.allowances import Allowance, of_symmetric_memory, of_tenso
 from megatron.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
 from megatron.planner.experts import experts_plan, worst_factor
 from megatron.planner.kinds import (
-    Crossing,
     Links,
     RankContent,
     Sending,
@@ -42,6 +40,7 @@ from megatron.planner.kinds import (
 from megatron.planner.peak import Held, held_over_step, peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
 from megatron.planner.state_report import amount, layout_of
+from megatron.planner.step_work import StepWork, per_node
 from megatron.planner.storages import MemorySpan
 from megatron.spec.counts import attention_shares, check_count, count_active
 from megatron.spec.layers import alike, context_ways
@@ -116,39 +115,11 @@ class Sample(NamedTuple):
     """The share of a step's microbatches that the sample has."""
 
 
-def _per_node(size: int, crossing: Crossing) -> float:
-    """Ranks of a group that a node has: of a ring, one in as many sends leaves it."""
-    leaving = float(crossing.mean())
-    return size if not leaving else min(size, 1 / leaving)
-
-
 def _likely_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
     """The way that --tp-comm-overlap will take, if the GPUs of a node reach each other's memory."""
     if device_type != "cuda":
         return Pieces(f"the device is {device_type}")
     return Pieces("tensor groups cross nodes") if gpus_per_node % tensor_size else SymmetricMemory()
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """What a step does on all ranks, for whoever says how long that takes."""
-
-    schedule: Schedule
-    """Laid out for as many microbatches as show how the others go."""
-    num_microbatches: int
-    """All of a step."""
-    ops: tuple[Mapping[OpKind, MemorySpan], ...]
-    """For each chunk, what each kind of operation does and sends to ranks of its stage."""
-    message: int
-    """Bytes that a rank sends to the next stage for a microbatch."""
-    crossings: tuple[bool, ...]
-    """Whether messages from each stage to the next one go to another node."""
-    kinds: tuple[RankKind, ...]
-    """Those of the first and last of stages that look alike."""
-    share: float
-    """The share of a step's microbatches in the schedule, and in what kinds send for activations."""
-    groups: Mapping[str, tuple[int, float]]
-    """For each group that ranks send over by its name: its ranks, and how many of them a node has."""
 
 
 class PlannedStep(NamedTuple):
@@ -298,8 +269,7 @@ class Planner:
                 traces = self._trace(model, context)
                 message = model.boundary(self._config.training.micro_batch_size, self._topology)["hidden"]
                 groups = {
-                    name: (size, _per_node(size, crosses(0)))
-                    for name, (size, crosses) in named_groups(context, self._links).items()
+                    name: (size, per_node(size, crosses(0))) for name, (size, crosses) in named_groups(context, self._links).items()
                 }
             finally:
                 disconnect()

@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Found:
+class PlannedLayout:
     """A layout with what it takes, exactly."""
 
     change: Change
@@ -75,16 +75,16 @@ class Found:
 class Outcome:
     """What a search has found."""
 
-    found: tuple[Found, ...]
+    found: tuple[PlannedLayout, ...]
     """Layouts that fit, the fastest first."""
-    closest: Found | None
-    """Of those that were planned, the one that needs the least memory, if none fits."""
+    closest: PlannedLayout | None
+    """The one of those that were planned that needs the least memory, if none fits."""
     judged: int
     """How many layouts were judged."""
     planned: int
     """How many of them exactly."""
 
-    def ties(self) -> tuple[Found, ...]:
+    def ties(self) -> tuple[PlannedLayout, ...]:
         """Layouts that may be as fast as the best: half of the range of each reaches the other's prediction."""
         best = self.found[0].time
         return tuple(one for one in self.found if one.time.seconds / best.seconds <= (best.high / best.seconds) ** 0.5)
@@ -108,7 +108,7 @@ class LayoutSearch:
         self._limits = limits or Limits()
         self._rough: dict[object, _Rough | None] = {}
         self._traces: dict[object, Traces] = {}
-        self._exact: dict[Change, Found | None] = {}
+        self._exact: dict[Change, PlannedLayout | None] = {}
 
     def run(self, exact: int = 16) -> Outcome:
         """Judge all layouts, then plan the best of them until so many fit."""
@@ -117,7 +117,7 @@ class LayoutSearch:
         likely = sorted((time, index) for index, ((time, memory), _) in enumerate(judged) if memory <= 1.15 * limit)
         if not likely:
             likely = sorted((memory, index) for index, ((_, memory), _) in enumerate(judged))[:exact]
-        planned: list[Found] = []
+        planned: list[PlannedLayout] = []
         for _, index in likely:
             if sum(one.fits(self._cluster) for one in planned) >= exact or len(planned) >= 3 * exact:
                 break
@@ -127,7 +127,7 @@ class LayoutSearch:
         closest = min(planned, key=lambda one: one.time.device_bytes, default=None)
         return Outcome(tuple(fitting), None if fitting else closest, len(judged), len(planned))
 
-    def exactly(self, one: Change) -> Found | None:
+    def exactly(self, one: Change) -> PlannedLayout | None:
         """A layout's exact plan and prediction; None if it cannot be laid out."""
         if one not in self._exact:
             config, ranks = one.apply(self._config, self._dry_run.world_size)
@@ -143,7 +143,7 @@ class LayoutSearch:
                     self._cluster,
                     traces=self._traces.setdefault(key, {}),
                 )
-                self._exact[one] = Found(one, config, time)
+                self._exact[one] = PlannedLayout(one, config, time)
             except ValueError:
                 self._exact[one] = None
         return self._exact[one]
@@ -281,7 +281,7 @@ def _ranks(groups: Mapping[str, tuple[int, float]], over: str) -> Ranks:
     return Ranks(*groups.get(over, (1, 1)))
 
 
-def why_not(best: Found, other: Found) -> str:
+def why_not(best: PlannedLayout, other: PlannedLayout) -> str:
     """What a layout loses to the best, and where: shares of the best's step."""
     lost = {
         name: other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in {**best.time.parts, **other.time.parts}

@@ -17,9 +17,10 @@ from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner.chunk_trace import Traces
 from megatron.planner.cluster import Cluster
-from megatron.planner.dry_run import Planner, StepWork
+from megatron.planner.dry_run import Planner
 from megatron.planner.durations import COMPILED, OURS, Durations, Ranks, Spent, Stack, added
 from megatron.planner.plan import RankKind
+from megatron.planner.step_work import StepWork
 from megatron.spec.counts import flops_per_step
 from megatron.spec.operations import Op, OpKind
 

@@ -13,8 +13,6 @@ from tools import plan
 
 JOB = "--model llama2-7b --seq-length 1024 --vocab-size 32000 --gpus 8 --global-batch-size 32".split()
 JOB += ["--max-tensor", "2", "--max-pipeline", "2"]
-    "--model llama2-7b --seq-length 1024 --vocab-size 32000 --gpus 8 --global-batch-size 32 --max-tensor 2 --max-pipeline 2".split()
-)
 
 
 def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

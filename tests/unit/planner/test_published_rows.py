@@ -44,6 +44,7 @@ def _model_flops_share(row: Row) -> float:
     """Model FLOPs over the peak of the devices, for the share of the step in which a pipeline without other delays is busy."""
     config = _config(row["flags"], row["gpus"])
     parallel, training = config.parallel, config.training
+    assert training.global_batch_size is not None
     stages = parallel.pipeline_model_parallel_size
     data_ranks = row["gpus"] // (stages * parallel.tensor_model_parallel_size * parallel.context_parallel_size)
     passes = (

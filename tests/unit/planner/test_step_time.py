@@ -11,9 +11,10 @@ from megatron.config.cli import load
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun
 from megatron.planner.cluster import cluster_names, load_cluster
-from megatron.planner.dry_run import Planner, StepWork
+from megatron.planner.dry_run import Planner
 from megatron.planner.durations import Durations, Ranks
 from megatron.planner.step_time import StepTime, predict
+from megatron.planner.step_work import StepWork
 from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
 from megatron.spec.counts import flops_per_token
 from megatron.spec.operations import OpKind
