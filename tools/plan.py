@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--why", action="append", default=[], metavar="FLAGS", help="say what these flags lose (one word)")
     parser.add_argument("--rows", type=int, default=8, help="layouts to show")
     parser.add_argument("--json", metavar="FILE", help="all that was found, as JSON")
+    parser.add_argument("--output", metavar="FILE", help=".svg or .png: where the time goes, and time against memory (matplotlib)")
     parser.add_argument("--write-script", metavar="FILE", help="a launch script of the best layout")
     parser.epilog = "All other flags are those of pretrain_gpt.py: the model, the batch, and what is not searched."
     return parser
@@ -69,9 +70,11 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
         for name in cluster_names():
             print(f"{name:<16} {load_cluster(name).name}")
         return 0
-    for name in (own.json, own.write_script):
-        if name is not None:
-            check_output("--json" if name == own.json else "--write-script", name)
+    for flag, path in (("--json", own.json), ("--write-script", own.write_script), ("--output", own.output)):
+        if path is not None:
+            check_output(flag, path)
+    if own.output is not None and Path(own.output).suffix not in (".svg", ".png"):
+        raise ValueError(f"--output {own.output}: give a name that ends in .svg or .png")
     cluster = load_cluster(own.cluster)
     given = [*_missing(words), *words]
     loaded = load(given, own.gpus)
@@ -101,6 +104,11 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
         _explain(search, best, shlex.split(text), given, own.gpus, why_not)
     if own.json is not None:
         Path(own.json).write_text(json.dumps([_as_json(one) for one in outcome.found], indent=1) + "\n", encoding="utf-8")
+    if own.output is not None:
+        from tools.planning.figure import draw_layouts
+
+        shown = [(f"{number}: {_short(one)}", one.time) for number, one in enumerate(outcome.found[: own.rows], 1)]
+        draw_layouts(shown, cluster.memory_gb, Path(own.output))
     if own.write_script is not None:
         _write_script(Path(own.write_script), words, best, own.gpus, cluster)
     return 0
@@ -165,6 +173,22 @@ def _flags(one: Any) -> list[str]:
     default = Config()
     kept = [(name, value) for name, value in one.change.fields if _value(default, name) != value]
     return shlex.split(str(type(one.change)(tuple(kept))))
+
+
+def _short(one: Any) -> str:
+    """A name for a picture: sizes that are not 1, schedule, sharding, recompute."""
+    parallel, training, memory = one.config.parallel, one.config.training, one.config.memory
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "x": parallel.num_virtual_stages_per_pipeline_rank or 1,
+    }
+    words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    words += [parallel.schedule] if parallel.pipeline_model_parallel_size > 1 else []
+    words += ["sharded"] if parallel.sharding == "optim_grads_params" else []
+    return " ".join([*words, f"mb{training.micro_batch_size}", *([memory.recompute] if memory.recompute else [])])
 
 
 def _value(config: Config, name: str) -> object:

@@ -36,11 +36,21 @@ def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.Captur
         (["--fix", "tensors=2"], "AXIS=N"),
         (["--json", "/nonexistent/x.json"], "/nonexistent"),
         (["--num-layers", "-1"], "--num-layers"),
+        (["--output", "plan.txt"], ".svg"),
     ],
 )
 def test_what_is_wrong_is_told(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*JOB, *more]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_picture_shows_every_part(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.svg"
+    assert plan.main([*JOB, "--fix", "micro=2", "--fix", "pipeline=2", "--fix", "tensor=1", "--output", str(picture)]) == 0
+    drawn = picture.read_text()
+    for words in ("products", "attention", "pipeline idle", "1: PP2", "memory of the fullest rank in GB"):
+        assert words in drawn
 
 
 def test_clusters_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
