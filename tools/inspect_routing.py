@@ -103,18 +103,23 @@ def _run(given: argparse.Namespace) -> None:
     if given.output is not None:
         require_matplotlib()
     source = open_source(given.model, given.ckpt_step)
-    if source.model.num_experts is None:
+    config = source.model
+    if config.num_experts is None:
         raise ValueError(f"{given.model} has no layers with experts")
+    if config.position_embedding_type == "learned_absolute" and (given.seq_length or 0) > config.num_positions:
+        raise ValueError(
+            f"--seq-length {given.seq_length} is more than the {config.num_positions} positions that the model has learned"
+        )
     context = connect(ParallelConfig(device=given.device))
     try:
-        uses, tokens = used(source, context, given.data_path, given.samples, given.seq_length or source.model.seq_length)
+        uses, tokens = used(source, context, given.data_path, given.samples, given.seq_length or config.seq_length)
     finally:
         disconnect()
     if given.json:
         print(json.dumps({"tokens": tokens, "layers": {str(use.layer): use.counts for use in uses}}))
     else:
-        chosen = source.model.moe_router_topk
-        print(f"{tokens:,} tokens, each to {chosen} of {source.model.num_experts} experts; in brackets: tokens over the mean")
+        chosen = config.moe_router_topk
+        print(f"{tokens:,} tokens, each to {chosen} of {config.num_experts} experts; in brackets: tokens over the mean")
         for use in uses:
             print(use.line())
     if given.output is not None:

@@ -21,14 +21,18 @@ from megatron.parallel.context import Group
 def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise queries [s, b, g, r, d] and keys [s, b, g, d] over all heads of all ranks of a group; in at least float32."""
     wide = torch.promote_types(q.dtype, torch.float32) if q_norm.zero_centred else q.dtype
-    (q_weight, _), (k_weight, _) = q_norm.factors(wide), k_norm.factors(wide)
-    assert q_weight is not None and k_weight is not None
-    weights = q_weight.view(q.shape[2:]), k_weight.view(k.shape[2:])
+    weights = _weights(q, q_norm, wide), _weights(k, k_norm, wide)
     sizes = q_norm.shape[0], k_norm.shape[0]
     if torch.compiler.is_compiling():
         return _traced(q, k, *weights, sizes, q_norm.epsilon, group)
     normed: tuple[torch.Tensor, torch.Tensor] = _NormAllHeads.apply(q, k, *weights, sizes, q_norm.epsilon, group)
     return normed
+
+
+def _weights(x: torch.Tensor, norm: Norm, wide: torch.dtype) -> torch.Tensor:
+    """The factors of a rank's heads [..., d]; ones where norms have no weights."""
+    weight, _ = norm.factors(wide)
+    return x.new_ones(x.shape[2:], dtype=wide) if weight is None else weight.view(x.shape[2:])
 
 
 class _NormAllHeads(torch.autograd.Function):

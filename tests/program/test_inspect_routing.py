@@ -50,6 +50,8 @@ def test_what_cannot_be_told(trained: tuple[Path, str], tmp_path: Path, capsys: 
     run(arguments(train_iters=1, save=tmp_path / "dense"))
     assert main([str(tmp_path / "dense"), "--data-path", prefix]) == 1
     assert "has no layers with experts" in capsys.readouterr().err
+    assert main([str(folder), "--data-path", prefix, "--seq-length", "17"]) == 1
+    assert "--seq-length 17 is more than the 16 positions" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main([str(folder), "--data-path", prefix, "--samples", "0"])
     assert ended.value.code == 2

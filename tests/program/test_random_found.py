@@ -30,6 +30,12 @@ FOUND = {
         "--position-embedding-type none --make-vocab-size-divisible-by 2 --micro-batch-size 1 --train-samples 2 "
         "--global-batch-size 2",
     ),
+    # Norms over all heads took weights for granted.
+    "all-heads-without-weights": (
+        2,
+        "--qk-layernorm --qk-layernorm-all-heads --normalization RMSNorm --no-norm-weight --tensor-model-parallel-size 2 "
+        "--global-batch-size 2 --train-iters 1",
+    ),
 }
 
 

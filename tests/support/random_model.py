@@ -135,7 +135,7 @@ def _draw_stretch(draw: Draw, pairs: int) -> dict[str, Any]:
 def _draw_norms(draw: Draw, settings: dict[str, Any]) -> dict[str, Any]:
     """Where norms stand and what they have, and how layers add to the residual stream."""
     found: dict[str, Any] = {"norm_placement": one_of(draw, None, None, "post", "sandwich")}
-    if chance(draw, 6) and not settings.get("qk_layernorm_all_heads"):
+    if chance(draw, 6):
         found["norm_weight"] = False
     else:
         found |= switches(draw, "apply_layernorm_1p", one_in=4)
