@@ -161,6 +161,7 @@ def _table(found: Sequence[Any], ties: int, own: argparse.Namespace, memory_gb: 
             line += f" {seconds / _DAY:6.1f} {hours:10,.0f}"
             line += f" {hours * own.price:10,.0f}" if own.price else ""
         lines += [line + ("   tie" if 0 < number < ties else ""), f"          {_shown(one)}"]
+        lines += [f"          not calibrated there: {', '.join(time.outside)}"] if time.outside else []
     return lines
 
 
@@ -223,6 +224,7 @@ def _as_json(one: Any) -> dict[str, Any]:
         "tokens_per_s_per_gpu": time.tokens_per_s,
         "mfu": time.mfu,
         "device_bytes": time.device_bytes,
+        "outside": list(time.outside),
         "parts": dict(time.parts),
     }
 

@@ -19,6 +19,7 @@ from megatron.config.errors import ConfigError, Violation
 from megatron.metrics.device_peaks import peak_flops
 
 _FOLDER = "clusters"
+_SIZES = ("ranks", "tensor", "pipeline", "context", "expert")
 _SCALARS = {float: (int, float), int: (int,), str: (str,)}
 
 
@@ -83,6 +84,9 @@ class Cluster:
     """What a step takes beside its operations: waiting for the slowest rank, the numbers that all agree on."""
     spread: float = 0.1
     """Standard deviation of the logarithm of measured over predicted time, where such layouts were calibrated."""
+    calibrated: Mapping[str, float] = field(default_factory=dict)
+    """The most ranks, and tensor, pipeline, context and expert ranks, of the runs that the shares were fitted to. Empty: it is not
+    told."""
     shared_by: int = 0
     """Devices of a node that compute at once; ranks beyond them share. 0: all (a machine's CPUs have one device a core)."""
 
@@ -165,6 +169,8 @@ def _value(kind: Any, value: object, where: str) -> object:
     if kind not in _SCALARS:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} is not a table of numbers by dtype.")
+        if where.endswith(": calibrated") and (unknown := set(value) - set(_SIZES)):
+            raise ValueError(f"{where} has {', '.join(map(str, unknown))}; it may have {', '.join(_SIZES)}.")
         return {str(key): _value(float, number, f"{where}.{key}") for key, number in value.items()}
     if not isinstance(value, _SCALARS[kind]) or isinstance(value, bool):
         raise ValueError(f"{where} is {value!r}, which is no {kind.__name__}.")

@@ -47,6 +47,8 @@ class StepTime:
     """Memory of the fullest rank."""
     spread: float
     """Standard deviation of the logarithm of measured over predicted time."""
+    outside: tuple[str, ...] = ()
+    """Sizes of the layout beyond those of the runs that the cluster's constants were fitted to: there the range is too narrow."""
 
     @cached_property
     def seconds(self) -> float:
@@ -111,7 +113,22 @@ def time_of(
         cluster.peak(_dtype(config)),
         max(kind.memory.total.device for kind in work.kinds),
         cluster.spread,
+        tuple(_outside(config, dry_run, cluster)),
     )
+
+
+def _outside(config: Config, dry_run: DryRun, cluster: Cluster) -> Iterator[str]:
+    parallel = config.parallel
+    sizes = {
+        "ranks": dry_run.world_size,
+        "tensor": parallel.tensor_model_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "expert": parallel.expert_model_parallel_size,
+    }
+    for name, most in cluster.calibrated.items():
+        if sizes[name] > most:
+            yield f"{sizes[name]} {name}{'' if name == 'ranks' else ' ranks'} (calibrated to {most:g})"
 
 
 def num_sequences(work: StepWork, config: Config, dry_run: DryRun) -> int:

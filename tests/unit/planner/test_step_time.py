@@ -99,6 +99,13 @@ def test_durations_follow_their_formulas() -> None:
     assert durations.sending(1e9, 5, Ranks(1, 1)) == 0
 
 
+def test_what_was_never_calibrated_is_marked() -> None:
+    config = load(f"{SMALL} --global-batch-size 2 {LAYOUTS['tensor'][2]}".split(), 2).config
+    few = replace(load_cluster("h100"), calibrated={"ranks": 2, "tensor": 1})
+    assert predict(config, DryRun(2, 8, None), VOCAB, few).outside == ("2 tensor ranks (calibrated to 1)",)
+    assert not job("tensor")[1].outside
+
+
 def test_a_slow_host_is_waited_for() -> None:
     work = DeviceWork(moved=1000, kernels=100)
     assert Durations(replace(load_cluster("h100"), host_us=50.0)).of(work).launching > 0.004
@@ -127,6 +134,7 @@ def test_shipped_clusters_are_read_and_written(tmp_path: object) -> None:
         ("[1, 2]", "not a table"),
         ("nam: x", "name"),
         ("{", "does not describe"),
+        (replace(load_cluster("h100"), calibrated={"gpus": 1}).yaml(), "may have"),
     ],
 )
 def test_a_file_that_is_no_cluster_is_refused(tmp_path: object, text: str, said: str) -> None:
