@@ -44,7 +44,7 @@ def test_megatron_is_a_namespace_package() -> None:
 
 def test_nothing_is_compiled() -> None:
     kinds = {path.suffix for path in (ROOT / "megatron").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert kinds <= {".py", ".typed"}
+    assert kinds <= {".py", ".typed", ".yaml"}
     assert "ext_modules" not in (ROOT / "setup.py").read_text()
 
 

@@ -225,7 +225,7 @@ def test_a_layer_of_experts_waits_once_for_its_counts(ep: int, gathers: bool) ->
     """In its forward, where tokens have values; never in its backward, nor where it runs again."""
     context = connect_fake(Topology(dp=2, ep=ep), 0)
     try:
-        dispatcher = dataclasses.replace(Dispatcher.of(context, 4, gathers=gathers), planned=False)
+        dispatcher = dataclasses.replace(Dispatcher.of(context, 4, gathers=gathers), planned=None)
         x, weights = torch.ones(6, 8, device=META, requires_grad=True), torch.ones(6, 2, device=META, requires_grad=True)
         chosen = torch.zeros(6, 2, dtype=torch.int64, device=META)
         with host_waits() as found:
