@@ -71,7 +71,7 @@ class Cluster:
     host_gb_s: float = 25.0
     """Between a device and its host's memory."""
     fresh_gb_s: float = 0.0
-    """Rate at which an operation gets memory from the system. 0: at once, as from an allocator that keeps what it had."""
+    """Rate at which an operation takes memory beside what there was: a term that is fitted, to forwards on CPUs. 0: no time."""
     kernel_us: float = 3.0
     """What each kernel takes beside its work: from the end of one to the begin of the next."""
     host_us: float = 9.0
