@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron.data.tokenizers.tokenizer import planned_rows
     from megatron.planner.cluster import cluster_names, load_cluster
-    from megatron.planner.search import LayoutSearch, Limits, axes, why_not
+    from megatron.planner.search import AXES, LayoutSearch, Limits
     from megatron.planner.state_report import amount
 
     if own.cluster == "list":
@@ -79,9 +79,9 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
     given = [*_missing(words), *words]
     loaded = load(given, own.gpus)
     config, vocab_size = loaded.config, planned_rows(loaded.config.data)
-    most = {axis: size for axis in axes() if (size := getattr(own, f"max_{axis}")) is not None}
+    most = {axis: size for axis in AXES if (size := getattr(own, f"max_{axis}")) is not None}
     search = LayoutSearch(
-        config, DryRun(own.gpus, cluster.gpus_per_node, None), vocab_size, cluster, Limits(_fixed(own.fix, axes()), most)
+        config, DryRun(own.gpus, cluster.gpus_per_node, None), vocab_size, cluster, Limits(_fixed(own.fix, AXES), most)
     )
     outcome = search.run()
     print(f"{own.gpus} x {cluster.device} ({cluster.name}); {outcome.judged:,} layouts judged, {outcome.planned} of them exactly")
@@ -90,27 +90,28 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
             print("No layout is valid for these settings and devices. Fewer --fix and --max-* leave more.")
         else:
             one = outcome.closest
+            needed = amount(one.time.device_bytes)
             print(
-                f"None fits {cluster.memory_gb:g} GB a device. Closest: {one.change} needs {amount(one.time.device_bytes)}. More "
-                "devices, --optimizer-cpu-offload or a smaller --seq-length need less."
+                f"None fits {cluster.memory_gb:g} GB a device. Closest: {_shown(one, config)} needs {needed}. More devices, "
+                "--optimizer-cpu-offload or a smaller --seq-length need less."
             )
         return 1
     ties = outcome.ties()
-    for line in _table(outcome.found[: own.rows], len(ties), own, cluster.memory_gb):
+    for line in _table(outcome.found[: own.rows], len(ties), own, cluster.memory_gb, config):
         print(line)
     best = outcome.found[0]
     print(f"a step of the best: {', '.join(f'{name} {s / best.time.seconds:.1%}' for name, s in _shares(best.time.parts))}")
     for text in own.why:
-        _explain(search, best, shlex.split(text), given, own.gpus, why_not)
+        _explain(search, best, shlex.split(text), given, own.gpus, config)
     if own.json is not None:
-        Path(own.json).write_text(json.dumps([_as_json(one) for one in outcome.found], indent=1) + "\n", encoding="utf-8")
+        Path(own.json).write_text(json.dumps([_as_json(one, config) for one in outcome.found], indent=1) + "\n", encoding="utf-8")
     if own.output is not None:
         from tools.planning.figure import draw_layouts
 
         shown = [(f"{number}: {_short(one)}", one.time) for number, one in enumerate(outcome.found[: own.rows], 1)]
         draw_layouts(shown, cluster.memory_gb, Path(own.output))
     if own.write_script is not None:
-        _write_script(Path(own.write_script), words, best, own.gpus, cluster)
+        _write_script(Path(own.write_script), [*words, *_flags(best, config)], best, own.gpus, cluster)
     return 0
 
 
@@ -142,7 +143,7 @@ def _fixed(given: Sequence[str], known: Any) -> dict[str, int]:
     return found
 
 
-def _table(found: Sequence[Any], ties: int, own: argparse.Namespace, memory_gb: float) -> list[str]:
+def _table(found: Sequence[Any], ties: int, own: argparse.Namespace, memory_gb: float, config: Config) -> list[str]:
     lines = [
         f"{'step':>9} {'(90 % between)':>17} {'tok/s/GPU':>10} {'MFU':>6} {'memory':>14}"
         + ("   days  GPU hours" if own.tokens else "")
@@ -160,20 +161,22 @@ def _table(found: Sequence[Any], ties: int, own: argparse.Namespace, memory_gb: 
             hours = seconds / 3600 * time.world_size
             line += f" {seconds / _DAY:6.1f} {hours:10,.0f}"
             line += f" {hours * own.price:10,.0f}" if own.price else ""
-        lines += [line + ("   tie" if 0 < number < ties else ""), f"          {_shown(one)}"]
+        lines += [line + ("   tie" if 0 < number < ties else ""), f"          {_shown(one, config)}"]
         lines += [f"          not calibrated there: {', '.join(time.outside)}"] if time.outside else []
     return lines
 
 
-def _shown(one: Any) -> str:
-    """The flags that differ from defaults."""
-    return shlex.join(_flags(one))
+def _shown(one: Any, config: Config) -> str:
+    return shlex.join(_flags(one, config))
 
 
-def _flags(one: Any) -> list[str]:
-    default = Config()
-    kept = [(name, value) for name, value in one.change.fields if _value(default, name) != value]
-    return shlex.split(str(type(one.change)(tuple(kept))))
+def _flags(one: Any, config: Config) -> list[str]:
+    """The flags of a layout: those that are no defaults, and those that take back what was given."""
+    from megatron.config.checks.finding import is_changed, shown
+    from megatron.planner.search import SEARCHED
+
+    kept = [name for name in SEARCHED if is_changed(one.config, name) or is_changed(config, name)]
+    return shlex.split(" ".join(shown(one.config, name) for name in kept))
 
 
 def _short(one: Any) -> str:
@@ -192,32 +195,26 @@ def _short(one: Any) -> str:
     return " ".join([*words, f"mb{training.micro_batch_size}", *([memory.recompute] if memory.recompute else [])])
 
 
-def _value(config: Config, name: str) -> object:
-    from megatron.config.flags import flag_for
-
-    return getattr(getattr(config, flag_for(name).topic), name)
-
-
 def _shares(parts: Any) -> list[tuple[str, float]]:
     whole = sum(parts.values())
     return sorted(((name, s) for name, s in parts.items() if s >= 0.003 * whole), key=lambda item: -item[1])
 
 
-def _explain(search: Any, best: Any, flags: Sequence[str], given: Sequence[str], gpus: int, why_not: Any) -> None:
+def _explain(search: Any, best: Any, flags: Sequence[str], given: Sequence[str], gpus: int, config: Config) -> None:
     """What a layout that the user has named loses: the best one's settings with these flags."""
-    from megatron.config.checks.finding import Change
+    from megatron.config.checks.finding import Change, value_of
+    from megatron.planner.search import SEARCHED, why_not
 
-    wanted = load([*given, *_flags(best), *flags], gpus).config
-    fields = tuple((name, _value(wanted, name)) for name, _ in best.change.fields)
-    found = search.exactly(Change(fields))
+    wanted = load([*given, *_flags(best, config), *flags], gpus).config
+    found = search.exactly(Change(tuple((name, value_of(wanted, name)) for name in SEARCHED)))
     text = shlex.join(flags)
     print(f"why not {text}: {'it cannot be laid out' if found is None else why_not(best, found)}")
 
 
-def _as_json(one: Any) -> dict[str, Any]:
+def _as_json(one: Any, config: Config) -> dict[str, Any]:
     time = one.time
     return {
-        "flags": _flags(one),
+        "flags": _flags(one, config),
         "seconds": time.seconds,
         "low": time.low,
         "high": time.high,
@@ -229,9 +226,8 @@ def _as_json(one: Any) -> dict[str, Any]:
     }
 
 
-def _write_script(path: Path, words: Sequence[str], best: Any, gpus: int, cluster: Any) -> None:
+def _write_script(path: Path, flags: Sequence[str], best: Any, gpus: int, cluster: Any) -> None:
     nodes, each = -(-gpus // cluster.gpus_per_node), min(gpus, cluster.gpus_per_node)
-    flags = shlex.join([*words, *_flags(best)])
     path.write_text(
         "#!/usr/bin/env bash\n"
         f"# Chosen by tools/plan.py for {gpus} devices ({cluster.name}).\n"
@@ -239,7 +235,7 @@ def _write_script(path: Path, words: Sequence[str], best: Any, gpus: int, cluste
         f"{best.time.device_bytes / 1e9:.1f} GB on the fullest rank.\n"
         f"# On each of {nodes} nodes; add data, tokenizer, learning rate and where to save.\n"
         "set -euo pipefail\n"
-        f'torchrun --nnodes {nodes} --nproc-per-node {each} ${{RENDEZVOUS:-}} pretrain_gpt.py \\\n    {flags} "$@"\n',
+        f'torchrun --nnodes {nodes} --nproc-per-node {each} ${{RENDEZVOUS:-}} pretrain_gpt.py \\\n    {shlex.join(flags)} "$@"\n',
         encoding="utf-8",
     )
     path.chmod(0o755)

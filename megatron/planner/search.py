@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.config.checks.finding import Change, change
+from megatron.config.checks.finding import Change, change, without
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
@@ -21,18 +21,18 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.dry_run import Planner
 from megatron.planner.durations import COMPILED, OURS, Durations, Ranks
 from megatron.planner.fit import usable
-from megatron.planner.step_time import StepTime, predict, spent_in
+from megatron.planner.step_time import StepTime, dtype_of, predict, spent_in
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import SCHEDULES
 
 _LONG = 16_384
 """Tokens of a sequence from which on context ranks are tried."""
 _RECOMPUTE: tuple[Mapping[str, Any], ...] = (
-    {"recompute_granularity": None},
+    {},
     {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp_act")},
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 )
-_AXES = {
+AXES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
     "context": "context_parallel_size",
@@ -40,6 +40,16 @@ _AXES = {
     "micro": "micro_batch_size",
 }
 """Names under which a user fixes or bounds a size."""
+SEARCHED = (
+    *AXES.values(),
+    *("sequence_parallel", "expert_tensor_parallel_size", "overlap_p2p_communication"),
+    *("data_parallel_sharding_strategy", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    "pipeline_model_parallel_layout",
+    *("recompute_granularity", "recompute_activations", "recompute_modules", "recompute_method", "recompute_num_layers"),
+    "recompute_layers_per_stage",
+)
+"""Settings that a search chooses: what was given of them does not bind it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Limits:
     """What a search may try."""
 
     fixed: Mapping[str, int] = field(default_factory=dict)
-    """Sizes by the names in `axes`."""
+    """Sizes by the names in `AXES`."""
     most: Mapping[str, int] = field(default_factory=dict)
 
     def allowed(self, axis: str, sizes: Sequence[int]) -> list[int]:
@@ -61,8 +71,6 @@ class Limits:
 class PlannedLayout:
     """A layout with what it takes, exactly."""
 
-    change: Change
-    """The settings in which it differs from those given."""
     config: Config
     time: StepTime
 
@@ -90,21 +98,21 @@ class Outcome:
         return tuple(one for one in self.found if one.time.seconds / best.seconds <= (best.high / best.seconds) ** 0.5)
 
 
-def axes() -> Mapping[str, str]:
-    """The sizes that can be fixed or bounded, with their settings."""
-    return _AXES
-
-
 class LayoutSearch:
     """Looks for layouts of a job.
 
     Args:
         config: settings with the model, the batch and whatever is not searched.
         dry_run: the job's ranks, and how many a node has.
+
+    Raises:
+        ConfigError: the cluster's peak in the model's dtype is not known.
     """
 
     def __init__(self, config: Config, dry_run: DryRun, vocab_size: int, cluster: Cluster, limits: Limits | None = None) -> None:
-        self._config, self._dry_run, self._vocab_size, self._cluster = config, dry_run, vocab_size, cluster
+        cluster.peak(dtype_of(config))
+        self._config, _ = without(config, *SEARCHED[len(AXES) :]).apply(config, dry_run.world_size)
+        self._dry_run, self._vocab_size, self._cluster = dry_run, vocab_size, cluster
         self._limits = limits or Limits()
         self._rough: dict[object, _Rough | None] = {}
         self._traces: dict[object, Traces] = {}
@@ -143,7 +151,7 @@ class LayoutSearch:
                     self._cluster,
                     traces=self._traces.setdefault(key, {}),
                 )
-                self._exact[one] = PlannedLayout(one, config, time)
+                self._exact[one] = PlannedLayout(config, time)
             except ValueError:
                 self._exact[one] = None
         return self._exact[one]
@@ -164,7 +172,7 @@ class LayoutSearch:
                 continue
             for sharing, schedule, again in itertools.product(self._sharding(p), self._schedules(p), _RECOMPUTE):
                 one = change(
-                    **dict(zip(_AXES.values(), (t, p, c, e, b), strict=True)),
+                    **dict(zip(AXES.values(), (t, p, c, e, b), strict=True)),
                     sequence_parallel=t > 1,
                     **({"expert_tensor_parallel_size": 1} if e > 1 else {}),
                     **sharing,
@@ -176,23 +184,18 @@ class LayoutSearch:
 
     def _sharding(self, stages: int) -> list[Mapping[str, Any]]:
         optim = {"data_parallel_sharding_strategy": "optim", "overlap_grad_reduce": True, "overlap_param_gather": True}
-        whole = {
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "overlap_grad_reduce": False,
-            "overlap_param_gather": False,
-        }
+        whole = {"data_parallel_sharding_strategy": "optim_grads_params"}
         return [optim, whole] if stages == 1 else [optim]
 
     def _schedules(self, stages: int) -> list[Mapping[str, Any]]:
-        none: Mapping[str, Any] = {"pipeline_schedule": None, "num_virtual_stages_per_pipeline_rank": None}
         if stages == 1:
-            return [none]
+            return [{}]
         along = {"overlap_p2p_communication": True}
         layers = self._config.model.num_layers
         virtual = [v for v in (2, 4, 8) if v * stages <= layers]
         return [
-            {**none, **along, "pipeline_schedule": "1f1b"},
-            {**none, **along, "pipeline_schedule": "zb-h1"},
+            {**along, "pipeline_schedule": "1f1b"},
+            {**along, "pipeline_schedule": "zb-h1"},
             *({**along, "pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": v} for v in virtual),
         ]
 
@@ -200,7 +203,7 @@ class LayoutSearch:
         """Seconds of a step and bytes of the fullest rank, roughly."""
         config, world = one.apply(self._config, self._dry_run.world_size)
         parallel, given = config.parallel, dict(one.fields)
-        stages, tensor, context = (given[_AXES[axis]] for axis in ("pipeline", "tensor", "context"))
+        stages, tensor, context = (given[AXES[axis]] for axis in ("pipeline", "tensor", "context"))
         rough = self._rough_of(config, given)
         data = world // (stages * tensor * context)
         batch = config.training.global_batch_size or data
@@ -225,22 +228,16 @@ class LayoutSearch:
         return computing + max(0.05 * sent, sent - 0.8 * computing), state + activations
 
     def _rough_of(self, config: Config, given: Mapping[str, Any]) -> _Rough | None:
-        again = tuple(given[name] for name in ("recompute_granularity",))
-        key = (*(given[_AXES[axis]] for axis in ("tensor", "context", "expert")), again)
+        key = (*(given[AXES[axis]] for axis in ("tensor", "context", "expert")), config.memory.recompute)
         if key not in self._rough:
             tensor, context, expert = key[:3]
             ranks = max(tensor * context, expert)
             while ranks % (tensor * context):
                 ranks += expert
-            alone = change(
-                **{_AXES["pipeline"]: 1, _AXES["micro"]: 1, "global_batch_size": ranks // (tensor * context)},
-                pipeline_schedule=None,
-                num_virtual_stages_per_pipeline_rank=None,
-                overlap_p2p_communication=False,
-                data_parallel_sharding_strategy="no_shard",
-                overlap_grad_reduce=False,
-                overlap_param_gather=False,
-            )
+            of_state = ("data_parallel_sharding_strategy", "overlap_grad_reduce", "overlap_param_gather")
+            of_stages = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_communication")
+            sizes = {AXES["pipeline"]: 1, AXES["micro"]: 1, "global_batch_size": ranks // (tensor * context)}
+            alone = without(config, *of_state, *of_stages, **sizes)
             job, _ = alone.apply(config, ranks)
             self._rough[key] = self._whole(job, ranks)
         return self._rough[key]

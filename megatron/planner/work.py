@@ -63,15 +63,7 @@ class DeviceWork:
     moved: int = 0
     """Bytes that all other kernels read and write."""
     kernels: int = 0
-    """How many kernels are launched, of each kind."""
-
-    def __add__(self, other: DeviceWork) -> DeviceWork:
-        return DeviceWork(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.moved + other.moved,
-            self.kernels + other.kernels,
-        )
+    """How many kernels are launched, those of products and attention too."""
 
     @property
     def flops(self) -> int:

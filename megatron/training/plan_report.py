@@ -23,9 +23,10 @@ from megatron.model.gpt import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.planner.cluster import Cluster, cluster_names, load_cluster
-from megatron.planner.dry_run import Planner, StepWork
+from megatron.planner.dry_run import Planner
 from megatron.planner.state_report import amount
 from megatron.planner.step_time import StepTime, time_of
+from megatron.planner.step_work import StepWork
 from megatron.training.memory_report import MemoryAccount, measure
 from megatron.training.profiler import SpanRecorder
 from megatron.training.progress import Progress

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.cli import load
 from tools import plan
 
 JOB = "--model llama2-7b --seq-length 1024 --vocab-size 32000 --gpus 8 --global-batch-size 32".split()
@@ -24,7 +25,9 @@ def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.Captur
         assert words in out
     found = json.loads(table.read_text())
     assert found and all(row["low"] < row["seconds"] < row["high"] for row in found)
-    assert all("--micro-batch-size" in row["flags"] for row in found)
+    for row in found:
+        words = [*JOB[: JOB.index("--gpus")], "--global-batch-size", "32"]
+        assert load([*plan._missing(words), *words, *row["flags"]], 8).config.training.micro_batch_size == 2
     assert os.access(script, os.X_OK) and subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert "torchrun --nnodes 1 --nproc-per-node 8" in script.read_text()
 

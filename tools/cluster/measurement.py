@@ -26,8 +26,9 @@ from megatron.model.build import model_of
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.context import Group, ParallelContext, connect, disconnect, make_context
 from megatron.parallel.topology import Topology
-from megatron.planner.dry_run import Planner, StepWork
+from megatron.planner.dry_run import Planner
 from megatron.planner.step_time import updated_bytes
+from megatron.planner.step_work import StepWork
 from megatron.planner.work import MatrixProduct
 from megatron.spec.operations import OpKind
 from megatron.training.inputs import open_data

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from megatron.config.cli import load
+from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
 from megatron.planner.cluster import load_cluster
@@ -35,6 +38,18 @@ def test_the_best_is_the_best_of_all() -> None:
         assert found.config.parallel.tensor_model_parallel_size <= 2 and found.config.training.micro_batch_size == 2
     slow = max(outcome.found, key=lambda found: found.time.seconds)
     assert why_not(outcome.found[0], slow).startswith("takes +")
+
+
+def test_what_was_given_of_a_layout_does_not_bind_the_search() -> None:
+    given = "--use-distributed-optimizer --recompute-granularity full --recompute-method block --recompute-num-layers 2"
+    limits = Limits(most={"tensor": 1, "pipeline": 2, "micro": 1})
+    bound = LayoutSearch(load([*WORDS, *given.split()], 8).config, DryRun(8, 8, None), VOCAB, CLUSTER, limits)
+    assert list(bound.candidates()) == list(search(limits).candidates())
+
+
+def test_a_cluster_without_the_dtype_is_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="peak"):
+        LayoutSearch(load(WORDS, 8).config, DryRun(8, 8, None), VOCAB, replace(CLUSTER, device="none", peak_tflops={}))
 
 
 def test_where_nothing_fits_the_closest_is_told() -> None:
