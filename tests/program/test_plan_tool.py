@@ -26,8 +26,8 @@ def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.Captur
     found = json.loads(table.read_text())
     assert found and all(row["low"] < row["seconds"] < row["high"] for row in found)
     for row in found:
-        words = [*JOB[: JOB.index("--gpus")], "--global-batch-size", "32"]
-        assert load([*plan._missing(words), *words, *row["flags"]], 8).config.training.micro_batch_size == 2
+        given = [*JOB[: JOB.index("--gpus")], "--global-batch-size", "32"]
+        assert load([*plan._missing(given), *given, *row["flags"]], 8).config.training.micro_batch_size == 2
     assert os.access(script, os.X_OK) and subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert "torchrun --nnodes 1 --nproc-per-node 8" in script.read_text()
 
