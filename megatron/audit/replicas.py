@@ -23,7 +23,7 @@ from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamTable
 from megatron.parallel.random import stable_seed
 from megatron.parallel.shards import Shard
-from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 
 MOST_LINES = 8
 """The most findings that an error shows in full."""
@@ -147,8 +147,9 @@ class Replicas:
         groups = {
             "tensor ranks": context.group("tp"),
             f"{sharers} ranks": context.gradient_group,
-            f"the {sharers} ranks that hold the same part": context.fsdp_replica,
+            f"the {sharers} ranks that hold the same part": context.fsdp_replica(),
             "the ranks with the same experts": context.group("edp"),
+            "the ranks with the same part of the same experts": context.fsdp_replica(EXPERT_AXES[-1:]),
             "the first and the last stage": context.pipeline_ends,
         }
         if context.group("edp").ranks == context.gradient_group.ranks:

@@ -2,10 +2,10 @@
 
 A unit (a block; the embedding; the final norm with the output layer) is gathered before its use, while the unit before it computes,
 and freed afterwards: so two units are gathered at a time. Multi-token prediction uses norm and output layer several times: they
-stay gathered around its depths, each a unit of its own. With --fsdp-reshard-after-forward never, all units of the rank stay
-gathered from their first use in a step to their last. `traffic.py` says what each mode sends. With replicas (hybrid sharding,
-Zhao et
-al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
+stay gathered around its depths, each a unit of its own. So does a block around its experts, which other ranks hold too than hold
+its attention: they are a unit that is gathered, divided and summed over these. With --fsdp-reshard-after-forward never, all units
+of the rank stay gathered from their first use in a step to their last. `traffic.py` says what each mode sends. With replicas
+(hybrid sharding, Zhao et al. 2023, section 3.2.2) each rank's part of the gradient is summed over them once a step.
 
 The sharded parameter is its own main parameter, in float32 or wider. FSDP gathers it in the model's dtype into an unsharded
 parameter, which is the same object in every step. Layers hand gradients to that object's sink, not to autograd. Each gradient gets
@@ -46,7 +46,7 @@ class FsdpUnit:
     """The parameters of a unit on this rank: local shards, their gradients, and sinks.
 
     Args:
-        mesh: the data ranks; with replicas two-dimensional, replicas first.
+        mesh: the ranks that divide it; with replicas two-dimensional, replicas first.
         dtype: dtype in which parameters are gathered and used.
         fill: initial values of parameters on the meta device; others keep their values.
         outside: parameters of the modules that are not sharded.
@@ -64,6 +64,7 @@ class FsdpUnit:
         outside: set[nn.Parameter],
     ) -> None:
         self._entries, self._context, self._policy = plan.entries, context, policy
+        self._shard, self._replica = context.fsdp_shard(plan.axes), context.fsdp_replica(plan.axes)
         self._uses = [entry.uses_per_microbatch for entry in plan.entries]
         self.encloses = plan.encloses
         self._dtype, self._main_dtype = dtype, main_grad_dtype(dtype)
@@ -94,7 +95,7 @@ class FsdpUnit:
         parts = torch.split(self.grads, sizes)
         shards = [self._make_shard(entry, part) for entry, part in zip(plan.entries, parts, strict=True)]
         # To publish an update nothing is sent: the next forward gathers.
-        params = [divided_param(entry, context.fsdp_shard, self._main_dtype) for entry in plan.entries]
+        params = [divided_param(entry, self._shard, self._main_dtype) for entry in plan.entries]
         self.group = ShardGroup(shards, self.module.reshard, params)
         for shard in shards:
             if shard.record.name in empty:  # rounded to the model's dtype first, so as to be the same as under every other strategy
@@ -173,8 +174,8 @@ class FsdpUnit:
                 stride=param.stride(),
             )
             param.register_post_accumulate_grad_hook(self._added)
-        here, piece = range(local.numel()), own_piece(entry, self._context.fsdp_shard)
-        counts = entry.record.counts_at(self._context) and self._context.fsdp_replica.index == 0
+        here, piece = range(local.numel()), own_piece(entry, self._shard)
+        counts = entry.record.counts_at(self._context) and self._replica.index == 0
         counted, copied = (here, range(0)) if counts else (range(0), here)
         return Shard(entry.record, piece, local.view(-1), grad, counted, copied, alone=True, on_host=self._policy.params_cpu)
 
@@ -247,19 +248,19 @@ class FullyShardedParams(Provider):
         self._reshards = policy.reshard == "always"
         self._rank, self._microbatches = context.rank, 0
         self._roots: dict[int, _Root] = {}
-        mesh = _mesh(context)
         entries = list(entries)
+        meshes = {axes: _mesh(context, axes) for axes in dict.fromkeys(entry.record.partial_over for entry in entries)}
         for number, (module, submodules) in chunks.items():
             inside = [entry for entry in entries if entry.chunk == number]
             if not inside:
                 continue
             outside = set(module.parameters()) - {entry.param for entry in inside}
             units = [
-                FsdpUnit(plan, mesh, context, dtype=dtype, fill=fill, policy=policy, outside=outside)
+                FsdpUnit(plan, meshes[plan.axes], context, dtype=dtype, fill=fill, policy=policy, outside=outside)
                 for plan in reversed(plan_units(submodules, inside))  # what is enclosed first
             ][::-1]
             _prefetch(units)
-            root = fully_shard(module, mesh=mesh, ignored_params=outside | {entry.param for entry in inside})
+            root = fully_shard(module, mesh=next(iter(meshes.values())), ignored_params=outside | {entry.param for entry in inside})
             if context.device.type == "cpu":
                 root._set_unshard_async_op(True)  # there are no streams there on which to gather ahead
             self._roots[number] = _Root(root, units)
@@ -291,9 +292,9 @@ class FullyShardedParams(Provider):
 
     def before_remake(self, modules: Sequence[nn.Module]) -> None:
         """See `Provider`. What is gathered here stays until its backward has left it: so nothing is gathered once more."""
-        for module in modules:
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        for inside in (one for module in modules for one in module.modules()):
+            if isinstance(inside, FSDPModule):
+                inside.unshard()
 
     def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
         """See `Provider`."""
@@ -317,13 +318,13 @@ class FullyShardedParams(Provider):
             unit.module.reshard()
 
 
-def _mesh(context: ParallelContext) -> DeviceMesh:
-    """The data ranks as a device mesh: one-dimensional, or [replicas, ranks]."""
-    shard, replica = context.fsdp_shard, context.fsdp_replica
+def _mesh(context: ParallelContext, axes: tuple[str, ...]) -> DeviceMesh:
+    """The ranks along these axes as a device mesh: one-dimensional, or [replicas, ranks]."""
+    shard, replica = context.fsdp_shard(axes), context.fsdp_replica(axes)
     assert shard.process_group is not None, "nobody to shard with"
     if replica.process_group is None:
         return DeviceMesh.from_group(shard.process_group, context.device.type)
-    ranks = torch.tensor(context.gradient_group.ranks).view(replica.size, shard.size)
+    ranks = torch.tensor(context.group(*axes).ranks).view(replica.size, shard.size)
     groups = [replica.process_group, shard.process_group]
     return DeviceMesh.from_group(groups, context.device.type, mesh=ranks, mesh_dim_names=("replica", "shard"))
 

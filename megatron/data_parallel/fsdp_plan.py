@@ -14,7 +14,7 @@ from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import DividedParam
-from megatron.parallel.topology import GRADIENT_AXES
+from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
 
     - tied parameters: one that two modules share would silently become two when they are wrapped separately;
     - those whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
-      biases), because FSDP reduces over the data ranks alone;
-    - experts, whose gradient is partial over fewer of these;
+      biases), because FSDP reduces over the data ranks alone, or those with the same experts;
+    - experts of which the ranks that share a copy of the model have one copy;
     - any parameter, if there is only one data rank.
     """
-    apart = entry.record.tied or entry.record.partial_over != GRADIENT_AXES
-    return context.fsdp_shard.size > 1 and not apart
+    axes = entry.record.partial_over
+    if context.fsdp_shard().size == 1 or entry.record.tied or axes not in (GRADIENT_AXES, EXPERT_AXES[-1:]):
+        return False
+    return context.fsdp_shard(axes).size > 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class UnitPlan:
     entries: tuple[ParamEntry, ...]
     encloses: int = 0
     """How many of the next units lie inside it, and run while it is gathered."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Over which their gradients are summed: all lie in one grid of ranks."""
+        return self.entries[0].record.partial_over
 
 
 def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> list[UnitPlan]:
@@ -128,7 +135,7 @@ def divided_param(entry: ParamEntry, group: Group, main_dtype: torch.dtype) -> D
     """A parameter as the ranks of a group divide it."""
     ends = {own_piece(entry, replace(group, index=index)).stop for index in range(group.size)}
     cuts = tuple(sorted(ends - {entry.param.numel()}))
-    return DividedParam(entry.record, main_dtype, cuts, GRADIENT_AXES, group.size)
+    return DividedParam(entry.record, main_dtype, cuts, entry.record.partial_over, group.size)
 
 
 def padded_part(entry: ParamEntry, ranks: int) -> int:

@@ -128,9 +128,14 @@ class BucketPart:
     dtype: torch.dtype
     """Dtype of the parameters."""
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Over which their gradients are summed."""
+        return self.plan.axes
+
     def group(self, context: ParallelContext) -> Group:
         """The ranks that divide it."""
-        return context.group(*self.plan.axes)
+        return context.group(*self.axes)
 
     def kept(self, index: int) -> Kept:
         """What the rank at place `index` of the group keeps."""
@@ -154,85 +159,90 @@ class BucketPart:
 
 @dataclass(frozen=True)
 class UnitsPart:
-    """All parameters under `fully_shard`, of all chunks, with the units at work. One group divides them all."""
+    """All parameters under `fully_shard` that one group of ranks divides, of all chunks."""
 
-    chunks: Sequence[Sequence[UnitPlan]]
-    """The units of each chunk, in the order of the forward."""
-    recomputed: Sequence[Sequence[range]]
-    """For each chunk, the places of units that run again together in backward; the last of these groups does so ahead of it."""
+    entries: Sequence[ParamEntry]
+    axes: tuple[str, ...]
+    """Over which their gradients are summed."""
     shard: Group
-    replicas: int
-    """How many copies there are of what the group holds."""
-    policy: FsdpPolicy
-    accumulates: bool
-    """Whether whole gradients wait for the last of several microbatches."""
+    on_host: bool
     dtype: torch.dtype
     """Dtype in which parameters are gathered."""
 
     def group(self, context: ParallelContext) -> Group:
         """The ranks that divide it."""
-        return context.fsdp_shard
+        return context.fsdp_shard(self.axes)
 
     def kept(self, index: int) -> Kept:
-        """Sharded parameters (which are their own main parameters), gradients and units at work; and its shards.
-
-        Most memory is at work when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of
-        all units, if they are kept; or of units that have run again with it), its gradients, torch's copy of gradients that is
-        reduced, and this rank's part of the sum. A unit that encloses it is there too, with its gradients.
-        With replicas, such parts of all units wait for the end of the step, to be summed over the replicas. Gradients that are
-        reduced once wait in their stead: as a whole, those of all units that the last backward of a step has not left.
+        """Sharded parameters (which are their own main parameters) and gradients; and its shards.
 
         In host memory a part of a gradient is there twice: where it arrives, and where it is kept.
         """
         group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
-        keeps, on_host = self.policy.reshard == "never", self.policy.params_cpu
-        shards: list[ShardSize] = []
-        parts = at_work = gathered = waiting = 0
-        for units, groups in zip(self.chunks, self.recomputed, strict=True):
-            sizes: list[int] = []
-            order = in_backward(range(len(units)), [unit.encloses for unit in units])
-            following = dict(pairwise([*order, order[-1]])) if order else {}
-            around = {place + 1 + k: place for place, unit in enumerate(units) for k in range(unit.encloses)}
-            for place, unit in enumerate(units):
-                grads, part = sum(e.param.numel() for e in unit.entries), sum(padded_part(e, group.size) for e in unit.entries)
-                whole = group.size * part
-                sizes.append(whole)
-                held = [around[place]] if place in around else []
-                present = {
-                    place,
-                    following[place],
-                    *held,
-                    *(one for group in groups if _runs(group, groups, place) for one in group),
-                }
-                beside = 0 if keeps else sum(sizes[one] for one in present if one <= place)
-                waiting = (
-                    waiting + grads
-                    if self.accumulates
-                    else grads + sum(e.param.numel() for one in held for e in units[one].entries)
-                )
-                at_work = max(at_work, beside * self.dtype.itemsize + (waiting + whole + part) * main.itemsize)
-                gathered += whole
-                parts += part
-                pieces = [(entry, own_piece(entry, group)) for entry in unit.entries]
-                shards += [ShardSize(entry.record, piece.stop - piece.start, main, on_host) for entry, piece in pieces]
-        passing = at_work + (gathered * self.dtype.itemsize if keeps else 0)
-        passing += parts * main.itemsize if self.replicas > 1 and not self.accumulates else 0
-        parameters, gradients = _padded(parts, shards, main), Bytes(sum(shard.numel for shard in shards) * main.itemsize)
-        if not on_host:
-            return StateMemory(parameters, gradients, buffers=Bytes(passing)), shards
-        return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(passing, gradients.total)), shards
+        pieces = [(entry, own_piece(entry, group)) for entry in self.entries]
+        shards = [ShardSize(entry.record, piece.stop - piece.start, main, self.on_host) for entry, piece in pieces]
+        room = sum(padded_part(entry, group.size) for entry in self.entries)
+        parameters, gradients = _padded(room, shards, main), Bytes(sum(shard.numel for shard in shards) * main.itemsize)
+        if not self.on_host:
+            return StateMemory(parameters, gradients), shards
+        return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(0, gradients.total)), shards
 
     def params(self) -> list[DividedParam]:
         """The parameters, as ranks divide them."""
-        entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
-        return [divided_param(entry, self.shard, main_grad_dtype(self.dtype)) for entry in entries]
+        return [divided_param(entry, self.shard, main_grad_dtype(self.dtype)) for entry in self.entries]
 
     def cuts(self) -> set[int]:
         """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""
-        entries = [entry for units in self.chunks for unit in units for entry in unit.entries]
-        counts = {divided(entry)[0] for entry in entries}
+        counts = {divided(entry)[0] for entry in self.entries}
         full = {rows // -(-rows // self.shard.size) for rows in counts}
         return {place + after for place in full for after in (0, 1)}
+
+
+def units_at_work(
+    chunks: Sequence[Sequence[UnitPlan]],
+    recomputed: Sequence[Sequence[range]],
+    context: ParallelContext,
+    policy: FsdpPolicy,
+    *,
+    accumulates: bool,
+    dtype: torch.dtype,
+) -> int:
+    """Bytes of the most that passes through while the units of `fully_shard` compute.
+
+    That is when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of all units, if they
+    are kept; or of units that have run again with it), its gradients, torch's copy of gradients that is reduced, and this rank's
+    part of the sum. Units that enclose it are there too, with their gradients.
+    With replicas, such parts of all units wait for the end of the step, to be summed over the replicas. Gradients that are reduced
+    once wait in their stead: as a whole, those of all units that the last backward of a step has not left.
+
+    Args:
+        chunks: the units of each chunk, in the order of the forward.
+        recomputed: for each chunk, the places of units that run again together in backward; the last of these groups does so ahead
+            of it.
+        accumulates: whether whole gradients wait for the last of several microbatches.
+        dtype: dtype in which parameters are gathered.
+    """
+    main, keeps = main_grad_dtype(dtype), policy.reshard == "never"
+    at_work = gathered = waiting = parts_of_replicas = 0
+    for units, groups in zip(chunks, recomputed, strict=True):
+        ranks = [context.fsdp_shard(unit.axes).size for unit in units]
+        parts = [sum(padded_part(e, size) for e in unit.entries) for unit, size in zip(units, ranks, strict=True)]
+        sizes = [size * part for size, part in zip(ranks, parts, strict=True)]
+        grads = [sum(entry.param.numel() for entry in unit.entries) for unit in units]
+        order = in_backward(range(len(units)), [unit.encloses for unit in units])
+        following = dict(pairwise([*order, order[-1]])) if order else {}
+        for place, unit in enumerate(units):
+            around = [one for one in range(place) if place <= one + units[one].encloses]
+            entered = place + min(unit.encloses, 1)  # the last of those in it, which is the first of them in the forward
+            present = {place, following[entered], *around}
+            present |= {one for group in groups if _runs(group, groups, place) for one in group}
+            beside = 0 if keeps else sum(sizes[one] for one in present if one <= place)
+            waiting = waiting + grads[place] if accumulates else grads[place] + sum(grads[one] for one in around)
+            at_work = max(at_work, beside * dtype.itemsize + (waiting + sizes[place] + parts[place]) * main.itemsize)
+            if context.fsdp_replica(unit.axes).size > 1 and not accumulates:
+                parts_of_replicas += parts[place]
+        gathered += sum(sizes)
+    return at_work + parts_of_replicas * main.itemsize + (gathered * dtype.itemsize if keeps else 0)
 
 
 def _runs(group: range, groups: Sequence[range], place: int) -> bool:
@@ -263,7 +273,7 @@ class StateLayout:
 
     parts: Sequence[StatePart]
     buffers: Bytes
-    """Gradients of buckets that pass through, on every rank."""
+    """What passes through on every rank: gradients of buckets, and `fully_shard`'s units at work."""
     sent: tuple[Sent, ...]
     """What every rank sends in a step."""
 
@@ -310,6 +320,7 @@ def state_layout(
     entries, sharding, policy = list(entries), config.sharding, FsdpPolicy.of(config)
     parts: list[StatePart] = []
     sent: list[Sent] = []
+    buffers = Bytes()
     if sharding == "optim_grads_params":
         sharding = "optim_grads"  # what is left
         inside = [entry for entry in entries if is_fully_sharded(entry, context)]
@@ -317,14 +328,17 @@ def state_layout(
         units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
         again = [_places(some, recomputed[number]) for some, number in zip(units, modules, strict=True)]
         accumulates = policy.reduce_once and num_microbatches > 1
-        parts.append(UnitsPart(units, again, context.fsdp_shard, context.fsdp_replica.size, policy, accumulates, dtype))
+        buffers = Bytes(units_at_work(units, again, context, policy, accumulates=accumulates, dtype=dtype))
+        for axes in dict.fromkeys(entry.record.partial_over for entry in inside):
+            of_grid = [entry for entry in inside if entry.record.partial_over == axes]
+            parts.append(UnitsPart(of_grid, axes, context.fsdp_shard(axes), policy.params_cpu, dtype))
         sent += fsdp_traffic([unit for some in units for unit in some], context, policy, dtype, num_microbatches)
     plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size)
-    reductions, buffers = [1] * len(plans), Bytes()
+    reductions = [1] * len(plans)
     if sharding == "optim_grads":
         main = main_grad_dtype(dtype)
         passing, reductions = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce)
-        buffers = Bytes(passing * main.itemsize)
+        buffers += Bytes(passing * main.itemsize)
     parts += [BucketPart(plan, sharding, plan.params[0].entry.param.dtype) for plan in plans]
     sent += bucket_traffic(plans, context, sharding, dtype, reductions)
     return StateLayout(parts, buffers, tuple(joined(sent)))

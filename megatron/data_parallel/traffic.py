@@ -34,7 +34,6 @@ from megatron.data_parallel.bucket_plan import BucketPlan
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_part
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.topology import GRADIENT_AXES
 
 Kind = Literal["gradients", "parameters", "matrices", "numbers", "noise"]
 """matrices: what an update rule that sees whole matrices exchanges; of the rank that sends most. numbers: what one puts together of
@@ -120,19 +119,19 @@ def fsdp_traffic(
     Args:
         dtype: dtype in which they are gathered.
     """
-    ranks, replicas = context.fsdp_shard.size, context.fsdp_replica.size
-    over = axes_in_words(GRADIENT_AXES, context)
-    part = sum(padded_part(entry, ranks) for unit in units for entry in unit.entries)
-    once = (ranks - 1) * part
-    gathered = (2 * num_microbatches if policy.reshard == "always" else 1) * once
-    within = over if replicas == 1 else f"{ranks} ranks of {over}"
-    return joined(
-        [
+    sent, entries = [], [entry for unit in units for entry in unit.entries]
+    for axes in dict.fromkeys(entry.record.partial_over for entry in entries):
+        ranks, replicas = context.fsdp_shard(axes).size, context.fsdp_replica(axes).size
+        part = sum(padded_part(entry, ranks) for entry in entries if entry.record.partial_over == axes)
+        once = (ranks - 1) * part
+        gathered = (2 * num_microbatches if policy.reshard == "always" else 1) * once
+        within, across = parts_in_words(axes, context)
+        sent += [
             _gradients(within, (1 if policy.reduce_once else num_microbatches) * once, dtype),
             Sent(within, "parameters", gathered * dtype.itemsize),
-            _gradients(f"{replicas} replicas in {over}", 2 * (replicas - 1) * part // replicas, dtype),
+            _gradients(across, 2 * (replicas - 1) * part // replicas, dtype),
         ]
-    )
+    return joined(sent)
 
 
 def noise_traffic(params: Iterable[ParamEntry], context: ParallelContext, dtype: torch.dtype) -> Sent:
@@ -158,6 +157,13 @@ def joined(sent: Iterable[Sent]) -> list[Sent]:
 def axes_in_words(axes: tuple[str, ...], context: ParallelContext) -> str:
     """A group's axes in words, such as "dp" or "tp x dp"; axes of one rank are left out."""
     return " x ".join(axis for axis in axes if context.topology.size(axis) > 1)
+
+
+def parts_in_words(axes: tuple[str, ...], context: ParallelContext) -> tuple[str, str]:
+    """The groups in words over which `fully_shard` gathers and reduces, and sums up replicas, of parameters of a grid."""
+    over, replicas = axes_in_words(axes, context), context.fsdp_replica(axes).size
+    within = over if replicas == 1 else f"{context.fsdp_shard(axes).size} ranks of {over}"
+    return within, f"{replicas} replicas in {over}"
 
 
 def _gradients(over: str, elements: int, dtype: torch.dtype) -> Sent:

@@ -92,7 +92,7 @@ class Block(nn.Module):
         with_attention = self._added(x, self.attention.output(attended), self.attention_post_norm, seeds, 0)
         source = x if self.parallel else with_attention
         if self.recomputes_mlp:
-            fed = recomputed(partial(self._norm_and_mlp, mlp), source)
+            fed = recomputed(partial(self._norm_and_mlp, mlp), source, modules=[self.mlp])
         else:
             fed = mlp(self._normed(self.mlp_norm, source))
         return self._added(with_attention, fed, self.mlp_post_norm, seeds, 1)

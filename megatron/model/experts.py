@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.attention.documents import Documents
-from megatron.memory.recompute import decided
+from megatron.memory.recompute import decided, is_remade
 from megatron.model.mlp import FUNCTIONS, MLP
 from megatron.moe.balance import Balance
 from megatron.moe.capacity import padded, taken
@@ -128,7 +128,7 @@ class Experts(nn.Module):
         """
         x = x.value if isinstance(x, Remade) else x
         weights, chosen = self.router(x, documents, key)
-        apply: Apply = self.experts
+        apply: Apply = self.experts.forward if is_remade() else self.experts
         most = self.router.spec.taken(len(x) * self.router.sequence_ranks.size)
         if most is not None:
             most *= x.shape[1] * self.samples

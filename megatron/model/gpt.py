@@ -6,7 +6,7 @@ under sequence parallelism [s/n, b, h].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.block import Block
 from megatron.model.dropout import dropout
-from megatron.model.experts import Experts
+from megatron.model.experts import Experts, ManyMLPs
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.model.norms import Norm
@@ -197,10 +197,12 @@ class GPTChunk(nn.Module):
     def units(self) -> list[nn.Module]:
         """The modules that hold parameters, in the order of the forward. Sharded, each is gathered and freed as a whole.
 
-        Multi-token prediction, with final norm and output layer, encloses its depths: what they all use is gathered once.
+        Multi-token prediction, with final norm and output layer, encloses its depths: what they all use is gathered once. A layer
+        encloses its experts, which other ranks share.
         """
-        ends = (self.final_norm, self.output) if self.mtp is None else (self.mtp, *self.mtp.depths)
-        return [module for module in (self.embedding, *self.layers, *ends) if module is not None]
+        found: list[nn.Module | None] = [self.embedding, *_with_experts(self.layers)]
+        found += [self.final_norm, self.output] if self.mtp is None else [self.mtp, *_with_experts(self.mtp.depths)]
+        return [module for module in found if module is not None]
 
     def watch_routers(self, balance: Balance) -> None:
         """Let the routers of its layers give their choices."""
@@ -253,6 +255,13 @@ class GPTChunk(nn.Module):
         """On the last chunk, map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding."""
         assert self.final_norm is not None and self.output is not None
         return self.output.logits(self.final_norm(x))
+
+
+def _with_experts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Each of these, and behind it the experts in it."""
+    for module in modules:
+        yield module
+        yield from (inside for inside in module.modules() if isinstance(inside, ManyMLPs))
 
 
 def residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Products of rows with many matrices: each row with that of its expert. The rows of an expert are neighbours.
 
-Shapes: `n` rows, `E` experts of this rank. A weight is [E, out, in], or [E, 2, out, in] for the two halves of a gated MLP.
+Shapes: `n` rows, `E` experts of this rank. A weight is [E, out, in], or [E, 2, out, in] for the two halves of a gated MLP; its
+leading dimensions may be one.
 """
 
 from __future__ import annotations
@@ -37,17 +38,24 @@ class _GroupedLinear(torch.autograd.Function):
         about_to_save(x)
         ctx.save_for_backward(x)
         ctx.weight, ctx.counts = weight, counts  # a leaf, which needs no saving
-        return _products(x, weight.flatten(1, -2), counts, transposed=True)
+        return _products(x, _matrices(weight, counts), counts, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
         (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
         grad_output = grad_output.contiguous()
-        grad_input = _products(grad_output, weight.flatten(1, -2), counts, transposed=False) if ctx.needs_input_grad[0] else None
+        grad_input = (
+            _products(grad_output, _matrices(weight, counts), counts, transposed=False) if ctx.needs_input_grad[0] else None
+        )
         now_or_deferred(
             lambda: accumulate_grouped(weight, [(grad_output[rows], x[rows]) for rows in _rows(counts)]), keeps=(grad_output, x)
         )
         return grad_input, None, None
+
+
+def _matrices(weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The matrix of each expert [E, ..., in], also of a weight whose leading dimensions are one."""
+    return weight.view(len(counts), -1, weight.shape[-1])
 
 
 def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:

@@ -13,7 +13,7 @@ A parameter without a sink (a layer used on its own) gets its gradient in `.grad
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -111,11 +111,12 @@ class GradSink:
             self.written = True
         self._wrote()
 
-    def add_each(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add to each matrix of a gradient [matrices, ..., in] the product of its piece, as in `add_products`; pieces may be
+    def add_each(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add to each matrix of a gradient [matrices x out, in] the product of its piece, as in `add_products`; pieces may be
         empty."""
         main_grad = self._open()
-        for (grad_output, x), matrix in zip(pieces, main_grad.flatten(1, -2), strict=True):
+        matrices = main_grad.view(len(pieces), -1, main_grad.shape[-1])
+        for (grad_output, x), matrix in zip(pieces, matrices, strict=True):
             if len(x):
                 weight_product(grad_output, x, matrix, add=self.written)
             elif not self.written:
@@ -189,8 +190,8 @@ def accumulate_products(
     _collect(param, lambda sink: sink.add_products(pieces, product))
 
 
-def accumulate_grouped(param: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add the weight gradients of many matrices [matrices, ..., in], now: for each grad_output^T x of its rows, of which there may
+def accumulate_grouped(param: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add the weight gradients of many matrices [matrices x out, in], now: for each grad_output^T x of its rows, of which there may
     be none."""
     _collect(param, lambda sink: sink.add_each(pieces))
 

@@ -123,21 +123,28 @@ class ParallelContext:
         """First and last pipeline rank, which share a tied embedding; a group of one on the ranks between."""
         return self._groups[("ends",)]
 
-    @property
-    def fsdp_shard(self) -> Group:
-        """Data ranks that hold a slice each of what `fully_shard` shards: the gradient group, or a part of --fsdp-shard-size."""
-        return self._groups.get(("fsdp_shard",)) or self.gradient_group
+    def fsdp_shard(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
+        """Ranks that hold a slice each of what `fully_shard` shards: the gradient group, or a part of --fsdp-shard-size.
 
-    @property
-    def fsdp_replica(self) -> Group:
-        """Data ranks that hold the same slice, one in each part; a group of one unless there are several parts."""
-        return self._groups.get(("fsdp_replica",)) or Group("fsdp_replica", (self.rank,), 0)
+        Args:
+            axes: over which gradients of the parameters are summed: those of the data ranks, or of experts.
+        """
+        return self._groups.get(_part("fsdp_shard", axes)) or self.group(*axes)
+
+    def fsdp_replica(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
+        """Ranks that hold the same slice, one in each part; a group of one unless there are several parts."""
+        return self._groups.get(_part("fsdp_replica", axes)) or Group("fsdp_replica", (self.rank,), 0)
 
     def at_stage(self, stage: int) -> ParallelContext:
         """The context of the rank at this stage that has the same places otherwise. For arithmetic only: its groups have only sizes
         and places."""
         groups = {**self._groups, ("pp",): replace(self.group("pp"), index=stage)}
         return replace(self, rank=self.topology.rank(**{**self.topology.coordinates(self.rank), "pp": stage}), _groups=groups)
+
+
+def _part(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The key of a group that is a part of a larger one, or lies across such parts."""
+    return (name,) if axes == GRADIENT_AXES else (name, *axes)
 
 
 def make_context(
@@ -195,9 +202,10 @@ def make_context(
     context._groups[("ends",)] = Group("ends", (rank,), 0)
     enter(("ends",), [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1])
     if fsdp_shard_size is not None:
-        parts, across = topology.hybrid_groups(fsdp_shard_size, rank if alone else None)
-        enter(("fsdp_shard",), parts)
-        enter(("fsdp_replica",), across)
+        for axes, size in ((GRADIENT_AXES, fsdp_shard_size), (EXPERT_AXES[-1:], topology.expert_shard_size(fsdp_shard_size))):
+            parts, across = topology.hybrid_groups(size, rank if alone else None, axes)
+            enter(_part("fsdp_shard", axes), parts)
+            enter(_part("fsdp_replica", axes), across)
     return context
 
 

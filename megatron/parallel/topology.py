@@ -200,25 +200,42 @@ class Topology:
         places = itertools.product(*(range(self.size(axis)) for axis in others))
         return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
 
-    def hybrid_groups(self, shard_size: int, rank: int | None = None) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    def expert_shard_size(self, shard_size: int) -> int:
+        """How many copies of an expert the ranks have that share one copy of the rest of the model.
+
+        Args:
+            shard_size: data ranks that share it; with their tensor ranks they are neighbours in a stage.
+
+        Raises:
+            ValueError: these ranks do not have as many copies of each expert.
+        """
+        ranks, a_copy = shard_size * self.tp, self.etp * self.ep
+        if ranks > a_copy and ranks % a_copy:
+            raise ValueError(f"{shard_size} x {self.tp} ranks do not divide by ETP x EP = {self.etp} x {self.ep}")
+        return max(ranks // a_copy, 1)
+
+    def hybrid_groups(
+        self, shard_size: int, rank: int | None = None, axes: tuple[str, ...] = GRADIENT_AXES
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Each gradient group, cut into parts of `shard_size` neighbours; and the groups across, of one rank from each part.
 
         Example: of the data ranks [0, 2, 4, 6], parts of two are [0, 2] [4, 6], and [0, 4] [2, 6] lie across.
 
         Args:
             rank: give only the part and the group across that this rank belongs to.
+            axes: of the groups, by default those of the data ranks.
 
         Raises:
             ValueError: the parts would not be equal.
         """
-        size = self.size(*GRADIENT_AXES)
+        size = self.size(*axes)
         if shard_size < 1 or size % shard_size:
             raise ValueError(f"{size} data ranks do not divide into parts of {shard_size}")
         if rank is None:
-            data = self.groups(*GRADIENT_AXES)
+            data = self.groups(*axes)
             starts, places = range(0, size, shard_size), range(shard_size)
         else:
-            data = [self.group(rank, *GRADIENT_AXES)]
+            data = [self.group(rank, *axes)]
             at, place = divmod(data[0].index(rank), shard_size)
             starts, places = range(at * shard_size, (at + 1) * shard_size, shard_size), range(place, place + 1)
         parts = [ranks[start : start + shard_size] for ranks in data for start in starts]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StatePart
-from megatron.data_parallel.traffic import axes_in_words
+from megatron.data_parallel.traffic import axes_in_words, parts_in_words
 from megatron.model.build import Model
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext
@@ -62,14 +62,17 @@ def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
     Args:
         context: that of any rank.
     """
-    topology, shard = context.topology, context.fsdp_shard.size
-    data, last = axes_in_words(GRADIENT_AXES, context), topology.pp - 1
-    replicas = topology.size(*GRADIENT_AXES) // shard
+    topology, last = context.topology, context.topology.pp - 1
+    parts: dict[str, tuple[int, Callable[[int], Crossing]]] = {}
+    for axes in (GRADIENT_AXES, EXPERT_AXES[-1:]):
+        within, across = parts_in_words(axes, context)
+        shard, replicas = context.fsdp_shard(axes).size, context.fsdp_replica(axes).size
+        parts[within] = shard, partial(links.parts, axes=axes, shard_size=shard)
+        parts[across] = replicas, partial(links.replicas, axes=axes, shard_size=shard)
     rings = (("edp",), ("etp", "ep"), ("tp", "cp"), ("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
     return {
         "world": (topology.world_size, links.world),
-        f"{shard} ranks of {data}": (shard, partial(links.parts, shard_size=shard)),
-        f"{replicas} replicas in {data}": (replicas, partial(links.replicas, shard_size=shard)),
+        **parts,
         "pipeline ends": (2, lambda stage: links.between(stage, last - stage)),
         **{axes_in_words(axes, context): (topology.size(*axes), partial(links.ring, axes=axes)) for axes in rings},
     }
@@ -189,10 +192,10 @@ class _PlacedPart:
 
     def __init__(self, part: StatePart, context: ParallelContext, state: OptimizerState) -> None:
         group = part.group(context)
-        self._of_experts = group is context.group("edp")
+        self._of_experts = part.axes == EXPERT_AXES[-1:]
         self._apart = context.topology.etp * context.topology.ep
         """Neighbouring ranks that are not in one group, if it is one of experts."""
-        wide = self._of_experts or group is context.group("tp", *GRADIENT_AXES)
+        wide = self._of_experts or part.axes == ("tp", *GRADIENT_AXES)
         self._tensor_size = context.topology.tp if wide else 1
         self.over_tensor = self._tensor_size > 1 and group.size > 1
         self._size = group.size
@@ -207,7 +210,8 @@ class _PlacedPart:
         if len(self._starts) == 1:
             return
         if self._of_experts:
-            for start in self._starts:
+            copies = data_size * self._tensor_size // self._apart
+            for start in (first + start for first in range(0, copies, self._size) for start in self._starts):
                 yield from (-(-(start * self._apart - tensor) // self._tensor_size) for tensor in (0, self._tensor_size - 1))
             return
         ranks = self._size // self._tensor_size
@@ -274,13 +278,17 @@ class Links:
         """Sends around rings over some axes of one of the grids."""
         return self._rings(stage, *self._grid(axes))
 
-    def parts(self, stage: int, shard_size: int) -> Crossing:
-        """Sends around the data ranks that share one copy of the model (--fsdp-shard-size)."""
-        return self._rings(stage, (-1, shard_size, self._topology.tp), [1])
+    def parts(self, stage: int, axes: Sequence[str], shard_size: int) -> Crossing:
+        """Sends around the ranks along some axes that share one copy of what they hold (--fsdp-shard-size)."""
+        return self._rings(stage, self._in_parts(axes, shard_size), [1])
 
-    def replicas(self, stage: int, shard_size: int) -> Crossing:
+    def replicas(self, stage: int, axes: Sequence[str], shard_size: int) -> Crossing:
         """Sends around groups that take one rank from each copy."""
-        return self._rings(stage, (-1, shard_size, self._topology.tp), [0])
+        return self._rings(stage, self._in_parts(axes, shard_size), [0])
+
+    def _in_parts(self, axes: Sequence[str], shard_size: int) -> tuple[int, int, int]:
+        """The shape of a stage's grid: copies, the ranks along the axes that share one, and neighbours that do not."""
+        return -1, shard_size, math.prod(self._grid(axes)[0]) // self._topology.size(*axes)
 
     def world(self, stage: int) -> Crossing:
         """Sends around all ranks."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
+from megatron.data_parallel.fsdp_plan import own_modules
 from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StateReport, state_layout
 from megatron.data_parallel.traffic import Sent, axes_in_words
 from megatron.model.build import Model
@@ -87,8 +88,7 @@ def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
         units = [*units[: units.index(mtp)], mtp.final_norm, mtp.output]
         for depth in mtp.depths:  # each uses what others hold once more
             units += [mtp.word, depth, mtp.final_norm, mtp.output]
-    for unit in reversed(units):
-        modules = set(unit.modules())
+    for unit, modules in zip(reversed(units), reversed(own_modules(units)), strict=True):
         for entry in reversed(list(model.params)):
             is_deferred = entry.record.kind != "vector" and unit not in never_deferred
             if kind is OpKind.BACKWARD or kind is (OpKind.WEIGHT_GRAD if is_deferred else OpKind.INPUT_GRAD):

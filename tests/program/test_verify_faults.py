@@ -411,6 +411,14 @@ FAULTS = {
         None,
         (),
     ),
+    "copies of experts whose gradients are not added": Fault(
+        (("if replica.process_group is None:", "if replica.process_group is None or axes[0] in ('etp', 'ep', 'edp'):"),),
+        f"--world-size 4 --global-batch-size 16 --data-parallel-sharding-strategy optim_grads_params --fsdp-shard-size 2 {EXPERTS}",
+        "gradient",
+        "layers.1.mlp.experts",
+        "data",
+        ("the sum over the data group is missing",),
+    ),
     "results of experts that come back in the order of the experts": Fault(
         (("found.index_copy_(0, self.order, rows)", "found.index_copy_(0, self.order.sort().values, rows)"),),
         f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS}",

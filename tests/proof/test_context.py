@@ -102,10 +102,10 @@ def in_hybrid_world(rank: int) -> list[tuple[Any, ...]]:
     found = []
     for topology, size in HYBRID:
         context = make_context(topology, rank, CPU, fsdp_shard_size=size)
-        groups = (context.fsdp_shard, context.fsdp_replica)
+        groups = (context.fsdp_shard(), context.fsdp_replica())
         found.append(tuple((group.ranks, group.index, members(group)) for group in groups))
     whole = make_context(Topology(dp=8), rank, CPU)
-    assert whole.fsdp_shard is whole.gradient_group and whole.fsdp_replica.ranks == (rank,)
+    assert whole.fsdp_shard() is whole.gradient_group and whole.fsdp_replica().ranks == (rank,)
     dist.barrier()
     return found
 

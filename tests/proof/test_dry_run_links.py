@@ -68,8 +68,29 @@ def test_parts_of_data_ranks_and_the_groups_across(topology: Topology, size: int
     for per_node in NODES:
         links, stages = Links(topology, per_node), range(topology.pp)
         parts, across = topology.hybrid_groups(size)
-        assert told(topology, (links.parts(stage, size) for stage in stages)) == leaving(parts, per_node)
-        assert told(topology, (links.replicas(stage, size) for stage in stages)) == leaving(across, per_node)
+        assert told(topology, (links.parts(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(parts, per_node)
+        assert told(topology, (links.replicas(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(across, per_node)
+
+
+@pytest.mark.parametrize(
+    ("topology", "size"),
+    [(Topology(tp=2, pp=2, dp=8, ep=2, expert_tensor=1), 4), (Topology(cp=2, dp=4, ep=2, pp_before_dp=True, pp=2), 4)],
+    ids=str,
+)
+def test_parts_of_the_ranks_with_the_same_experts(topology: Topology, size: int) -> None:
+    """Those of neighbours which have one copy of the rest of the model."""
+    copies, edp = topology.expert_shard_size(size), ("edp",)
+    assert copies == size * topology.tp // (topology.etp * topology.ep) and 1 < copies < topology.edp
+    parts, across = topology.hybrid_groups(copies, axes=edp)
+    whole, _ = topology.hybrid_groups(size)
+    stages = range(topology.pp)
+    for part in parts:
+        holders = {next(i for i, ranks in enumerate(whole) if rank in ranks) for rank in part}
+        assert len(holders) <= topology.tp and len({topology.places(rank)["ep"] for rank in part}) == 1
+    for per_node in NODES:
+        links = Links(topology, per_node)
+        assert told(topology, (links.parts(stage, edp, copies) for stage in stages)) == leaving(parts, per_node)
+        assert told(topology, (links.replicas(stage, edp, copies) for stage in stages)) == leaving(across, per_node)
 
 
 @pytest.mark.parametrize(

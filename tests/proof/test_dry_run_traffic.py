@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
 from megatron.data.samples import DocumentRules
-from megatron.data_parallel.traffic import axes_in_words
+from megatron.data_parallel.traffic import axes_in_words, parts_in_words
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
@@ -53,14 +53,16 @@ def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -
 
 def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups, by the words of the plan."""
-    shard, replica = context.fsdp_shard, context.fsdp_replica
+    of_parts: dict[str, tuple[int, ...]] = {}
+    for axes in (GRADIENT_AXES, ("edp",)):
+        within, across = parts_in_words(axes, context)
+        of_parts |= {within: context.fsdp_shard(axes).ranks, across: context.fsdp_replica(axes).ranks}
     several = (("edp",), ("etp", "ep"), ("tp", "cp"), GRADIENT_AXES, ("cp",), ("tp",), ("tp", *GRADIENT_AXES))
     return {
         **{axes_in_words(axes, context): context.group(*axes).ranks for axes in several},
         "pipeline ends": context.pipeline_ends.ranks,
         "world": context.world.ranks,
-        f"{shard.size} ranks of dp": shard.ranks,
-        f"{replica.size} replicas in dp": replica.ranks,
+        **of_parts,
     }
 
 
@@ -136,6 +138,25 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_token_dispatcher_type": "allgather",
         "recompute_granularity": "full",
         "data_parallel_sharding_strategy": "optim_grads",
+    },
+    "experts fully sharded, a depth": {
+        **EXPERTS,
+        "context_parallel_size": 2,
+        "cp_comm_type": ("all_gather",),
+        "expert_model_parallel_size": 2,
+        "mtp_num_layers": 1,
+        "recompute_granularity": "full",
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    },
+    "experts fully sharded, replicas": {
+        **EXPERTS,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "fsdp_shard_size": 2,
+        "bf16": True,
     },
     "adafactor": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "adafactor"},
     "moments in 8 bits": {**GRID, "data_parallel_sharding_strategy": "optim", "optimizer": "adam8bit", "adam_8bit_block_size": 5},

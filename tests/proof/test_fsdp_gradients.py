@@ -84,7 +84,7 @@ def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], b
         if not torch.isfinite(grad).all():
             own.add(entry.record.name)
 
-    with Trace(context.fsdp_shard.size) as trace:
+    with Trace(context.fsdp_shard().size) as trace:
         step(model, provider, inputs(context), factors=factors, inspect=look)
     after = [shard.grad for group in provider.groups for shard in group.shards]
     return summed, own, trace.sizes("scatter"), all(map(torch.equal, before, after))

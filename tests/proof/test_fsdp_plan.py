@@ -72,7 +72,7 @@ def test_pieces_are_those_of_torch_chunk(rows: int, expected: list[tuple[int, in
         context = lone_rank(Topology(dp=4), rank)
         entry = build(context, gpt2_like(seq=rows)).params["embedding.position.weight"]
         row = entry.param.shape[1]
-        assert own_piece(entry, context.fsdp_shard) == FlatPiece(start * row, stop * row)
+        assert own_piece(entry, context.fsdp_shard()) == FlatPiece(start * row, stop * row)
 
 
 # ---- initial values

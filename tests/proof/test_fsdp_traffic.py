@@ -30,7 +30,7 @@ def traced(
     """Collectives of a step with the begin of each unit's computations among them; and the elements of each unit's shards."""
     model = build(context, dtype=torch.bfloat16, memory=memory)
     provider = shard(model, context, reshard, **policy)
-    trace = Trace(context.fsdp_shard.size)
+    trace = Trace(context.fsdp_shard().size)
     chunk = model.chunks[0]
 
     def watch(module: nn.Module, number: int) -> None:
@@ -90,7 +90,7 @@ def traced_with_depths(context: ParallelContext, memory: MemoryConfig) -> tuple[
     trainer = build_step(context, Recipe(shape, random_weights(shape, seed=1), batches), layout)
     buckets, units = trainer.providers
     assert isinstance(buckets, Buckets)
-    with Trace(context.fsdp_shard.size) as trace:
+    with Trace(context.fsdp_shard().size) as trace:
         trainer.gradients(microbatches(batches[0], context, 2))
     parts = [sum(s.weights.numel() for s in group.shards) for group in units.groups]
     (bucket,) = buckets.buckets
@@ -143,7 +143,7 @@ def holdings(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[int],
         module.register_forward_hook(look_in_backward)
     step(model, provider, inputs(context))
     held = held_by(provider)
-    units = [context.fsdp_shard.size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
+    units = [context.fsdp_shard().size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
     return [sum(t.nbytes for t in tensors) for tensors in (held.parameters, held.gradients, held.buffers)], gathered, units
 
 

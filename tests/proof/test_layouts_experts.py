@@ -7,6 +7,7 @@ case.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,14 @@ KINDS = {
     ),
     "dropped by position, padded": ExpertsShape(SOME, 4, 1, 8, 8, score="sigmoid", bias_step=0.1, capacity=1.25, drops_last=True),
 }
+WAYS: dict[str, dict[str, Any]] = {
+    "always": {},
+    "never": {"fsdp_reshard": "never"},
+    "once": {"reduce_once": True},
+    "host": {"params_cpu": True},
+    "parts": {"fsdp_shard_size": 2},
+}
+"""Those of optim_grads_params, which its cases have in turn; parts of two data ranks have one copy of the experts or two."""
 AXES: dict[str, list[Any]] = {
     "kind": [*KINDS],
     # (tp, cp, pp, dp), ep, etp
@@ -55,6 +64,9 @@ AXES: dict[str, list[Any]] = {
         ((1, 1, 1, 1), 1, None),
         ((1, 1, 1, 2), 2, None),
         ((1, 1, 1, 4), 4, None),
+        ((1, 1, 1, 4), 2, None),
+        ((1, 1, 1, 4), 1, None),
+        ((1, 1, 2, 2), 1, None),
         ((2, 1, 1, 1), 1, None),
         ((2, 1, 1, 2), 2, 1),
         ((2, 1, 1, 2), 2, 2),
@@ -121,13 +133,15 @@ def name(case: dict[str, Any]) -> str:
     (tp, cp, pp, dp), ep, etp = case["sizes"]
     sizes = f"tp{tp}-cp{cp}-pp{pp}-dp{dp}-ep{ep}{'' if etp is None else f'-etp{etp}'}"
     words = [sizes, *(case[axis] for axis in ("kind", "dispatcher", "schedule", "sharding", "memory"))]
-    words += [f"b{case['micro_batch_size']}", f"depths{case['depths']}"]
+    words += [case["way"], f"b{case['micro_batch_size']}", f"depths{case['depths']}"]
     return "-".join([*words, *(["documents"] if case["documents"] else [])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, fits)
+        ways = itertools.cycle(WAYS)
+        cases = [{**case, "way": next(ways) if case["sharding"] == "optim_grads_params" else "always"} for case in cases]
         metafunc.parametrize("case", cases, ids=name)
 
 
@@ -148,6 +162,7 @@ def test_experts_train_as_one_plain_process(case: dict[str, Any]) -> None:
         memory=MEMORIES[case["memory"]],
         micro_batch_size=case["micro_batch_size"],
         bucket_size=900,
+        **WAYS[case["way"]],
     )
     key = (case["kind"], case["micro_batch_size"], case["documents"], case["depths"])
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))

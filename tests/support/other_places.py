@@ -16,8 +16,10 @@ def elsewhere(context: ParallelContext, *, tensor: int, data: int, stage: int) -
         data: place in the gradient group.
         stage: place on the pipeline axis.
     """
-    sizes, part = context.topology, context.fsdp_shard.size
+    sizes, part, of_expert = context.topology, context.fsdp_shard().size, context.fsdp_shard(("edp",)).size
     dp, cp = divmod(data, sizes.cp)
+    rank = sizes.rank(tp=tensor, cp=cp, dp=dp, pp=stage)
+    edp = sizes.places(rank)["edp"]
     places = {
         ("tp",): tensor,
         ("cp",): cp,
@@ -27,6 +29,9 @@ def elsewhere(context: ParallelContext, *, tensor: int, data: int, stage: int) -
         ("tp", *GRADIENT_AXES): tensor + sizes.tp * data,
         ("fsdp_shard",): data % part,
         ("fsdp_replica",): data // part,
+        ("edp",): edp,
+        ("fsdp_shard", "edp"): edp % of_expert,
+        ("fsdp_replica", "edp"): edp // of_expert,
     }
     groups = {key: replace(group, index=places.get(key, group.index)) for key, group in context._groups.items()}
-    return replace(context, rank=sizes.rank(tp=tensor, cp=cp, dp=dp, pp=stage), _groups=groups)
+    return replace(context, rank=rank, _groups=groups)

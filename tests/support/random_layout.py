@@ -74,11 +74,16 @@ def draw_experts(draw: Draw, settings: Mapping[str, Any], tp: int, ranks: int) -
     parts = tp if etp is None else etp
     experts = one_of(draw, 2, 4, 6, 8)
     chosen = one_of(draw, 1, 2, 2, experts)
+    fit = [n for n in range(1, experts + 1) if experts % n == 0 == ranks % (n * parts)]
+    sharers = (settings.get("fsdp_shard_size") or ranks) * tp
+    fit = [n for n in fit if sharers <= n * parts or sharers % (n * parts) == 0]
+    if not fit:
+        return {}
     found: dict[str, Any] = {
         "num_experts": experts,
         "moe_router_topk": chosen,
         "expert_tensor_parallel_size": etp,
-        "expert_model_parallel_size": one_of(draw, *(n for n in range(1, experts + 1) if experts % n == 0 == ranks % (n * parts))),
+        "expert_model_parallel_size": one_of(draw, *fit),
         "moe_ffn_hidden_size": parts * number(draw, 1, 5),
         "moe_token_dispatcher_type": one_of(draw, None, "alltoall", "allgather"),
         "disable_bias_linear": True,

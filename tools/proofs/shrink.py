@@ -136,11 +136,16 @@ def reduced_precision(precision: PrecisionConfig) -> PrecisionConfig:
 
 def divides_evenly(config: Config, sizes: RankSizes, vocab_size: int) -> bool:
     """Whether the data ranks that share a copy of the parameters each hold as many rows of each, without padding."""
-    ranks = config.parallel.fsdp_shard_size or sizes.sharing
+    ranks, ep, etp = (
+        config.parallel.fsdp_shard_size or sizes.sharing,
+        config.parallel.expert_model_parallel_size,
+        config.parallel.expert_tensor_size,
+    )
     for weight in model_weights(config.model, vocab_size):
         record = ParamRecord.of(weight, tensor_size=sizes.tp, sequence_parallel=False, chunks=())
-        shape = record.local_shape({"tp": sizes.tp})
-        if math.prod(shape if record.kind == "vector" else shape[:-1]) % ranks:
+        shape = record.local_shape({"tp": sizes.tp, "ep": ep, "etp": etp})
+        shared_by = max(1, ranks * sizes.tp // (ep * etp)) if record.of_experts else ranks
+        if math.prod(shape if record.kind == "vector" else shape[:-1]) % shared_by:
             return False
     return True
 
@@ -153,11 +158,14 @@ def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> Para
     if etp is not None and sizes.tp * sizes.sharing != whole.tp * whole.sharing:
         etp = None if etp == whole.tp else min(etp, 2 if stage % 2 == 0 else 1)
     left = stage // (sizes.tp if etp is None else etp)
-    ep = parallel.expert_model_parallel_size
+    ep, a_copy, neighbours = parallel.expert_model_parallel_size, sizes.tp if etp is None else etp, (shard or 1) * sizes.tp
+    may_be = [size for size in range(1, left + 1) if left % size == 0 and size <= ep]
+    if shard is not None:  # the ranks that share the rest of the model have each expert as often, or in part
+        may_be = [size for size in may_be if neighbours <= a_copy * size or neighbours % (a_copy * size) == 0]
     return dataclasses.replace(
         parallel,
         expert_tensor_parallel_size=etp,
-        expert_model_parallel_size=max(size for size in range(1, left + 1) if left % size == 0 and size <= ep),
+        expert_model_parallel_size=max(may_be),
         tensor_model_parallel_size=sizes.tp,
         context_parallel_size=sizes.cp,
         pipeline_model_parallel_size=sizes.pp,

@@ -156,7 +156,7 @@ def _experts(model: ModelConfig, cuts: Cuts) -> dict[str, Any]:
         "moe_router_topk": chosen,
         "moe_router_num_groups": several if groups > 1 else None,
         "moe_router_group_topk": opened,
-        "moe_ffn_hidden_size": 5 * cuts.of_expert,
+        "moe_ffn_hidden_size": _up(5, cuts.multiple) * cuts.of_expert,
         "moe_shared_expert_intermediate_size": None if shared is None else 6 * cuts.tp,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.checks.finding import (
@@ -11,6 +12,7 @@ from megatron.config.checks.finding import (
     change,
     data_size,
     divisors,
+    multiples_near,
     rule,
     try_values,
     without,
@@ -30,7 +32,7 @@ def left_to_buckets(config: Config) -> list[str]:
         "the tied word embedding": any(weight.tied for weight in weights),
         "the norms of queries and keys": any(weight.partial_over_tp(False) for weight in weights),
         "what sequence parallelism leaves whole on each tensor rank": _splits_sequence(config),
-        "the experts": any(weight.of_experts for weight in weights),
+        "the experts": _experts_of_a_copy(config) <= 1 and any(weight.of_experts for weight in weights),
     }
     return [what for what, is_left in left.items() if is_left]
 
@@ -42,12 +44,22 @@ def _weights(model: ModelConfig) -> Iterator[Weight]:
         yield from layer_weights(model, kind, 0)
 
 
+def _experts_of_a_copy(config: Config) -> float:
+    """How many copies of each expert the ranks have that share one copy of the rest of the model."""
+    parallel = config.parallel
+    if parallel.fsdp_shard_size is None:
+        return math.inf  # where all ranks hold them once there is nothing to share
+    ranks = parallel.fsdp_shard_size * parallel.tensor_model_parallel_size
+    return ranks / (parallel.expert_tensor_size * parallel.expert_model_parallel_size)
+
+
 def _splits_sequence(config: Config) -> bool:
     return config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
 
 
 STRATEGY, SHARD_SIZE, RESHARD = "data_parallel_sharding_strategy", "fsdp_shard_size", "fsdp_reshard_after_forward"
 
+_OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 _SHARDING = (STRATEGY, "use_distributed_optimizer")
 _ALL = "--data-parallel-sharding-strategy optim_grads_params"
 
@@ -61,6 +73,20 @@ def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding
             f"--fsdp-shard-size {size} does not divide the {ranks} data rank{'s' * (ranks > 1)} "
             f"(world size {world_size} / (TP x CP x PP)).",
             [try_values(SHARD_SIZE, size, divisors(ranks))],
+        )
+
+
+@rule(SHARD_SIZE, "tensor_model_parallel_size", *_OF_EXPERTS, reads=("num_experts", *_SHARDING))
+def copies_hold_experts_alike(config: Config, world_size: int) -> Iterator[Finding]:
+    """The ranks that share one copy of the model have each expert as often; or several copies share one of the experts."""
+    parallel, copies = config.parallel, _experts_of_a_copy(config)
+    size, tp = parallel.fsdp_shard_size, parallel.tensor_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if config.model.num_experts and parallel.sharding == "optim_grads_params" and size and copies > 1 and copies % 1:
+        unit = ep * etp // math.gcd(ep * etp, tp)
+        yield Finding(
+            f"The {size * tp} ranks of --fsdp-shard-size {size} x TP {tp} do not divide by ETP x EP = {etp} x {ep} = {etp * ep}.",
+            [try_values(SHARD_SIZE, size, multiples_near(size, unit)), without(config, SHARD_SIZE)],
         )
 
 

@@ -29,6 +29,7 @@ ALL = f"{STRATEGY} optim_grads_params"
 UNTIED, UNIT = "--untie-embeddings-and-output-weights", "--make-vocab-size-divisible-by"
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SCHEDULE, COUNT = "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"
+EP, EXPERTS = "--expert-model-parallel-size", "--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear"
 BATCH = "--global-batch-size 16"
 WEAKER = f"{STRATEGY} optim_grads"
 
@@ -54,6 +55,13 @@ CASES: list[Case] = [
         [f"{SCHEDULE} interleaved", f"{COUNT} None {SCHEDULE} 1f1b", f"--fsdp-reshard-after-forward always {WEAKER}"],
     ),
     (f"{ALL} {SCHEDULE} zb-h1", 1, {SCHEDULE, STRATEGY}, ["zb-h1 cannot be used"], [f"{SCHEDULE} 1f1b"]),
+    (
+        f"{ALL} {SIZE} 3 {EXPERTS} {EP} 2",
+        6,
+        {SIZE, EP},
+        ["The 3 ranks of --fsdp-shard-size 3 x TP 1 do not divide by ETP x EP = 1 x 2 = 2"],
+        [f"{SIZE} 2", f"{SIZE} 6"],
+    ),
 ]
 
 
@@ -81,6 +89,7 @@ def test_a_shard_size_that_does_not_divide_is_one_problem() -> None:
         # what does not divide is padded, and what has fewer rows than there are ranks too
         (f"{ALL} {UNTIED} {UNIT} 50 --max-position-embeddings 35 --ffn-hidden-size 202 {TP} 2", 14),
         (f"{ALL} {SIZE} 192", 384),
+        *((f"{ALL} {SIZE} {size} {EXPERTS} {EP} 4", 12) for size in (2, 3, 4)),  # half a copy of the experts, or one
         (f"{ALL} {PP} 2 {SCHEDULE} gpipe", 4),
         *((f"{WEAKER} {PP} 2 {SCHEDULE} {schedule}", 4) for schedule in ("zb-h1", "zb-v")),
     ],
