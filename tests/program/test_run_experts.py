@@ -47,6 +47,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"context_parallel_size": 2, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
     ),
+    "sharded in two copies, compared": (
+        4,
+        {"data_parallel_sharding_strategy": "optim_grads_params", "fsdp_shard_size": 2, "check_replicas_every": 1},
+    ),
     "sharded": (4, {"data_parallel_sharding_strategy": "optim_grads_params", "expert_model_parallel_size": 2}),
 }
 NUMBERS = ("lm_loss", "grad_norm", "load_balancing_loss", "moe_z_loss", "busiest_expert", "dropped_share", "validation_loss")

@@ -17,6 +17,7 @@ from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
+from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.shape import random_weights
 from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, UNTIED, Trace, build, in_world, inputs, numel, shard, step
 from tests.support.held import held_by
@@ -80,6 +81,32 @@ def test_layers_that_run_again_are_gathered_no_more_often(reshard: FsdpReshard, 
         sent = {kind: sum(n for k, n, _ in events if k.endswith(kind)) for kind in ("gather", "scatter")}
         whole = 2 * sum(parts)
         assert sent == {"gather": whole * (2 * MICROBATCHES if reshard == "always" else 1), "scatter": whole * MICROBATCHES}
+
+
+def traced_with_experts(context: ParallelContext, memory: MemoryConfig) -> tuple[Counter[tuple[str, int]], list[int]]:
+    """How often a step has collectives of which sizes; elements of each unit."""
+    shape = replace(UNTIED, experts=ExpertsShape((False, True, True), 4, 2, 8))
+    model = build(context, shape, memory=memory)
+    provider = shard(model, context)
+    with Trace(context.fsdp_shard().size) as trace:
+        step(model, provider, inputs(context))
+    parts = [sum(s.weights.numel() for s in group.shards) for group in provider.groups]
+    return Counter((kind.removeprefix("blocking "), n) for kind, n, _ in trace.events if kind != "reduce"), parts
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [MemoryConfig(), MemoryConfig("full"), MemoryConfig("selective", recompute_modules=("mlp",))],
+    ids=["kept", "run again", "experts run again"],
+)
+def test_experts_are_gathered_by_themselves_as_often(memory: MemoryConfig) -> None:
+    """Apart from the rest of their layer, and no more often where they run again."""
+    for found, parts in in_world(Topology(dp=2), partial(traced_with_experts, memory=memory)):
+        assert len(parts) == NUM_UNITS + 2
+        wanted: Counter[tuple[str, int]] = Counter()
+        for part in parts:
+            wanted += Counter({("gather", 2 * part): 2 * MICROBATCHES, ("scatter", 2 * part): MICROBATCHES})
+        assert found == wanted
 
 
 def traced_with_depths(context: ParallelContext, memory: MemoryConfig) -> tuple[Counter[tuple[str, int]], list[int], int]:
