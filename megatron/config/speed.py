@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import GIVEN, acts_with, idle_with, setting
+from megatron.config.setting import acts_with, setting
 from megatron.spec.attention_backends import AttentionBackend
 
 CompileBackend = Literal["inductor", "aot_eager"]
@@ -18,11 +18,9 @@ _COMPILES = acts_with(compile=True)
 class SpeedConfig:
     """Compilation of layers, and attention's kernel."""
 
-    compile: bool = setting(
-        False, idle=idle_with("layers with experts run as without", effect="compiles the other layers alone", num_experts=GIVEN)
-    )
+    compile: bool = False
     """Compile the layers: what lies between products, attention and communication is fused to few kernels. Each kind of layer is
-    compiled once, in the first step; the kernels are kept in --compile-cache-dir. On CPU this takes a C++ compiler. Evaluation
+    compiled once, in the first step, and a layer with experts up to these; the kernels are kept in --compile-cache-dir. On CPU this takes a C++ compiler. Evaluation
     runs as without."""
     compile_backend: CompileBackend = setting("inductor", acts=_COMPILES)
     """inductor: generate kernels. aot_eager: trace and differentiate as for that, then compute by torch's own kernels: starts in

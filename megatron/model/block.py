@@ -89,13 +89,25 @@ class Block(nn.Module):
             mlp: the layer's, with what experts are told besides.
         """
         mlp = mlp or self.mlp
-        with_attention = self._added(x, self.attention.output(attended), self.attention_post_norm, seeds, 0)
-        source = x if self.parallel else with_attention
+        with_attention, source = self.until_mlp(x, attended, seeds)
         if self.recomputes_mlp:
             fed = recomputed(partial(self._norm_and_mlp, mlp), source, modules=[self.mlp])
         else:
-            fed = mlp(self._normed(self.mlp_norm, source))
-        return self._added(with_attention, fed, self.mlp_post_norm, seeds, 1)
+            fed = mlp(self.mlp_input(source))
+        return self.with_mlp(with_attention, fed, seeds)
+
+    def until_mlp(self, x: torch.Tensor, attended: torch.Tensor, seeds: Seeds | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream with what attention gives, and the stream that the MLP is fed from; both of the shape of x."""
+        with_attention = self._added(x, self.attention.output(attended), self.attention_post_norm, seeds, 0)
+        return with_attention, x if self.parallel else with_attention
+
+    def mlp_input(self, source: torch.Tensor) -> torch.Tensor | Remade:
+        """What the MLP gets of the stream that it is fed from."""
+        return self._normed(self.mlp_norm, source)
+
+    def with_mlp(self, x: torch.Tensor, fed: torch.Tensor, seeds: Seeds | None) -> torch.Tensor:
+        """The residual stream with what the MLP gives."""
+        return self._added(x, fed, self.mlp_post_norm, seeds, 1)
 
     def _norm_and_mlp(self, mlp: Callable[..., torch.Tensor], x: torch.Tensor, *, again: bool) -> torch.Tensor:
         return mlp(x.to(self.dtype) if self.mlp_norm is None else self.mlp_norm(x))

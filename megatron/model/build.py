@@ -13,7 +13,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ContextWay, ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.compiled import BlockCompiler
-from megatron.model.experts import Experts
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
 from megatron.model.output_layer import LossForm
@@ -170,8 +169,7 @@ def build_model(
         if chunk.stage == context.group("pp").index
     }
     if compiler is not None and context.device.type != "meta":
-        blocks = [block for module in chunks.values() for block in module.all_blocks]
-        compiler.compile([block for block in blocks if not isinstance(block.mlp, Experts)])
+        compiler.compile([block for module in chunks.values() for block in module.all_blocks])
     if materialized and context.device.type != "meta":
         for module in chunks.values():
             materialize(module, params, context.device)

@@ -2,7 +2,8 @@
 
 Compiled is a layer without its hooks. Where attention is one kernel of torch, the whole layer is one graph. Attention with dropout,
 within documents, with a window, a cap or sinks, or whose largest scores are asked for stays as it is, between two graphs: what lies
-before it, and what lies after.
+before it, and what lies after. So do experts, which get as many tokens as chosen: what lies before them is one graph, and what is
+done with what they give another, if that is more than to add it.
 
 Equal layers share one compilation: parameters are inputs, linear layers enter by their handles (`megatron.tensor_parallel.linear`),
 seeds of dropout masks in a tensor. In evaluation and generation, without a backward, layers run as they are.
@@ -29,8 +30,12 @@ _MOST_COMPILATIONS = 64
 """Compilations of one function: for layers, lengths and settings that differ. torch would stop at 8."""
 
 
-def _whole(block: Block, x: torch.Tensor, rotary: torch.Tensor | None, seeds: torch.Tensor | None) -> torch.Tensor:
-    return block.after(x, block.attention.attend(*block.before(x, rotary), None, None, None), seeds)
+_Rest = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""What a layer gives; or where it has experts the residual stream, and what these get."""
+
+
+def _whole(block: Block, x: torch.Tensor, rotary: torch.Tensor | None, seeds: torch.Tensor | None) -> _Rest:
+    return _after(block, x, block.attention.attend(*block.before(x, rotary), None, None, None), seeds)
 
 
 def _before(block: Block, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,8 +44,17 @@ def _before(block: Block, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple
     return q, k, v
 
 
-def _after(block: Block, x: torch.Tensor, attended: torch.Tensor, seeds: torch.Tensor | None) -> torch.Tensor:
-    return block.after(x, attended, seeds)
+def _after(block: Block, x: torch.Tensor, attended: torch.Tensor, seeds: torch.Tensor | None) -> _Rest:
+    if not block.has_experts:
+        return block.after(x, attended, seeds)
+    with_attention, source = block.until_mlp(x, attended, seeds)
+    fed = block.mlp_input(source)
+    assert isinstance(fed, torch.Tensor), "the compiler remakes norms by itself"
+    return with_attention, fed
+
+
+def _added(block: Block, x: torch.Tensor, fed: torch.Tensor, seeds: torch.Tensor | None) -> torch.Tensor:
+    return block.with_mlp(x, fed, seeds)
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class BlockCompiler:
         torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_COMPILATIONS
         # The backward's inputs are what it was given to keep, for others too: host memory, weight gradients that are put off.
         torch._functorch.config.donated_buffer = False
-        functions = tuple(self.compiled(function) for function in (_whole, _before, _after))
+        functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
         for block in blocks:
             block.compiled = CompiledBlock(block, *functions)
 
@@ -83,10 +97,16 @@ class CompiledBlock:
     """A layer that runs compiled."""
 
     def __init__(
-        self, block: Block, whole: Callable[..., torch.Tensor], before: Callable[..., Any], after: Callable[..., torch.Tensor]
+        self,
+        block: Block,
+        whole: Callable[..., _Rest],
+        before: Callable[..., Any],
+        after: Callable[..., _Rest],
+        added: Callable[..., torch.Tensor],
     ) -> None:
-        self._block, self._users = block, vector_users(block)
-        self._whole, self._before, self._after = whole, before, after
+        self._block, of_experts = block, [*block.mlp.modules()] if block.has_experts else []
+        self._users = [user for user in vector_users(block) if user not in of_experts]
+        self._whole, self._before, self._after, self._added = whole, before, after, added
 
     def __call__(
         self,
@@ -103,9 +123,18 @@ class CompiledBlock:
         one = one and attention.largest is None
         if one and documents is None and not attention.recomputes_core and (key is None or attention.dropout == 0.0):
             with entered(self._users):
-                return self._whole(block, x, rotary, masks)
+                found = self._whole(block, x, rotary, masks)
+        else:
+            with entered(self._users):
+                q, k, v = self._before(block, x, rotary)
+            attended = attention.attend(q, k, v, key, documents, None)
+            with entered(self._users):
+                found = self._after(block, x, attended, masks)
+        if isinstance(found, torch.Tensor):
+            return found
+        with_attention, source = found
+        fed = block.mlp(source, documents, key)
+        if masks is None and block.mlp_post_norm is None:
+            return block.with_mlp(with_attention, fed, None)
         with entered(self._users):
-            q, k, v = self._before(block, x, rotary)
-        attended = attention.attend(q, k, v, key, documents, None)
-        with entered(self._users):
-            return self._after(block, x, attended, masks)
+            return self._added(block, with_attention, fed, masks)

@@ -48,6 +48,7 @@ LLAMA = replace(
     num_query_groups=2,
     disable_bias_linear=True,
 )
+EXPERTS = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=16, moe_aux_loss_coeff=0.1)
 TRACED = BlockCompiler("aot_eager")
 KEY = DropoutKey(seed=1, step=8, first_sample=12)
 
@@ -99,6 +100,12 @@ CASES: dict[str, tuple[ModelConfig, torch.dtype, dict[str, Any]]] = {
         torch.bfloat16,
         {"fp8_format": "hybrid", "first_last_layers_bf16": True},
     ),
+    "experts": (EXPERTS, torch.bfloat16, {}),
+    "experts between norms": (
+        replace(EXPERTS, norm_placement="sandwich", hidden_dropout=0.1, moe_shared_expert_intermediate_size=16),
+        torch.float64,
+        {"key": KEY},
+    ),
     "squared relu, half of the channels turned, in neighbours": (
         replace(GPT, squared_relu=True, position_embedding_type="rope", rotary_percent=0.5, rotary_interleaved=True),
         torch.bfloat16,
@@ -114,7 +121,7 @@ def test_tracing_changes_no_bit_and_all_layers_share_it(name: str) -> None:
     torch.compiler.reset()
     counters.clear()
     assert same(trained(config, dtype, TRACED, **settings), trained(config, dtype, None, **settings))
-    graphs = 2 if config.attention_dropout else 1
+    graphs = 2 if config.attention_dropout or (config.num_experts and config.hidden_dropout) else 1
     assert counters["stats"]["unique_graphs"] == graphs, "one compilation for all layers and steps"
 
 

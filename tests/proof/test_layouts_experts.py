@@ -16,6 +16,7 @@ import torch
 
 from megatron.config.memory import MemoryConfig
 from megatron.data.samples import DocumentRules
+from megatron.model.compiled import BlockCompiler
 from megatron.moe.balance import BalanceResult
 from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.model import Batch, Rules, Seen, token_losses
@@ -134,14 +135,16 @@ def name(case: dict[str, Any]) -> str:
     sizes = f"tp{tp}-cp{cp}-pp{pp}-dp{dp}-ep{ep}{'' if etp is None else f'-etp{etp}'}"
     words = [sizes, *(case[axis] for axis in ("kind", "dispatcher", "schedule", "sharding", "memory"))]
     words += [case["way"], f"b{case['micro_batch_size']}", f"depths{case['depths']}"]
-    return "-".join([*words, *(["documents"] if case["documents"] else [])])
+    return "-".join([*words, *(word for word in ("documents", "compiled") if case[word])])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 3, fits)
-        ways = itertools.cycle(WAYS)
-        cases = [{**case, "way": next(ways) if case["sharding"] == "optim_grads_params" else "always"} for case in cases]
+        ways, compiled = itertools.cycle(WAYS), itertools.cycle([True, *[False] * 7])
+        for case in cases:
+            case["way"] = next(ways) if case["sharding"] == "optim_grads_params" else "always"
+            case["compiled"] = case["memory"] != "selective" and next(compiled)
         metafunc.parametrize("case", cases, ids=name)
 
 
@@ -162,6 +165,7 @@ def test_experts_train_as_one_plain_process(case: dict[str, Any]) -> None:
         memory=MEMORIES[case["memory"]],
         micro_batch_size=case["micro_batch_size"],
         bucket_size=900,
+        compiler=BlockCompiler("aot_eager", defers=case["schedule"].startswith("zb")) if case["compiled"] else None,
         **WAYS[case["way"]],
     )
     key = (case["kind"], case["micro_batch_size"], case["documents"], case["depths"])
