@@ -20,8 +20,8 @@ class SpeedConfig:
 
     compile: bool = False
     """Compile the layers: what lies between products, attention and communication is fused to few kernels. Each kind of layer is
-    compiled once, in the first step, and a layer with experts up to these; the kernels are kept in --compile-cache-dir. On CPU this takes a C++ compiler. Evaluation
-    runs as without."""
+    compiled once, in the first step, and a layer with experts up to these; the kernels are kept in --compile-cache-dir. On CPU
+    this takes a C++ compiler. Evaluation runs as without."""
     compile_backend: CompileBackend = setting("inductor", acts=_COMPILES)
     """inductor: generate kernels. aot_eager: trace and differentiate as for that, then compute by torch's own kernels: starts in
     seconds and is no faster, to tell whether a difference comes from tracing or from generated kernels."""
