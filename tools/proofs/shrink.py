@@ -79,9 +79,12 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
     parallel = _ranks(config.parallel, whole, sizes)
     even = parallel.sharding == "optim_grads_params" and divides_evenly(config, whole, vocab_size)
     shards = (parallel.fsdp_shard_size or sizes.sharing) if even else 1
-    of_expert = (parallel.expert_model_parallel_size, parallel.expert_tensor_size)
-    by_heads = "a2a" in parallel.cp_comm_type
-    cuts = Cuts(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision), sizes.cp, *of_expert, by_heads)
+    cuts = Cuts(
+        *(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision), sizes.cp),
+        *(parallel.expert_model_parallel_size, parallel.expert_tensor_size),
+        experts_each=min(2, (config.model.num_experts or 1) // config.parallel.expert_model_parallel_size),
+        shares_heads="a2a" in parallel.cp_comm_type,
+    )
     rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
     before = pattern_of(config.model, config.parallel, vocab_size)
     precision = reduced_precision(config.precision)

@@ -46,6 +46,8 @@ class Cuts:
     """Ranks that hold different experts."""
     of_expert: int = 1
     """Ranks that cut each expert."""
+    experts_each: int = 1
+    """The least number of experts that a rank holds."""
     shares_heads: bool = False
     """Whether context ranks share the heads of a tensor rank among each other."""
 
@@ -150,7 +152,8 @@ def _experts(model: ModelConfig, cuts: Cuts) -> dict[str, Any]:
     chosen = opened * min(_MOST_CHOSEN // opened, of_group)
     several = min(groups, 2 * opened)
     least = chosen // opened + (model.num_experts // groups > of_group)
-    each = next(each for each in itertools.count(least) if several * each % cuts.experts == 0 and several * each > 1)
+    fewest = max(2, cuts.experts * cuts.experts_each)
+    each = next(each for each in itertools.count(least) if several * each % cuts.experts == 0 and several * each >= fewest)
     return {
         "num_experts": several * each,
         "moe_router_topk": chosen,

@@ -209,6 +209,21 @@ def test_copies_of_a_sharded_model_take_four_data_ranks() -> None:
     assert each.world_size == 2 and each.config.parallel.fsdp_shard_size is None
 
 
+def test_ranks_keep_several_experts_and_tokens_their_choice_in_groups() -> None:
+    """Copies of the rest of the model hold them as often, or a part of them."""
+    experts = "--num-experts 64 --disable-bias-linear --moe-ffn-hidden-size 256 --expert-model-parallel-size"
+    for flags, chosen, groups in (
+        ("8 --moe-router-topk 6", 4, None),
+        ("16 --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4", 4, 4),
+        ("8 --data-parallel-sharding-strategy optim_grads_params --fsdp-shard-size 4", 2, None),
+        ("8 --data-parallel-sharding-strategy optim_grads_params --fsdp-shard-size 16", 2, None),
+    ):
+        (small,) = shrunk(64, f"{experts} {flags} --global-batch-size 256")
+        model, ranks = small.config.model, small.config.parallel.expert_model_parallel_size
+        assert ranks > 1 and model.num_experts is not None and model.num_experts >= 2 * ranks
+        assert (model.moe_router_topk, model.moe_router_num_groups) == (chosen, groups)
+
+
 def test_every_pair_of_axes_is_in_some_run() -> None:
     for tp, pp, dp, max_ranks in product((1, 2, 8), (1, 2, 3, 64), (1, 2, 6), (4, 6, 8, 16)):
         found = reduced_sizes(RankSizes(tp, pp, dp), max_ranks, hybrid=False)
