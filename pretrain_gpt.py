@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
@@ -79,6 +80,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations) -> None:
     """The run as a story: context, data, model, optimizer, resume, train."""
     from megatron.config.checks.speed import check_backend
+    from megatron.flight.watched import stack_folder, watched
     from megatron.model.build import model_of
     from megatron.parallel.context import connect, disconnect
     from megatron.training import startup
@@ -103,6 +105,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     startup.set_compiler_cache(config.speed)
     chosen = choose_layers(config)
     context = connect(config.parallel)
+    watching = ExitStack()
+    flight = watching.enter_context(watched(context, config.parallel, stack_folder(config.checkpoint.save)))
     check_backend(config, on_cuda=context.device.type == "cuda")
     startup.set_logging(context.rank)
     plan = BatchSizePlan(config.training, context.data_group.size)
@@ -159,8 +163,10 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         account=account,
         foretold=foretold,
         draw=draw,
+        flight=flight,
     ).run(resumed.progress)
     reporter.close()
+    watching.close()
     disconnect()
 
 

@@ -157,6 +157,11 @@ class ParallelConfig:
     """Communication library for tensors; by default nccl on CUDA and gloo on CPU. Beside nccl, gloo carries what the hosts say."""
     distributed_timeout_minutes: int = setting(10, at_least=1, unit="minutes")
     """Give up on a collective after this long."""
+    hang_warn_s: float = setting(30.0, at_least=0.0, unit="seconds")
+    """When nothing has moved for this long, or for three times as long as it ever stood still before, say which rank keeps the
+    others waiting, in what, and write the stacks of all ranks. 0: do not watch."""
+    hang_kill_s: float | None = setting(None, at_least=1.0, unit="seconds", acts=acts_with(hang_warn_s=OtherThan(0.0)))
+    """End a run in which nothing has moved for this long, with exit code 86; by default the libraries' timeouts end it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""
 

@@ -96,6 +96,8 @@ class Executor:
         """The operation under way, for messages about errors."""
         self._leaving: Kept | None = None
         """What the operation before has moved last, if it was a forward."""
+        self.mark: Callable[[Op], None] | None = None
+        """Called with each operation before its input is waited for, if set."""
         self.recorder: Recorder | None = None
         """Called for every operation of a training step, if set."""
         self._deferred_bytes = 0
@@ -109,6 +111,8 @@ class Executor:
         recorder, messenger = self.recorder if training else None, self._messenger
         for step in steps:
             self.current = step.op
+            if self.mark is not None:
+                self.mark(step.op)
             for message, source in step.posts:
                 messenger.post(message, source)
             if not self._overlap:

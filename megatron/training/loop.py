@@ -6,11 +6,12 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.audit.replicas import AuditError
 from megatron.config.config import Config
+from megatron.flight.watched import Flight
 from megatron.metrics.timers import Timers
 from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
@@ -55,12 +56,15 @@ class Loop:
     """What is known of this rank's memory, for the reports of --log-memory and --plan-report."""
     foretold: StepPlan | None = None
     """What --plan-report compares the first steps with."""
+    flight: Flight = field(default_factory=Flight)
+    """Takes what this rank is about."""
 
     def run(self, progress: Progress) -> None:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end."""
         if self.config.training.manual_gc:
             gc.disable()
         began_at = progress.iteration
+        self.step.executor.mark = self.flight.operation
         watching = watchers(self.config, self.step, progress, self.reporter, self.account)
         if self.foretold is not None and self.account is not None:
             watching.append(PlanReport(self.foretold, self.step, self.account, self.reporter.say))
@@ -94,9 +98,12 @@ class Loop:
             while progress.iteration < self.plan.total_iterations and stopped is None:
                 profiler.step(progress.iteration + 1)
                 pipeline_profiler.step(progress.iteration + 1)
+                self.flight.phase("reading data", progress.iteration + 1)
                 with self.timers("batch-generator", level=1):
                     batch = next(batches)
+                self.flight.phase("in a step")
                 result = self._advance(progress, batch, (signal.requested, self._time_is_up()), watching)
+                self.flight.phase("between steps")
                 self.saver.poll(self.reporter.say)
                 self._between_steps(progress, watching)
                 stopped = self._exit_reason(progress, result)
@@ -171,6 +178,7 @@ class Loop:
         self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {stopped}")
 
     def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> None:
+        self.flight.phase("evaluating")
         with self.reporter.paused():
             with self.timers("evaluation", level=0):
                 found = evaluate(self.step, make())
@@ -179,6 +187,7 @@ class Loop:
                 gc.collect()
 
     def _save(self, progress: Progress, watching: list[Watcher]) -> None:
+        self.flight.phase("saving")
         with self.reporter.paused():
             self.step.finish_publishing()  # no result may be written where it is still read
             if self.config.checkpoint.save is not None:

@@ -284,6 +284,8 @@ _NOT_TOLD = {
     "override_opt_param_scheduler",
     "use_checkpoint_opt_param_scheduler",
     "distributed_timeout_minutes",
+    "hang_warn_s",
+    "hang_kill_s",
     "device",
 }
 

@@ -59,6 +59,7 @@ SETTINGS = {
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data", "attention"}
 ABOVE["planner"] = {*ABOVE["checkpoint"], "attention", "context_parallel", "moe", "metrics"}
 ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
+ABOVE["flight"] = {"config", "parallel", "spec"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
 
@@ -78,6 +79,7 @@ WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/progress.py",
+    *(f"megatron/flight/{name}.py" for name in ("record", "diagnosis", "watcher")),
     *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
     "megatron/data/order.py",
 ]

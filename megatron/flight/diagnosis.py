@@ -1,0 +1,123 @@
+"""Which rank keeps the others waiting. Pure: from what the records of all ranks show.
+
+A waiting rank waits for those whose count of calls is behind its own on a channel that they share: they have not entered the call.
+What it has merely posted in advance counts as well, which may add ranks that themselves wait. So the culprit is at the end: it is
+waited for, and waits for nobody. Where a message was left out all wait in a circle: then it is the one that the rank which was the
+first to wait waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.flight.record import Channel, Snapshot
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Who keeps the others waiting."""
+
+    culprit: int | None
+    """The rank; None where no rank is behind."""
+    words: str
+    """One line: the rank, its node, what it did not do, what it did last."""
+    waiting: tuple[int, ...]
+    """Ranks that wait for it, directly or for others that do."""
+
+
+def find_departed(snapshots: Sequence[Snapshot]) -> Departure:
+    """Find the rank that all wait for.
+
+    Args:
+        snapshots: of all ranks whose records can be read.
+    """
+    by_rank = {one.rank: one for one in snapshots}
+    for state, words in (("gone", "is gone"), ("stopped", "was stopped by a signal (SIGSTOP, or a debugger)")):
+        if found := [one for one in snapshots if one.process == state]:
+            one = max(found, key=lambda one: one.quiet_s)
+            others = tuple(sorted(rank for rank in by_rank if rank != one.rank))
+            return Departure(one.rank, f"{_who(one)}: its process {words}; last seen {_doing(one)}", others)
+    behind = {one.rank: _waits_for(one, by_rank) if one.waiting else {} for one in snapshots}
+    candidates = {other for edges in behind.values() for other in edges if not behind[other]}
+    if not candidates and any(behind.values()):
+        longest = max((one for one in snapshots if behind[one.rank]), key=lambda one: one.quiet_s)
+        candidates = {next(iter(behind[longest.rank]))}
+    if not candidates:
+        return _nobody(snapshots)
+    dependents = {rank: _who_waits(rank, behind) for rank in candidates}
+    culprit = max(candidates, key=lambda rank: (len(dependents[rank]), by_rank[rank].quiet_s))
+    one, told = by_rank[culprit], dependents[culprit]
+    missed = next(edges[culprit] for edges in behind.values() if culprit in edges)
+    first = min(rank for rank, edges in behind.items() if culprit in edges)
+    state = f"; its process is {one.process}" if one.process else ""
+    words = f"{_who(one)}: did not enter {missed}, for which rank {first} waits; last seen {_doing(one)}{state}"
+    if one.waiting and not behind[culprit]:
+        words += "; what it waits for itself all have entered: a message to it is lost, or its device hangs"
+    return Departure(culprit, words, told)
+
+
+def _waits_for(one: Snapshot, by_rank: Mapping[int, Snapshot]) -> dict[int, str]:
+    """Ranks that have not entered what a rank has, each with the call in words."""
+    found: dict[int, str] = {}
+    for mine in one.channels:
+        for rank in mine.ranks:
+            other = by_rank.get(rank)
+            if other is None or rank == one.rank:
+                continue
+            # A receive is posted, and a send begun, by either end.
+            its = next((its for its in other.channels if _same(mine, its)), None)
+            if (0 if its is None else its.calls) < mine.calls:
+                found.setdefault(rank, _call(mine, 1 if its is None else its.calls + 1))
+    return found
+
+
+def _same(one: Channel, other: Channel) -> bool:
+    return (one.group, one.ranks, one.directed) == (other.group, other.ranks, other.directed)
+
+
+def _call(channel: Channel, number: int) -> str:
+    if channel.directed:
+        return f"message {number} from rank {channel.ranks[0]} to rank {channel.ranks[1]} ({channel.group})"
+    return f"call {number} of the group {channel.group} of {len(channel.ranks)} ranks ({channel.last})"
+
+
+def _who_waits(rank: int, behind: Mapping[int, Mapping[int, str]]) -> tuple[int, ...]:
+    found, new = set[int](), {rank}
+    while new:
+        new = {one for one, edges in behind.items() if one not in found and any(other in edges for other in new)}
+        found |= new
+    return tuple(sorted(found - {rank}))
+
+
+def _nobody(snapshots: Sequence[Snapshot]) -> Departure:
+    """No waiting rank has a rank behind it."""
+    waiting = tuple(one.rank for one in snapshots if one.waiting)
+    busy = [one for one in snapshots if not one.waiting and one.phase != "ended"]
+    if not waiting and busy:
+        one = max(busy, key=lambda one: one.quiet_s)
+        state = f"; its process is {one.process}" if one.process else ""
+        if one.process or len(busy) == 1:
+            return Departure(one.rank, f"{_who(one)}: {_doing(one)}{state}", ())
+        words = (
+            f"no rank waits for a call of another: {len(busy)} ranks compute, or wait for their devices; rank {one.rank} longest"
+        )
+        return Departure(None, f"{words}, {_doing(one)}", ())
+    if len(busy) == 1:
+        one = busy[0]
+        return Departure(one.rank, f"{_who(one)}: {_doing(one)}, and all others wait", waiting)
+    longest = max((one for one in snapshots if one.waiting), key=lambda one: one.quiet_s, default=None)
+    at = "" if longest is None else f"; rank {longest.rank} waits longest, {_doing(longest)}"
+    return Departure(
+        None, f"no rank is behind: all have entered the same calls, so a message is lost or a device hangs{at}", waiting
+    )
+
+
+def _who(one: Snapshot) -> str:
+    return f"rank {one.rank} (node {one.host}, process {one.pid})"
+
+
+def _doing(one: Snapshot) -> str:
+    operation = f", {one.operation}" if one.operation else ""
+    waits = ", waiting" if one.waiting else ""
+    return f"{one.phase}{operation}{waits}, iteration {one.iteration}, {one.quiet_s:.0f} s ago"

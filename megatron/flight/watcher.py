@@ -1,0 +1,267 @@
+"""The process of a node that watches its ranks, and tells who keeps the others waiting when nothing moves any more.
+
+    python -P -m megatron.flight.watcher < ORDERS
+
+It is started by the first rank of the node (`watched.py`) and imports no torch. The watchers of other nodes send what they read to
+that of the first node, over TCP and outside of the training's groups; that one finds the culprit, tells it once, and says what the
+others are to do: write the stacks of their ranks, and later end them.
+
+How long a stillness is a hang: --hang-warn-s, or three times the longest one that ended by itself in the same phase, whichever is
+longer. A phase that was never seen to end (the start, with its compilation; the first save; the first evaluation) gets ten times
+--hang-warn-s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.flight.diagnosis import Departure, find_departed
+from megatron.flight.record import Channel, Snapshot, ask_to_end, process_state, read_record
+
+HANG_EXIT_CODE = 86
+"""That of a job that is ended because it hangs."""
+STACKS = signal.SIGRTMIN + 3
+"""The signal on which a rank writes the stacks of its threads."""
+_EVERY_S = 0.5
+_UNSEEN, _SEEN = 10.0, 3.0
+_ORDINARY = ("in a step", "reading data", "between steps")
+"""Phases that last a step, so that --hang-warn-s is right for them from the second step on."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a watcher is started with."""
+
+    folder: str
+    """Where the records of the node's ranks are, in memory."""
+    ranks: int
+    """How many of the node there are."""
+    world: int
+    warn_s: float
+    kill_s: float | None
+    token: str
+    """What a watcher says first to that of the first node."""
+    head: str | None = None
+    """Address of the first node's watcher; None on that node."""
+    stacks: str | None = None
+    """Folder in which stacks stay."""
+
+
+class Judge:
+    """Says when a stillness is a hang.
+
+    Args:
+        warn_s: see --hang-warn-s.
+    """
+
+    def __init__(self, warn_s: float) -> None:
+        self._warn_s = warn_s
+        self._longest: dict[str, float] = {}
+        self._stillness, self._phases = 0.0, frozenset[str]()
+        self._stepped = False
+
+    def limit_s(self) -> float:
+        """Seconds of stillness from which on this is a hang."""
+        return max(map(self._limit, self._phases), default=self._warn_s)
+
+    def look(self, snapshots: Sequence[Snapshot]) -> float:
+        """Take in what is seen; returns the seconds since anything moved."""
+        stillness = min(one.quiet_s for one in snapshots)
+        self._stepped = any(one.steps for one in snapshots)
+        if stillness < self._stillness:  # it ended by itself
+            for phase in self._phases:
+                self._longest[phase] = max(self._longest.get(phase, 0.0), self._stillness)
+        self._stillness, self._phases = stillness, frozenset(one.phase for one in snapshots)
+        return stillness
+
+    def _limit(self, phase: str) -> float:
+        if phase in self._longest or (phase in _ORDINARY and self._stepped):
+            return max(self._warn_s, _SEEN * self._longest.get(phase, 0.0))
+        return _UNSEEN * self._warn_s
+
+
+class NodeWatcher:
+    """Watches the ranks of a node, and on the first node all ranks."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders, self._judge = orders, Judge(orders.warn_s)
+        self._folder = Path(orders.folder)
+        self._others: dict[str, list[Snapshot]] = {}
+        self._commands: list[dict[str, Any]] = []
+        self._told_at: float | None = None
+
+    def run(self) -> None:
+        """Watch until all ranks of the node have ended."""
+        link = None if self._orders.head is None else _Link(self._orders)
+        while True:
+            mine = self.read()
+            if len(mine) == self._orders.ranks and all(one.phase == "ended" or one.process == "gone" for one in mine):
+                break
+            if os.getppid() == 1 and not mine:
+                break
+            if link is None:
+                self._judge_all([*mine, *(one for some in self._others.values() for one in some)])
+            else:
+                for command in link.tell(mine):
+                    self._obey(command)
+            time.sleep(_EVERY_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def read(self) -> list[Snapshot]:
+        """The records of the node's ranks."""
+        found = []
+        for path in sorted(self._folder.glob("rank-*.record")):
+            with contextlib.suppress(OSError):
+                found.append(read_record(path))
+        return [one for one in found if one is not None]
+
+    def serve(self, listener: socket.socket) -> None:
+        """Answer the watchers of other nodes, each in a thread."""
+
+        def hear(connection: socket.socket) -> None:
+            with connection, connection.makefile("rw") as lines:
+                if lines.readline().strip() != self._orders.token:
+                    return
+                done = 0
+                for line in lines:
+                    message = json.loads(line)
+                    self._others[message["node"]] = [_snapshot(one) for one in message["ranks"]]
+                    lines.write(json.dumps(self._commands[done:]) + "\n")
+                    lines.flush()
+                    done = len(self._commands)
+
+        def accept() -> None:
+            while True:
+                threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+
+    def _judge_all(self, everyone: list[Snapshot]) -> None:
+        living = [one for one in everyone if one.phase != "ended"]
+        if len(everyone) < self._orders.world or not living:
+            return
+        stillness = self._judge.look(living)
+        limit = self._judge.limit_s()
+        if stillness < limit:
+            if self._told_at is not None:
+                self._say(f"the run goes on, after {time.monotonic() - self._told_at + limit:.0f} s without a movement")
+                self._told_at = None
+            return
+        if self._told_at is None:
+            self._told_at = time.monotonic()
+            self._tell(find_departed(living), stillness)
+        kill_s = self._orders.kill_s
+        if kill_s is not None and stillness >= max(kill_s, limit):
+            self._say(f"nothing has moved for {stillness:.0f} s, so the run ends (--hang-kill-s), with exit code {HANG_EXIT_CODE}")
+            self._command({"end": HANG_EXIT_CODE})
+            time.sleep(2 * _EVERY_S)  # the other nodes ask at least as often
+
+    def _tell(self, finding: Departure, stillness: float) -> None:
+        who = f"; {_listed(finding.waiting)} wait" + "s" * (len(finding.waiting) == 1) if finding.waiting else ""
+        self._say(f"nothing has moved for {stillness:.0f} s. {finding.words}{who}")
+        self._command({"stacks": True})
+        if finding.culprit is not None:
+            for line in self._stack_of(finding.culprit):
+                self._say(f"    {line}")
+        if self._orders.stacks is not None:
+            self._say(f"the stacks of all ranks are in {self._orders.stacks}")
+
+    def _command(self, command: dict[str, Any]) -> None:
+        self._commands.append(command)
+        self._obey(command)
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        mine = [one for one in self.read() if one.phase != "ended" and one.process != "gone"]
+        if command.get("stacks"):
+            for one in mine:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(one.pid, STACKS)
+            time.sleep(_EVERY_S)
+            if self._orders.stacks is not None:
+                with contextlib.suppress(OSError):
+                    os.makedirs(self._orders.stacks, exist_ok=True)
+                    for path in self._folder.glob("rank-*.stack"):
+                        shutil.copy(path, self._orders.stacks)
+        elif "end" in command:
+            for one in mine:
+                ask_to_end(self._folder / f"rank-{one.rank}.record", command["end"])
+            time.sleep(4.0)
+            for one in mine:  # those that cannot: stopped, or held by the kernel
+                if process_state(one.pid) != "gone":
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(one.pid, signal.SIGKILL)
+
+    def _stack_of(self, rank: int) -> list[str]:
+        """The innermost calls of a rank's main thread, if it is of this node and could write them."""
+        try:
+            text = (self._folder / f"rank-{rank}.stack").read_text()
+        except OSError:
+            return []
+        main = text.rpartition("Current thread")[2] or text
+        return [line.strip() for line in main.splitlines()[1:7] if line.strip().startswith("File")]
+
+    @staticmethod
+    def _say(line: str) -> None:
+        sys.stderr.write(f"hang: {line}\n")
+        sys.stderr.flush()
+
+
+class _Link:
+    """To the watcher of the first node."""
+
+    def __init__(self, orders: Orders) -> None:
+        host, _, port = (orders.head or "").rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=30.0)
+        self._lines = self._socket.makefile("rw")
+        self._lines.write(orders.token + "\n")
+        self._node = orders.folder + socket.gethostname()
+
+    def tell(self, ranks: Sequence[Snapshot]) -> list[dict[str, Any]]:
+        """Send what is read here; returns what is to be done."""
+        try:
+            self._lines.write(json.dumps({"node": self._node, "ranks": [dataclasses.asdict(one) for one in ranks]}) + "\n")
+            self._lines.flush()
+            found: list[dict[str, Any]] = json.loads(self._lines.readline() or "[]")
+        except OSError:
+            return []
+        return found
+
+
+def _snapshot(given: dict[str, Any]) -> Snapshot:
+    channels = tuple(Channel(**{**one, "ranks": tuple(one["ranks"])}) for one in given.pop("channels"))
+    return Snapshot(**given, channels=channels)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def main() -> None:
+    """Watch as ordered on the standard input; the first node's watcher prints its port first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks decide
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    orders = Orders(**json.load(sys.stdin))
+    watcher = NodeWatcher(orders)
+    if orders.head is None:
+        listener = socket.create_server(("", 0))
+        watcher.serve(listener)
+        print(listener.getsockname()[1], flush=True)
+    watcher.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Who keeps the others waiting, in hundreds of hangs that are played: any rank departs at any call of any layout."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.flight.diagnosis import find_departed
+from megatron.flight.record import Channel, Snapshot
+from megatron.flight.watcher import Judge
+from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.spec.schedules import make_schedule
+
+STEPS = 2
+
+
+class Call(NamedTuple):
+    """What a rank does next: enter a channel, and perhaps wait until the call is done."""
+
+    group: str
+    ranks: tuple[int, ...]
+    directed: bool
+    enters: bool
+    waits: bool
+
+
+def program(topology: Topology, rank: int, schedule: str) -> Iterator[Call]:
+    """The calls of some steps: messages posted one operation ahead, sums over tensor ranks, gradients that are waited for at the
+    end, the sum of the world."""
+    stage = topology.coordinates(rank)["pp"]
+    made = make_schedule(schedule, topology.pp, 2 * topology.pp, 2 if schedule == "interleaved" else 1)
+    pipeline, tensor = topology.group(rank, "pp"), topology.group(rank, "tp")
+    for _ in range(STEPS):
+        linked = made.linked_ops[stage]
+        sources = [
+            None if needs is None else made.stage_of_chunk[needs.chunk + (1 if needs.is_gradient else -1)] for _, needs, _ in linked
+        ]
+        arriving = [None if source in (None, stage) else (pipeline[source], rank) for source in sources]  # type: ignore[index]
+        posted = -1
+        for number, (_, _, gives) in enumerate(linked):
+            for ahead in range(posted + 1, min(number + 2, len(linked))):
+                if (ends := arriving[ahead]) is not None:
+                    yield Call("pp", ends, directed=True, enters=True, waits=False)
+                posted = ahead
+            if (ends := arriving[number]) is not None:
+                yield Call("pp", ends, directed=True, enters=False, waits=True)
+            if len(tensor) > 1:
+                yield Call("tp", tensor, directed=False, enters=True, waits=True)
+            if gives is not None and (to := made.stage_of_chunk[gives.chunk]) != stage:
+                yield Call("pp", (rank, pipeline[to]), directed=True, enters=True, waits=False)
+        data = topology.group(rank, *GRADIENT_AXES)
+        if len(data) > 1:
+            for waits in (False, False, True):
+                yield Call("dp", data, directed=False, enters=True, waits=waits)
+        yield Call("world", tuple(range(topology.world_size)), directed=False, enters=True, waits=True)
+
+
+def hang(topology: Topology, schedule: str, culprit: int, departs_at: int) -> list[Snapshot]:
+    """Play all ranks until nothing moves, of which one stops before a call of its program."""
+    programs = {rank: list(program(topology, rank, schedule)) for rank in range(topology.world_size)}
+    programs[culprit] = programs[culprit][: departs_at % len(programs[culprit])]
+    entered: dict[int, Counter[tuple[str, tuple[int, ...], bool]]] = defaultdict(Counter)
+    waited: dict[int, Counter[tuple[str, tuple[int, ...], bool]]] = defaultdict(Counter)
+    place, waiting, moved = dict.fromkeys(programs, 0), dict.fromkeys(programs, False), True
+    while moved:
+        moved = False
+        for rank, calls in programs.items():
+            while place[rank] < len(calls):
+                call = calls[place[rank]]
+                key = (call.group, call.ranks, call.directed)
+                if call.enters and not waiting[rank]:
+                    entered[rank][key] += 1
+                    moved = True
+                waiting[rank] = call.waits
+                number = waited[rank][key] + 1 if call.directed else entered[rank][key]
+                others = call.ranks[:1] if call.directed else call.ranks
+                if call.waits and any(entered[other][key] < number for other in others):
+                    break
+                waited[rank][key] += call.waits
+                waiting[rank] = False
+                place[rank] += 1
+                moved = True
+    channels = {
+        rank: tuple(Channel(*key, calls, "all-reduce") for key, calls in counts.items()) for rank, counts in entered.items()
+    }
+    return [
+        Snapshot(rank, f"node{rank // 4}", 100 + rank, "in a step", 7, 3, "", waiting[rank], 40.0, 0.0, "", channels.get(rank, ()))
+        for rank in programs
+    ]
+
+
+def test_whoever_departs_is_named_wherever_it_was() -> None:
+    """Every layout kind; the rest of the ranks are those that wait for it."""
+    draw = random.Random(5)
+    worlds = [
+        (Topology(dp=2), "1f1b"),
+        (Topology(tp=2, dp=2), "1f1b"),
+        (Topology(pp=4), "1f1b"),
+        (Topology(pp=2, dp=3), "zb-h1"),
+        (Topology(tp=2, pp=2, dp=2), "1f1b"),
+        (Topology(tp=2, pp=4), "interleaved"),
+        (Topology(tp=2, cp=2, pp=2, dp=2), "gpipe"),
+    ]
+    for _ in range(600):
+        topology, schedule = draw.choice(worlds)
+        culprit = draw.randrange(topology.world_size)
+        snapshots = hang(topology, schedule, culprit, draw.randrange(1, 100_000))
+        found = find_departed(snapshots)
+        assert found.culprit == culprit, (topology, schedule, found.words)
+        assert found.words.startswith(f"rank {culprit} (node node{culprit // 4}, process {100 + culprit}): did not enter ")
+        assert set(found.waiting) == {*range(topology.world_size)} - {culprit}
+
+
+def test_what_the_operating_system_knows_goes_first() -> None:
+    """A process that is gone or stopped need not be behind in any call."""
+    snapshots = hang(Topology(tp=2, pp=2, dp=2), "1f1b", 3, 11)
+    for state in ("gone", "stopped"):
+        told = [replace(one, process=state if one.rank == 6 else "") for one in snapshots]
+        found = find_departed(told)
+        assert found.culprit == 6 and state in found.words and found.waiting == (0, 1, 2, 3, 4, 5, 7)
+
+
+def test_where_nobody_is_behind_nobody_is_accused() -> None:
+    """A message is lost, or a device does not finish; or the one rank that waits for nothing has the rest wait."""
+    whole = [replace(one, waiting=True) for one in hang(Topology(dp=2), "1f1b", 0, -1)]
+    level = [replace(one, channels=whole[0].channels) for one in whole]
+    assert find_departed(level).culprit is None and "a message is lost" in find_departed(level).words
+    (waits, busy) = level[0], replace(level[1], waiting=False, phase="saving")
+    found = find_departed([waits, busy])
+    assert found.culprit == 1 and "saving" in found.words and found.waiting == (0,)
+    idle = [replace(one, waiting=False) for one in level]
+    assert find_departed(idle).culprit is None and "wait for their devices" in find_departed(idle).words
+
+
+def test_a_stillness_that_has_happened_before_is_no_hang() -> None:
+    """Nor the first step, or the first save, as long as they take no ten times the limit."""
+    judge, (one,) = Judge(10.0), hang(Topology(), "1f1b", 0, 3)
+
+    def limit(phase: str, iteration: int, quiet_s: float) -> float:
+        judge.look([replace(one, phase=phase, iteration=iteration, steps=max(0, iteration - 1), quiet_s=quiet_s)])
+        return judge.limit_s()
+
+    assert limit("starting", 0, 0.0) == limit("in a step", 1, 60.0) == 100.0
+    assert limit("in a step", 2, 0.5) == 180.0, "the first step stood still for a minute"
+    assert limit("reading data", 3, 1.0) == 10.0 and limit("saving", 3, 50.0) == 100.0
+    assert limit("in a step", 4, 0.0) == 180.0 and limit("saving", 5, 0.0) == 150.0
