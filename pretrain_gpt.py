@@ -11,6 +11,7 @@ from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
 from megatron.config.given import DryRun, check_output
 from megatron.config.launcher import launched
 from megatron.config.save import run_record
+from megatron.planner.garbage import collect_seldom
 
 if TYPE_CHECKING:
     from megatron.training.failure import Explanations
@@ -22,6 +23,8 @@ def main(argv: list[str]) -> None:
     loaded = load_or_exit(argv)
     if loaded.dry_run is None:
         check_trace_file(loaded.config.debug.save_trace)
+    else:
+        collect_seldom()
 
     from megatron.training.failure import leave_well, reported_failures
 

@@ -21,6 +21,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun, check_output
+from megatron.planner.garbage import collect_seldom
 
 PROGRAM = "plan.py"
 _DAY = 86_400
@@ -28,6 +29,7 @@ _DAY = 86_400
 
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status: 0, 1 if nothing fits, 2 for settings that are wrong."""
+    collect_seldom()
     parser = _parser()
     own, words = parser.parse_known_args(argv)
     try:
