@@ -115,12 +115,11 @@ def _posts(schedule: Schedule, stage: int, arriving: list[_Delivery], ahead: int
     posted = dict.fromkeys(order, 0)
     before: list[list[tuple[Message, int]]] = [[] for _ in schedule.linked_ops[stage]]
     places, needs = _units(schedule, stage)
-    for i, at_place in enumerate(places):
-        for needed in needs[i + ahead : i + ahead + 1] if i else needs[: ahead + 1]:
-            if needed in place:
-                source, at = place[needed]
-                before[at_place] += [(message, source) for message in order[source][posted[source] : at + 1]]
-                posted[source] = max(posted[source], at + 1)
+    for i, needed in enumerate(needs):
+        if needed in place:
+            source, at = place[needed]
+            before[places[max(i - ahead, 0)]] += [(message, source) for message in order[source][posted[source] : at + 1]]
+            posted[source] = max(posted[source], at + 1)
     return before
 
 

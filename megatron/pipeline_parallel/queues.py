@@ -19,8 +19,7 @@ token counts over all ranks is issued before the first operation.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,19 +67,13 @@ def describe_receives(schedule: Schedule, device_type: str, connections: str | N
     return f"{line}: safe at any CUDA_DEVICE_MAX_CONNECTIONS ({queues}){most}"
 
 
-class _Entry(NamedTuple):
-    """One entry of a hardware queue."""
+_Entry = tuple[int, int, tuple[Message, ...], Message | None]
+"""One entry of a hardware queue:
 
-    stream: int
-    """0 computes; the others are the rank's channels."""
-    computed: int
-    """Entries of the computing stream that must be done: all that were issued before."""
-    waits: tuple[Message, ...] = ()
-    """Messages that must have passed."""
-    moves: Message | None = None
-    """The message that it sends or receives. It passes when both ends have started."""
-
-
+- its stream: 0 computes; the others are the rank's channels;
+- entries of the computing stream that must be done: all that were issued before;
+- messages that must have passed;
+- the message that it sends or receives, or None for one of the computing stream. It passes when both ends have started."""
 QueueOf = Callable[[int, int], int]
 """Gives the queue of (stage, stream)."""
 
@@ -104,51 +97,48 @@ def stuck(
     for ends in channels(schedule):
         for stage in ends:
             streams[stage][ends] = 1 + len(streams[stage])
-    coming = [_entries(schedule, stage, streams[stage], plan, exchanges) for stage, plan in enumerate(plans)]
-    queues: list[dict[int, deque[_Entry]]] = [{} for _ in schedule.ops]
-    """What is at or behind a head that cannot start yet."""
+    queues: list[tuple[int, Iterator[_Entry]]] = []
+    for stage, plan in enumerate(plans):
+        entries = _entries(schedule, stage, streams[stage], plan, exchanges)
+        queues += [(stage, queue) for queue in ([entries] if queue_of is one_queue else _shared(entries, stage, queue_of))]
+    heads: dict[int, _Entry] = {}
+    """For each queue that waits, the entry that cannot start yet."""
+    waiting: dict[Message | int, list[int]] = {}
+    """Queues that wait for a message to pass, or for the computing stream of a stage."""
     computed = [0] * schedule.num_stages
-    started: dict[Message, int] = {}
+    started: set[Message] = set()
     passed: set[Message] = set()
-    ready = list(range(schedule.num_stages))
-
-    def starts(stage: int, entry: _Entry) -> bool:
-        if entry.computed > computed[stage] or not passed.issuperset(entry.waits):
-            return False
-        if entry.moves is None:
-            computed[stage] += 1
-        elif entry.moves in started:
-            passed.add(entry.moves)
-            ready.append(started.pop(entry.moves))
-        else:
-            started[entry.moves] = stage
-        return True
-
+    ready = list(range(len(queues)))
     while ready:
-        stage = ready.pop()
-        mine, moved = queues[stage], True
-        while moved:
-            moved = False
-            for number, queue in list(mine.items()):
-                while queue and starts(stage, queue[0]):
-                    queue.popleft()
-                    moved = True
-                if not queue:
-                    del mine[number]
-            # A single queue that is blocked needs no more entries; of several, one may still be free.
-            while not mine or queue_of is not one_queue:
-                entry = next(coming[stage], None)
-                if entry is None:
-                    break
-                number = queue_of(stage, entry.stream)
-                if number in mine:
-                    mine[number].append(entry)
-                elif starts(stage, entry):
-                    moved = True
-                else:
-                    mine[number] = deque([entry])
-    waited = {message for mine in queues for queue in mine.values() for message in queue[0].waits}
-    return sorted((waited | started.keys()) - passed)
+        number = ready.pop()
+        stage, queue = queues[number]
+        entry = heads.pop(number, None) or next(queue, None)
+        while entry is not None:
+            _, before, waits, moves = entry
+            if before > computed[stage] or not passed.issuperset(waits):
+                waits_for = stage if before > computed[stage] else next(message for message in waits if message not in passed)
+                waiting.setdefault(waits_for, []).append(number)
+                heads[number] = entry
+                break
+            if moves is None:
+                computed[stage] += 1
+                ready += waiting.pop(stage, ())
+            elif moves in started:
+                started.remove(moves)
+                passed.add(moves)
+                ready += waiting.pop(moves, ())
+            else:
+                started.add(moves)
+            entry = next(queue, None)
+    return sorted({message for _, _, waits, _ in heads.values() for message in waits if message not in passed} | started)
+
+
+def _shared(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) -> Iterable[Iterator[_Entry]]:
+    """The entries of each queue of a stage."""
+    found: dict[int, list[_Entry]] = {}
+    for entry in entries:
+        found.setdefault(queue_of(stage, entry[0]), []).append(entry)
+    return map(iter, found.values())
 
 
 def _entries(
@@ -161,25 +151,25 @@ def _entries(
 
     def move(message: Message, source: int, destination: int) -> _Entry:
         stream = streams[source, destination]
-        entry = _Entry(stream, computed, last.get(stream, ()), message)
-        last[stream] = (message,)
-        moving.append(message)
-        return entry
+        before, last[stream] = last.get(stream, ()), (message,)
+        if exchanges:
+            moving.append(message)
+        return stream, computed, before, message
 
     for (_, needs, gives), posts, arrived in zip(schedule.linked_ops[stage], plan.before, plan.arrived, strict=True):
         for message, source in posts:
             yield move(message, source, stage)
         if exchanges:
-            yield _Entry(0, computed, tuple(moving))
+            yield 0, computed, tuple(moving), None
             moving.clear()
             computed += 1
         comes = needs is not None and schedule.stage_of_chunk[_giver(needs)] != stage
-        yield _Entry(0, computed, (needs,) if comes and needs is not None else ())
+        yield 0, computed, (needs,) if comes and needs is not None else (), None
         computed += 1
         if gives is not None and schedule.stage_of_chunk[gives.chunk] != stage:
             yield move(gives, stage, schedule.stage_of_chunk[gives.chunk])
         if arrived:
-            yield _Entry(0, computed, tuple(arrived))
+            yield 0, computed, tuple(arrived), None
             computed += 1
 
 

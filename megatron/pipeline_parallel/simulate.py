@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.spec.operations import Costs, LinkedOp, Message, Op, Schedule
@@ -40,6 +41,20 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
             f"stage {stage} before {op.kind.value} of chunk {op.chunk}, microbatch {op.microbatch}" for stage, op in stuck.items()
         )
         raise ValueError(f"schedule {schedule.name} deadlocks: {waits}")
+
+
+@lru_cache(maxsize=2)
+def _walked(schedule: Schedule) -> list[tuple[int, Op, int | None, bool]]:
+    """The walk, made once: the stage of each operation, the place in this list of the one whose message it needs, and whether that
+    is on another stage."""
+    found: list[tuple[int, Op, int | None, bool]] = []
+    giver: dict[Message, tuple[int, int]] = {}
+    for stage, (op, needed, given) in walk(schedule):
+        place, source = (None, stage) if needed is None else giver.pop(needed)
+        if given is not None:
+            giver[given] = len(found), stage
+        found.append((stage, op, place, source != stage))
+    return found
 
 
 EQUAL = Costs(recompute=1.0)
@@ -104,11 +119,12 @@ def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = EQUAL, *
     delay = costs.p2p if isinstance(costs, Costs) else p2p or 0.0
     free = [0.0] * schedule.num_stages
     spans: list[list[OpSpan]] = [[] for _ in schedule.ops]
-    arrival: dict[Message, float] = {}
-    for stage, (op, needed, given) in walk(schedule):
-        start = free[stage] if needed is None else max(free[stage], arrival.pop(needed))
-        free[stage] = start + duration(op)
-        spans[stage].append(OpSpan(op, start, free[stage]))
-        if given is not None:
-            arrival[given] = free[stage] + (delay if schedule.stage_of_chunk[given.chunk] != stage else 0.0)
+    ends: list[float] = []
+    for stage, op, giver, travels in _walked(schedule):
+        start = free[stage]
+        if giver is not None:
+            start = max(start, ends[giver] + delay if travels else ends[giver])
+        free[stage] = end = start + duration(op)
+        ends.append(end)
+        spans[stage].append(OpSpan(op, start, end))
     return Timeline(schedule.name, tuple(map(tuple, spans)))

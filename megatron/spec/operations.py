@@ -74,8 +74,25 @@ class Schedule:
 
     @cached_property
     def linked_ops(self) -> tuple[tuple[LinkedOp, ...], ...]:
-        """The operations with their messages, computed once."""
-        return tuple(tuple(LinkedOp(op, self.needs(op), self.gives(op)) for op in ops) for ops in self.ops)
+        """The operations with their messages, computed once. A message is one object at both its ends."""
+        made: dict[tuple[bool, int], list[Message]] = {}
+        ends: dict[tuple[OpKind, int], tuple[list[Message] | None, list[Message] | None]] = {}
+
+        def of_all_microbatches(message: Message | None) -> list[Message] | None:
+            if message is None:
+                return None
+            if message[:2] not in made:
+                made[message[:2]] = [message._replace(microbatch=m) for m in range(self.num_microbatches)]
+            return made[message[:2]]
+
+        def linked(op: Op) -> LinkedOp:
+            kind, chunk, m = op
+            if (kind, chunk) not in ends:
+                ends[kind, chunk] = of_all_microbatches(self.needs(op)), of_all_microbatches(self.gives(op))
+            needed, given = ends[kind, chunk]
+            return LinkedOp(op, None if needed is None else needed[m], None if given is None else given[m])
+
+        return tuple(tuple(map(linked, ops)) for ops in self.ops)
 
     def needs(self, op: Op) -> Message | None:
         """The message that must have come before an operation, if any."""
