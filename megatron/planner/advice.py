@@ -39,10 +39,14 @@ Waste = Callable[[Config, int], float]
 """How much these settings waste on this number of ranks."""
 
 
-def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int) -> list[str]:
-    """Lines of advice. The settings must have passed the rules."""
+def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int, idle: float | None = None) -> list[str]:
+    """Lines of advice. The settings must have passed the rules.
+
+    Args:
+        idle: their `bubble_share`, where it is known.
+    """
     return [
-        *_idle_stages(config, world_size, vocab_size),
+        *_idle_stages(config, world_size, vocab_size, idle),
         *_uneven_stages(config, vocab_size),
         *_tensor_groups(config, world_size, gpus_per_node),
         *_context_ways(config, world_size),
@@ -74,10 +78,10 @@ def num_microbatches(config: Config, world_size: int) -> int:
     return config.training.final_batch_size(ranks) // (config.training.micro_batch_size * ranks)
 
 
-def _idle_stages(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
+def _idle_stages(config: Config, world_size: int, vocab_size: int, known: float | None) -> Iterator[str]:
     @functools.cache
     def idle(changed: Config, ranks: int) -> float:
-        return bubble_share(changed, ranks, vocab_size)
+        return known if known is not None and (changed, ranks) == (config, world_size) else bubble_share(changed, ranks, vocab_size)
 
     stages, forwards = config.parallel.pipeline_model_parallel_size, _forwards(config, world_size)
     if stages == 1 or forwards > _MOST_FORWARDS or (share := idle(config, world_size)) <= MOST_IDLE:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.attention.backends import backend_in_use
@@ -37,14 +36,14 @@ from megatron.planner.kinds import (
     parameters_of_stage,
     places_by_content,
 )
-from megatron.planner.peak import Held, held_over_step, peak_activations, receive_plans, step_transfers
+from megatron.planner.peak import Held, held_over_step, message_bytes, peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
 from megatron.planner.state_report import amount, layout_of
 from megatron.planner.step_work import StepWork, per_node
 from megatron.planner.storages import MemorySpan
 from megatron.spec.counts import attention_shares, check_count, count_active
 from megatron.spec.layers import alike, context_ways
-from megatron.spec.operations import Costs, OpKind, Schedule
+from megatron.spec.operations import Costs, Op, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
 
@@ -189,6 +188,16 @@ class Planner:
         parameters = sum(counted.values())
         check_count(config.model, self._vocab_size, parameters, "the stages")
         attention = sorted({trace.attention for trace in self._traces.values() if trace.attention})
+        work = step_work(
+            config.model,
+            self._vocab_size,
+            self._table,
+            self._schedule,
+            self._global_batch_size,
+            loss_again=loss_again(config, self._vocab_size),
+            precision=config.precision,
+        )
+        sizes = self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size
         return Plan(
             job=self._job(),
             layers=self._table,
@@ -196,15 +205,7 @@ class Planner:
             active_parameters=count_active(config.model, self._vocab_size),
             parameters_by_stage=tuple(counted[stage] for stage in stages),
             kinds=kinds,
-            work=step_work(
-                config.model,
-                self._vocab_size,
-                self._table,
-                self._schedule,
-                self._global_batch_size,
-                loss_again=loss_again(config, self._vocab_size),
-                precision=config.precision,
-            ),
+            work=work,
             notes=(
                 _NOT_COUNTED[self._device_type],
                 f"attention is taken to be computed by {' and '.join(attention)}",
@@ -213,7 +214,7 @@ class Planner:
                 *(["layers are planned as without --compile: compiled, they keep as much or less"] * config.speed.compile),
                 *_NOTES,
             ),
-            advice=tuple(advice.advice(config, self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size)),
+            advice=tuple(advice.advice(config, *sizes, work.bubble)),
             experts=self._of_experts(kinds),
         )
 
@@ -259,29 +260,26 @@ class Planner:
 
     def work(self) -> StepWork:
         """What operations do and send."""
-        alike_ = list(self._stages_alike())
-        kinds, _ = self._kinds({stage for same in alike_ for stage in (same[0], same[-1])})
         ops: dict[int, Mapping[OpKind, MemorySpan]] = {}
-        for same in alike_:
-            context = self._rank_of(same[0])
-            try:
-                model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
-                traces = self._trace(model, context)
-                message = model.boundary(self._config.training.micro_batch_size, self._topology)["hidden"]
-                groups = {
-                    name: (size, per_node(size, crosses(0))) for name, (size, crosses) in named_groups(context, self._links).items()
-                }
-            finally:
-                disconnect()
+        message, groups = 0, dict[str, tuple[int, float]]()
+
+        def note(same: Sequence[int], model: Model, context: ParallelContext) -> None:
+            nonlocal message
+            message = message_bytes(model, self._config.training.micro_batch_size, context)
+            for name, (size, crosses) in named_groups(context, self._links).items():
+                groups[name] = size, per_node(size, crosses(0))
+            traces = self._trace(model, context)
             for stage in same:
                 for mine, its in zip(self._chunks[stage], traces, strict=True):
                     ops[mine.index] = traces[its].ops
+
+        kinds, _ = self._kinds({stage for same in self._stages_alike() for stage in (same[0], same[-1])}, note)
         stages = range(self._topology.pp)
         return StepWork(
             self._schedule,
             self._num_microbatches,
             tuple(ops[chunk] for chunk in range(len(self._table))),
-            math.prod(message.shape) * message.dtype.itemsize,
+            message,
             tuple(bool(self._links.between(stage, (stage + 1) % self._topology.pp).any()) for stage in stages),
             kinds,
             self._schedule.num_microbatches / self._num_microbatches,
@@ -315,8 +313,14 @@ class Planner:
         kinds, _ = self._kinds(range(self._topology.pp))
         return [max(kind.memory.total.device for kind in kinds if stage in kind.stages) for stage in range(self._topology.pp)]
 
-    def _kinds(self, stages: Collection[int]) -> tuple[tuple[RankKind, ...], dict[int, int]]:
-        """The kinds of ranks of some stages, and the parameters of each."""
+    def _kinds(
+        self, stages: Collection[int], note: Callable[[Sequence[int], Model, ParallelContext], None] | None = None
+    ) -> tuple[tuple[RankKind, ...], dict[int, int]]:
+        """The kinds of ranks of some stages, and the parameters of each.
+
+        Args:
+            note: is called for stages that look alike, with the model that is built for them, in the place of a rank of the first.
+        """
         found: dict[int, StagePlan] = {}
         counted: dict[int, int] = {}
         for same in self._stages_alike():
@@ -326,6 +330,8 @@ class Planner:
                 model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
                 counted |= dict.fromkeys(same, parameters_of_stage(model, context))
                 found |= self._lay_out([stage for stage in same if stage in stages], model, context)
+                if note is not None:
+                    note(same, model, context)
             finally:
                 disconnect()
         kinds = make_kinds(
@@ -383,8 +389,9 @@ class Planner:
         for stage in stages:
             # The operations of the stage, on the chunks of the one that the model is built for.
             chunk_of = {mine.index: its for mine, its in zip(self._chunks[stage], traces, strict=True)}
-            ops = [op._replace(chunk=chunk_of[op.chunk]) for op in self._schedule.ops[stage]]
-            order = tuple(op for op in ops if op.kind is not OpKind.FORWARD) if parallel.sharding in _PASSING else None
+            passing = parallel.sharding in _PASSING
+            ops = [Op(kind, chunk_of[chunk], m) for kind, chunk, m in self._schedule.ops[stage]] if passing or not layouts else []
+            order = tuple(op for op in ops if op.kind is not OpKind.FORWARD) if passing else None
             if order not in layouts:
                 layout = layout_of(model, context, parallel, config.optimizer, ops, self._num_microbatches)
                 sent = [Sending(one.over, one.kind, one.bytes) for one in layout.sent]

@@ -1,6 +1,6 @@
 """Activations over a step: what one rank holds at the peak of its schedule, and what it sends over tensor and pipeline groups.
 
-Messages between stages follow the rules of the executor and the messenger, but with byte counts in place of tensors (`Mail`).
+Messages between stages follow the rules of the executor and the messenger, but with counts in place of tensors (`messages_held`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.config.config import Config
@@ -103,45 +104,48 @@ def held_over_step(
         device_type: type of the job's devices, cpu or cuda.
     """
     stage, micro_batch_size = context.group("pp").index, config.training.micro_batch_size
-    size, overlap = _message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
-    mail = Mail(schedule, stage, plans[stage], size, overlap=overlap, notices=device_type == "cuda")
+    size, overlap = message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
+    mail = messages_held(schedule, stage, plans[stage], overlap=overlap, notices=device_type == "cuda")
     ops, host = schedule.ops[stage], HostBuffers()
     soon = back_soon(ops)
+    moves = any(trace.away or trace.leaving or any(trace.fetched.values()) for trace in traces.values())
 
     def trace_of(op: Op) -> ChunkTrace:
         trace = traces[op.chunk]
         return trace.soon if trace.soon is not None and op[1:] in soon else trace
 
-    kept = leaving = 0
-    for place, (op, following) in enumerate(zip(ops, fetched_during(ops), strict=True)):
+    kept = leaving = to_host = 0
+    for op, following, (before, after) in zip(ops, fetched_during(ops), mail, strict=True):
         trace = trace_of(op)
-        mail.before(place)
-        if following is not None:
+        if moves and following is not None:
             kept += trace_of(following).fetched[following.kind]
             host.before(following, trace_of(following))
-        peak = kept + trace.ops[op.kind].peak + mail.bytes
-        kept += trace.ops[op.kind].change - leaving
-        leaving = trace.leaving if op.kind is OpKind.FORWARD else 0
-        host.within(op, trace)
-        mail.after(place)
-        to_host = sum(map(sum, trace.away)) if op.kind is OpKind.FORWARD else 0
-        yield Held(op, peak, kept + mail.bytes, host.bytes, to_host)
+        span = trace.ops[op.kind]
+        peak = kept + span.peak + size * before
+        kept += span.change - leaving
+        if moves:
+            leaving = trace.leaving if op.kind is OpKind.FORWARD else 0
+            host.within(op, trace)
+            to_host = sum(map(sum, trace.away)) if op.kind is OpKind.FORWARD else 0
+        yield Held(op, peak, kept + size * after, host.bytes if moves else 0, to_host)
 
 
 def step_transfers(
     traces: Mapping[int, ChunkTrace], model: Model, micro_batch_size: int, context: ParallelContext, schedule: Schedule
 ) -> tuple[Transfer, ...]:
     """What this rank sends in a step over its tensor group and to other stages."""
-    stage, size = context.group("pp").index, _message_bytes(model, micro_batch_size, context)
+    stage, size = context.group("pp").index, message_bytes(model, micro_batch_size, context)
     sent: list[Transfer] = []
-    for op, _, gives in schedule.linked_ops[stage]:
-        sent += traces[op.chunk].ops[op.kind].sent
+    for (kind, chunk), times in Counter((op.kind, op.chunk) for op in schedule.ops[stage]).items():
+        sent += (replace(one, calls=times * one.calls, bytes=times * one.bytes) for one in traces[chunk].ops[kind].sent)
+        gives = schedule.gives(Op(kind, chunk, 0))
         if gives is not None and schedule.stage_of_chunk[gives.chunk] != stage:
-            sent.append(Transfer("pipeline", "send", 1, size, schedule.stage_of_chunk[gives.chunk]))
+            sent.append(Transfer("pipeline", "send", times, times * size, schedule.stage_of_chunk[gives.chunk]))
     return added(sent)
 
 
-def _message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
+def message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
+    """Bytes that a rank sends to another stage for a microbatch."""
     hidden = model.boundary(micro_batch_size, context.topology)["hidden"]
     return math.prod(hidden.shape) * hidden.dtype.itemsize
 
@@ -182,55 +186,37 @@ class HostBuffers:
         self._used.subtract(map(buffer_size, sizes))
 
 
-class Mail:
-    """The messages that one stage holds while it goes through its operations.
+def messages_held(schedule: Schedule, stage: int, plan: ReceivePlan, *, overlap: bool, notices: bool) -> Iterator[tuple[int, int]]:
+    """How many messages a stage holds while each of its operations runs, and after it.
 
     Args:
-        size: bytes of a message.
         overlap: messages travel while operations compute. Without it, all that was sent has left before the next operation.
         notices: whether the messenger sees that a message has left. NCCL's does, by the time of the next message if no stage is
             late. gloo's knows that one has arrived only when an answer to it comes back.
     """
-
-    def __init__(self, schedule: Schedule, stage: int, plan: ReceivePlan, size: int, *, overlap: bool, notices: bool) -> None:
-        self._schedule, self._stage, self._plan, self._size = schedule, stage, plan, size
-        self._overlap, self._notices = overlap, notices
-        self._ops = schedule.linked_ops[stage]
-        self._received = self._buffers = 0
-        """Messages that are received or posted, and the buffers for them, which are reused and never freed."""
-        self._own: set[Message] = set()
-        """Messages between two chunks of this stage."""
-        self._leaving: set[Message] = set()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes held now."""
-        return self._size * (self._buffers + len(self._own) + len(self._leaving))
-
-    def before(self, place: int) -> None:
-        """Post receives before an operation."""
-        self._received += len(self._plan.before[place])
-        self._buffers = max(self._buffers, self._received)
-        if not self._overlap:
-            self._leaving.clear()
-
-    def after(self, place: int) -> None:
-        """After an operation, send its result and free what nobody reads any more."""
-        op, _, gives = self._ops[place]
+    stage_of_chunk, last, reads = schedule.stage_of_chunk, schedule.num_chunks - 1, (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)
+    received = buffers = 0  # messages that are received or posted; buffers for them, which are reused and never freed
+    own: set[Message] = set()  # between two chunks of this stage
+    leaving: set[Message] = set()
+    for (op, _, gives), posted, arrived in zip(schedule.linked_ops[stage], plan.before, plan.arrived, strict=True):
+        received += len(posted)
+        buffers = max(buffers, received)
+        if not overlap:
+            leaving.clear()
+        during = buffers + len(own) + len(leaving)
         if gives is not None:
-            if self._schedule.stage_of_chunk[gives.chunk] == self._stage:
-                self._own.add(gives)
+            if stage_of_chunk[gives.chunk] == stage:
+                own.add(gives)
             else:
-                if self._notices:
-                    self._leaving.clear()
-                self._leaving.add(gives)
-        if op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
-            for is_gradient in (False, True):
-                self._read(Message(is_gradient, op.chunk, op.microbatch))
-        self._leaving.difference_update(self._plan.arrived[place])
-
-    def _read(self, message: Message) -> None:
-        if message in self._own:
-            self._own.remove(message)
-        elif message.chunk > 0 if not message.is_gradient else message.chunk < self._schedule.num_chunks - 1:
-            self._received -= 1
+                if notices:
+                    leaving.clear()
+                leaving.add(gives)
+        kind, chunk, microbatch = op
+        if kind in reads:  # nobody reads the messages any more that the chunk has got
+            for is_gradient, comes in ((False, chunk > 0), (True, chunk < last)):
+                if own and (message := Message(is_gradient, chunk, microbatch)) in own:
+                    own.remove(message)
+                else:
+                    received -= comes
+        leaving.difference_update(arrived)
+        yield during, buffers + len(own) + len(leaving)
