@@ -36,6 +36,7 @@ from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
+from megatron.parallel.turns import few_turns
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.planner.kernel_memory import CudaKernels
 from megatron.planner.planned_inputs import PlaceOfDocuments, PlannedDocuments, make_inputs
@@ -209,7 +210,7 @@ def _trace(
     shared = ((group.process_group, "cp") for group in (context.context_group, *context.context_rings))
     wider = ((context.group(*axes).process_group, axes_in_words(axes, context)) for axes in (("tp", "cp"), ("etp", "ep")))
     ledger = StorageLedger([(context.group("tp").process_group, "tp"), *shared, *wider])
-    with CudaKernels() if on_cuda else _CpuKernels(), ledger:
+    with CudaKernels() if on_cuda else _CpuKernels(), ledger, few_turns(ledger.repeated):
         device = torch.device("meta" if on_cuda else device_type)
         chunk_run = ChunkRun(
             model, data, micro_batch_size, context, chunk, [chunk.segments[place] for place in run], ledger, device

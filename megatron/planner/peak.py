@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.config.config import Config
@@ -137,7 +136,7 @@ def step_transfers(
     stage, size = context.group("pp").index, message_bytes(model, micro_batch_size, context)
     sent: list[Transfer] = []
     for (kind, chunk), times in Counter((op.kind, op.chunk) for op in schedule.ops[stage]).items():
-        sent += (replace(one, calls=times * one.calls, bytes=times * one.bytes) for one in traces[chunk].ops[kind].sent)
+        sent += (one.repeated(times) for one in traces[chunk].ops[kind].sent)
         gives = schedule.gives(Op(kind, chunk, 0))
         if gives is not None and schedule.stage_of_chunk[gives.chunk] != stage:
             sent.append(Transfer("pipeline", "send", times, times * size, schedule.stage_of_chunk[gives.chunk]))

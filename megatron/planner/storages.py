@@ -6,9 +6,10 @@ Storages are counted, not tensors: a view costs nothing, and what several graphs
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,10 @@ class Transfer:
     bytes: int
     peer: int | None = None
     """The pipeline stage that receives it, if it is a message."""
+
+    def repeated(self, times: int) -> Transfer:
+        """So many of the same."""
+        return replace(self, calls=times * self.calls, bytes=times * self.bytes)
 
 
 def added(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
@@ -106,6 +111,16 @@ class StorageLedger(TorchDispatchMode):
         self._begin = self._peak = self.alive
         self._sent = []
         return span
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """What happens while it is entered counts so many times. It must leave as much memory as it found."""
+        sent, work, alive = self._sent, self._work.take(), self.alive
+        self._sent = []
+        yield
+        assert self.alive == alive, "a turn of a loop keeps memory, so the next one does not begin as it did"
+        self._sent = [*sent, *(one.repeated(times) for one in self._sent)]
+        self._work.begin_with(summed([work, self._work.take().repeated(times)]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""

@@ -70,6 +70,12 @@ class DeviceWork:
         """FLOPs of products and attention."""
         return sum(times * one.flops for some in (self.products, self.attention) for one, times in some.items())
 
+    def repeated(self, times: int) -> DeviceWork:
+        """So often the same."""
+        products = Counter({one: times * n for one, n in self.products.items()})
+        attention = Counter({one: times * n for one, n in self.attention.items()})
+        return DeviceWork(products, attention, times * self.moved, times * self.kernels)
+
 
 def summed(works: Iterable[DeviceWork]) -> DeviceWork:
     """Works one after the other."""
@@ -86,13 +92,16 @@ class WorkCounter:
     """Adds up the work of operations."""
 
     def __init__(self) -> None:
-        self._products, self._attention = Counter[MatrixProduct](), Counter[AttentionWork]()
-        self._moved = self._kernels = 0
+        self.begin_with(DeviceWork())
+
+    def begin_with(self, work: DeviceWork) -> None:
+        """Count on from what was done before."""
+        self._products, self._attention, self._moved, self._kernels = work.products, work.attention, work.moved, work.kernels
 
     def take(self) -> DeviceWork:
         """What was noted since the last time."""
         taken = DeviceWork(self._products, self._attention, self._moved, self._kernels)
-        self.__init__()  # type: ignore[misc]
+        self.begin_with(DeviceWork())
         return taken
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from megatron.parallel.accumulate import accumulate_products
 from megatron.parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.products import product_into
+from megatron.parallel.turns import turns
 from megatron.tensor_parallel.cross_entropy import Columns, RowGradients, Targets, joined, loss_sums, one_factor, write_gradient
 
 _MOST_LOGITS = 1 << 27
@@ -62,7 +63,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows = (all_gather(x, columns.group) if gathers else x).flatten(0, -2)
         targets = Targets(labels.reshape(-1), columns, x.dtype)
         logits = rows.new_empty(min(size, len(rows)), len(weight))
-        for place in _places(len(rows), size):
+        for place in turns(_places(len(rows), size)):
             targets.reduce(product_into(logits[: place.stop - place.start], rows[place], weight.t()), place)
         log_sum, target = targets.sums()
         log_z, target = joined(log_sum, target, columns.group)
@@ -85,7 +86,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
         def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             logits = rows.new_empty(min(ctx.size, len(rows)), len(weight))
-            for place in _places(len(rows), ctx.size):
+            for place in turns(_places(len(rows), ctx.size)):
                 part = product_into(logits[: place.stop - place.start], rows[place], weight.t())
                 write_gradient(part, columns, of_rows.at(place))
                 product_into(grad_rows[place], part, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, get_args
 
 import pytest
@@ -96,6 +97,31 @@ def test_layers_that_differ_are_as_all_layers_run(changes: dict[str, Any], monke
     assert few != alike
     monkeypatch.setattr(chunk_trace, "segments_that_stand", lambda specs: list(range(len(specs))))
     assert [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)] == few
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_loss_in_chunks_is_as_all_chunks_run(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many chunks three are run: bytes, operations and collectives are those of all of them, to the last."""
+    every = {"z_loss_coeff": 1e-4, "label_smoothing": 0.1, "final_logit_softcapping": 30.0, "vocab_size": 501}
+    counted: list[int] = []
+    repeated = StorageLedger.repeated
+
+    def note(ledger: StorageLedger, times: int) -> contextlib.AbstractContextManager[None]:
+        counted.append(times)
+        return repeated(ledger, times)
+
+    monkeypatch.setattr(StorageLedger, "repeated", note)
+    all_settings = {"bf16": True, "sequence_parallel": True, **TP2, **LLAMA, **every}
+    depths = {"bf16": True, "mtp_num_layers": 2}
+    cases: list[tuple[dict[str, Any], int]] = [({}, 3), ({}, 4), ({}, 7), (all_settings, 4), (all_settings, 13), (depths, 5)]
+    for changes, chunks in cases:  # of 256 x 4 tokens; the last of 7 and of 13 is smaller
+        config = settings(2, num_layers=1, loss_chunk_tokens=-(-1024 // chunks), **changes)
+        counted.clear()
+        few = plan_rank(config, 2, device_type=device_type).traces
+        assert set(counted) == ({chunks - 2} if chunks > 3 else set())
+        with monkeypatch.context() as whole:
+            whole.setattr(chunk_trace, "few_turns", lambda repeats: contextlib.nullcontext())
+            assert plan_rank(config, 2, device_type=device_type).traces == few, (changes, chunks)
 
 
 @pytest.mark.parametrize(("tensor_size", "sequence_parallel", "factor"), [(1, False, 34), (2, False, 22), (2, True, 17)])

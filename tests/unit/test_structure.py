@@ -252,6 +252,7 @@ def test_parallel_state_is_passed_on() -> None:
         "megatron/memory/recompute.py global _remaking",
         "megatron/memory/recompute.py global _running",
         "megatron/parallel/accumulate.py global _deferred",
+        "megatron/parallel/turns.py global _repeats",
         "megatron/training/failure.py get_world_size",  # when all is lost, the context too
     }
 
