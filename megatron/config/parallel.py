@@ -162,6 +162,9 @@ class ParallelConfig:
     others waiting, in what, and write the stacks of all ranks. 0: do not watch."""
     hang_kill_s: float | None = setting(None, at_least=1.0, unit="seconds", acts=acts_with(hang_warn_s=OtherThan(0.0)))
     """End a run in which nothing has moved for this long, with exit code 86; by default the libraries' timeouts end it."""
+    straggler_interval: int | None = setting(None, at_least=1, unit="steps", acts=acts_with(hang_warn_s=OtherThan(0.0)))
+    """Compare, every so many steps, how long each rank computes apart from waits with the other ranks of its stage, and say which
+    were slow in two intervals in a row; by default never. On a GPU the hosts' times are compared."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""
 

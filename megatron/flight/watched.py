@@ -47,6 +47,11 @@ class Flight:
         if self._record is not None:
             self._record.phase(name, iteration)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the rank has waited for others in all."""
+        return 0.0 if self._record is None else self._record.waited_s
+
     def operation(self, op: Op) -> None:
         """Say which operation of the schedule it begins."""
         if self._record is not None:

@@ -26,6 +26,7 @@ from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
 from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.step import Evaluated, StepResult, TrainStep
+from megatron.training.stragglers import StragglerReports
 from megatron.training.watch import Watcher, watchers
 
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
@@ -68,6 +69,8 @@ class Loop:
         watching = watchers(self.config, self.step, progress, self.reporter, self.account)
         if self.foretold is not None and self.account is not None:
             watching.append(PlanReport(self.foretold, self.step, self.account, self.reporter.say))
+        if self.config.parallel.straggler_interval is not None and self.context.world.size > 1:
+            watching.append(StragglerReports(self.context, self.flight, self.config.parallel.straggler_interval, self.reporter))
         if self.config.speed.compile:
             from megatron.training.compilation import CompilationReports  # imports the compiler
 

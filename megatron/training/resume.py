@@ -286,6 +286,7 @@ _NOT_TOLD = {
     "distributed_timeout_minutes",
     "hang_warn_s",
     "hang_kill_s",
+    "straggler_interval",
     "device",
 }
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from megatron.flight.watched import Flight
 from megatron.flight.watcher import HANG_EXIT_CODE
 from megatron.pipeline_parallel.p2p import Messenger
+from megatron.spec.operations import Op
 from megatron.training.step import TrainStep
-from tests.support.runs import arguments, launch, report, run
+from tests.support.runs import arguments, launch, read_metrics, report, run
 
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2}
@@ -154,11 +155,32 @@ def test_a_rank_that_comes_back_ends_nothing(tmp_path: Path) -> None:
         if rank == 1:
             _at_phase("reading data", 4, lambda: time.sleep(next(pauses, 0)))
 
-    ended = launch(arguments(**TENSOR, train_iters=60, hang_warn_s=0.6), 2, before=before)
+    ended = launch(arguments(**TENSOR, train_iters=30, hang_warn_s=0.6), 2, before=before)
     assert [end.code for end in ended] == [0, 0], report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
     assert "rank 1" in lines[0] and "reading data" in lines[0]
     assert any("the run goes on" in line for line in lines)
+
+
+def test_a_slow_rank_is_told(tmp_path: Path) -> None:
+    """Though all ranks wait for it, and take as long."""
+
+    def before(rank: int) -> None:
+        if rank == 2:
+            real = Flight.operation
+
+            def operation(self: Flight, op: Op) -> None:
+                time.sleep(0.02)
+                real(self, op)
+
+            Flight.operation = operation  # type: ignore[method-assign]
+
+    flags = {**TENSOR, **STAGES, "straggler_interval": 2, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}
+    said = run(arguments(**flags, train_iters=8), 4, before=before).splitlines()
+    told = [line for line in said if "x its peers' time of computing" in line]
+    assert [line.split()[-2] for line in told if line.startswith("  rank 2 (node ")] == ["4", "6", "8"], said
+    found = [line["straggler_rank"] for line in read_metrics(tmp_path / "metrics") if "straggler_rank" in line]
+    assert found == [-1, 2, 2, 2]
 
 
 def test_nobody_is_watched_who_does_not_want_it() -> None:

@@ -157,7 +157,14 @@ def test_every_name_has_one_fate() -> None:
 
 def test_no_setting_belongs_to_a_family() -> None:
     """A pattern that also fits a setting would make a typo of it a refusal; those are told apart by how near they are spelled."""
-    both = ["fsdp-shard-size", "fsdp-reshard-after-forward", "fsdp-reduce-once", "fsdp-params-cpu", "ckpt-step"]
+    both = [
+        "fsdp-shard-size",
+        "fsdp-reshard-after-forward",
+        "fsdp-reduce-once",
+        "fsdp-params-cpu",
+        "straggler-interval",
+        "ckpt-step",
+    ]
     assert [name for name in flags() if find_family(name) is not None] == both
     for name in both:
         with pytest.raises(ConfigError, match=f"Perhaps you meant --{name}"):
