@@ -149,20 +149,24 @@ def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:
     spans, found = _spans(schedule), deliveries(schedule)
     begins = [[span.start for span in row] for row in spans]
     patience = 2.0 * schedule.num_stages
-    user = {linked.needs: (stage, place) for stage, ops in enumerate(schedule.linked_ops) for place, linked in enumerate(ops)}
-    # For each (stage, peer), in the peer's order: (index of the peer's operation that gives a message, index of ours that needs it)
-    answers: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    user = {linked.needs: place for ops in schedule.linked_ops for place, linked in enumerate(ops)}
+    # For each (stage, peer), in the peer's order: indices of the peer's operations that give a message, and of ours that need it
+    answers: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     for stage, arriving in enumerate(found):
         for peer, place, message in arriving:
-            answers.setdefault((stage, peer), []).append((place, user[message][1]))
+            given, needed = answers.setdefault((stage, peer), ([], []))
+            given.append(place)
+            needed.append(user[message])
     settled: list[list[list[Message]]] = [[[] for _ in ops] for ops in schedule.ops]
     for peer, arriving in enumerate(found):
         for stage, _, message in arriving:
-            used = user[message][1]
-            heard = answers.get((stage, peer), [])
-            answer = bisect.bisect_left(heard, (used, 0))
-            late = bisect.bisect_left(begins[stage], spans[peer][used].end + patience)
-            place = min(late, heard[answer][1] if answer < len(heard) else late)
+            used = user[message]
+            given, needed = answers.get((stage, peer), ([], []))
+            answer, latest = bisect.bisect_left(given, used), spans[peer][used].end + patience
+            if answer < len(given) and begins[stage][needed[answer]] < latest:
+                place = needed[answer]
+            else:
+                place = bisect.bisect_left(begins[stage], latest)
             if place < len(settled[stage]):  # else at the end of the step
                 settled[stage][place].append(message)
     return settled

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.exchange import AHEAD, ReceivePlan, channels, plan_as_sent, plan_receives
@@ -112,10 +113,9 @@ def stuck(
     while ready:
         number = ready.pop()
         stage, queue = queues[number]
-        entry = heads.pop(number, None) or next(queue, None)
-        while entry is not None:
+        for entry in chain([heads.pop(number)] if number in heads else [], queue):
             _, before, waits, moves = entry
-            if before > computed[stage] or not passed.issuperset(waits):
+            if before > computed[stage] or (waits and not passed.issuperset(waits)):
                 waits_for = stage if before > computed[stage] else next(message for message in waits if message not in passed)
                 waiting.setdefault(waits_for, []).append(number)
                 heads[number] = entry
@@ -129,7 +129,6 @@ def stuck(
                 ready += waiting.pop(moves, ())
             else:
                 started.add(moves)
-            entry = next(queue, None)
     return sorted({message for _, _, waits, _ in heads.values() for message in waits if message not in passed} | started)
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import gc
 
-_OBJECTS = 100_000
-"""New objects after which Python looks for garbage among them; by default 700."""
-_LOOKS = 50
-"""So often among the youngest until it looks among those that it found in use, too."""
+_OBJECTS = 5_000_000
+"""New objects after which Python looks for garbage among them; by default 700. They take some hundreds of MB."""
 
 
 def collect_seldom() -> None:
     """Let this process look for garbage seldom. What no cycle holds is freed at once, as ever."""
-    gc.set_threshold(_OBJECTS, _LOOKS, _LOOKS)
+    gc.set_threshold(_OBJECTS)

@@ -82,7 +82,7 @@ class Schedule:
             if message is None:
                 return None
             if message[:2] not in made:
-                made[message[:2]] = [message._replace(microbatch=m) for m in range(self.num_microbatches)]
+                made[message[:2]] = [Message(*message[:2], m) for m in range(self.num_microbatches)]
             return made[message[:2]]
 
         def linked(op: Op) -> LinkedOp:
