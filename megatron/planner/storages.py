@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.planner.kernel_memory import bytes_inside, gathered_bytes, resolved, scattered_bytes
+from megatron.planner.known_ops import run
 from megatron.planner.work import DeviceWork, WorkCounter, summed
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
@@ -125,7 +126,7 @@ class StorageLedger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         self._look()
-        out = func(*args, **(kwargs or {}))
+        out = run(func, args, kwargs or {})
         if func.namespace == "prim":  # this asks for a tensor's device
             return out
         self.kernels.add(func.name())
