@@ -150,6 +150,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         from tools.schedules.of_run import RunPictures
 
         draw = RunPictures().draw
+    saver.take_over()
     Loop(
         config,
         context,
@@ -169,6 +170,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         flight=flight,
     ).run(resumed.progress)
     reporter.close()
+    saver.release()
     watching.close()
     disconnect()
 

@@ -6,6 +6,7 @@ that checkpoints can be written, makes a checkpoint of the parts of all ranks, a
     <save>/iter_0000100/                        a complete checkpoint
     <save>/latest_checkpointed_iteration.txt    the number of the checkpoint that was finished last
     <save>/run.json                             settings and token of the run that began to save here last
+    <save>/run.alive                            the beats of that run, while it lives; see `owner.py`
 
 What is being written or removed has other names; see `local_storage.py` and `object_storage.py`.
 """

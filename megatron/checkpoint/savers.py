@@ -55,6 +55,11 @@ class RunSaver:
         self._part = RankPart(group.index, ())
         self._world: list[list[HeldTensor]] = []
 
+    @property
+    def token(self) -> str:
+        """The run's token in `run.json`, on the first rank."""
+        return self._token
+
     def begin(self, record: dict[str, Any]) -> None:
         """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`).
 

@@ -120,7 +120,8 @@ tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tp-comm-bootstrap-backend disable-t
 ckpt-* dist-ckpt-* distrib-optim-*: There is one checkpoint format, which fits every layout.
 non-persistent-* replication*: There is one kind of checkpoint (--save, --save-interval, --keep-last).
 nccl-* use-nccl-* *sharp*: NCCL is configured in the environment (NCCL_...).
-*straggler*: Ranks that compute longer than their peers are told with --straggler-interval N; timers of all ranks are shown with --timing-log-level 2 --timing-log-option all.
+*straggler*: Ranks that compute longer than their peers are told with --straggler-interval N; timers of all ranks are shown with
+    --timing-log-level 2 --timing-log-option all.
 inprocess-*: A run that dies is started again by the launcher and resumes from --load.
 error-injection-*: Iterations are never run twice.
 rl-* grpo-* langrl-* inference-* sft*: Only pretraining is built.

@@ -21,6 +21,8 @@ class CheckpointConfig:
     """Folder or URL to resume from (its newest good checkpoint)."""
     pretrained_checkpoint: str | None = None
     """Weights to begin with, counting from iteration 0, as long as --load is left out or holds no checkpoint yet."""
+    take_over: bool = setting(False, acts=_SAVE)
+    """Save in a folder in which another run that is alive saves: that run ends within a minute."""
     save_interval: int | None = setting(None, at_least=1, unit="steps", acts=_SAVE)
     """Steps between saves; by default only at the end and at exits."""
     save_retain_interval: int | None = setting(None, at_least=1, unit="steps", acts=_SAVE)

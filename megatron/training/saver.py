@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from typing import Any
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, GlobalTensor
+from megatron.checkpoint.owner import Heartbeat, refuse_living_owner
 from megatron.checkpoint.rank_writer import PATIENCE_S
-from megatron.checkpoint.save_folder import Retention, check_for_strangers, check_writable, checkpoint_name, retain
+from megatron.checkpoint.save_folder import RUN, Retention, check_for_strangers, check_writable, checkpoint_name, retain
 from megatron.checkpoint.savers import BackgroundSaver, Say, TensorSaver
 from megatron.checkpoint.storage import Storage, open_storage
 from megatron.config.outputs import CheckpointConfig
@@ -84,7 +87,7 @@ def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 class Saver:
-    """Saves a run's state, unless that is written already. It first checks that it can.
+    """Saves a run's state, unless that is written already. It first checks that it can, and that no other run does.
 
     Args:
         run_record: the resolved settings, versions and command line, kept in each checkpoint, and from the start as `run.json`.
@@ -105,6 +108,7 @@ class Saver:
         self._retention = Retention(config.keep_last, config.save_retain_interval)
         self._last: int | None = None
         self._background: BackgroundSaver | None = None
+        self._heartbeat: Heartbeat | None = None
         if config.save is None:
             return
         self._storage: Storage = together(context, lambda: open_storage(str(config.save)))
@@ -118,7 +122,24 @@ class Saver:
     def _prepare(self) -> None:
         check_writable(self._storage)
         check_for_strangers(self._storage)
-        (self._background or self._direct).begin(self._record)
+        if not self._config.take_over:
+            refuse_living_owner(self._storage, warnings.warn)
+
+    def take_over(self) -> None:
+        """From now on this run is the one that saves in the folder, and what killed ones left there is removed. All ranks call it
+        together, once nothing can refuse the run any more: a start that is refused leaves the folder to its owner."""
+        if self._config.save is not None:
+            together(self._context, lambda: self._begin() if self._context.rank == 0 else None)
+
+    def _begin(self) -> None:
+        saver = self._background or self._direct
+        saver.begin(self._record)
+        self._heartbeat = Heartbeat(self._storage.location, saver.token)
+
+    def release(self) -> None:
+        """The run has ended: another may save in the folder at once."""
+        if self._heartbeat is not None:
+            self._heartbeat.end()
 
     def save(
         self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say
@@ -164,7 +185,15 @@ class Saver:
 
         Args:
             say: writes a line into the log, on the first rank.
+
+        Raises:
+            CheckpointError: on the first rank, when another run has taken the folder over.
         """
+        if self._heartbeat is not None and self._heartbeat.taken_by is not None:
+            raise CheckpointError(
+                f"{self._heartbeat.taken_by} has taken over {self._storage.location} ({RUN}), so this run ends. "
+                f"Its last checkpoint there is of iteration {self._last if self._last is not None else 'none'}."
+            )
         if self._background is not None:
             self._background.poll(say)
 

@@ -1,0 +1,137 @@
+"""Two starts on one folder: one that is refused leaves the other alone, and one that is told to takes over ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint import owner
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.owner import ALIVE, Heartbeat, refuse_living_owner
+from megatron.checkpoint.save_folder import RUN
+from megatron.checkpoint.storage import open_storage
+from tests.support.runs import Ended, arguments, complete_checkpoints, launch, on_rank, report, run
+
+LIVING: dict[str, Any] = {"train_iters": 30, "save_interval": 10}
+
+
+def start(folder: Path, **settings: Any) -> Ended:
+    (ended,) = launch(arguments(**{**LIVING, "save": folder, "load": folder, **settings}))
+    return ended
+
+
+@pytest.mark.parametrize("save", ["now", "async"])
+def test_a_start_that_is_refused_leaves_a_run_alone(tmp_path: Path, save: str) -> None:
+    """Whatever it is refused for: that run lives, other settings, a checkpoint that is not there, a folder of curves."""
+    told: list[Ended] = []
+    marks: list[bytes] = []
+
+    def meanwhile(_: Any) -> None:
+        while not (tmp_path / "others have ended").exists():
+            time.sleep(0.05)
+
+    running: list[list[Ended]] = []
+
+    def first() -> None:
+        flags = {**LIVING, "save": tmp_path, "async_save": save == "async"}
+        running.append(launch(arguments(**flags), before=on_rank(0, 15, meanwhile)))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    while not complete_checkpoints(tmp_path):
+        time.sleep(0.05)
+    marks.append((tmp_path / RUN).read_bytes())
+    others: list[dict[str, Any]] = [{"lr": 0.5}, {"ckpt_step": 3}, {"hidden_size": 64}]
+    told += [start(tmp_path, **other) for other in others]
+    marks.append((tmp_path / RUN).read_bytes())
+    (tmp_path / "others have ended").touch()
+    thread.join()
+    assert [end.code for end in running[0]] == [0], report(running[0])
+    assert complete_checkpoints(tmp_path) == [f"iter_{number:07d}" for number in (10, 20, 30)]
+    assert marks[0] == marks[1] == (tmp_path / RUN).read_bytes()
+    for end in told:
+        assert end.code == 1 and "saves there and is alive" in end.stderr and "--take-over" in end.stderr, report([end])
+    assert not (tmp_path / ALIVE).exists(), "it has ended"
+
+
+def test_settings_that_are_refused_take_nothing_over(tmp_path: Path) -> None:
+    """Of a run that has ended; and what a killed save left there stays."""
+    run(arguments(train_iters=2, save=tmp_path))
+    before, left = (tmp_path / RUN).read_bytes(), tmp_path / ".iter_0000009.0123abcd"
+    left.mkdir()
+    for other in ({"hidden_size": 64}, {"ckpt_step": 1}, {"tensorboard_dir": tmp_path / RUN}):
+        ended = start(tmp_path, **other)
+        assert ended.code != 0 and (tmp_path / RUN).read_bytes() == before and left.is_dir(), report([ended])
+
+
+def test_a_run_that_is_taken_over_ends_and_says_by_whom(tmp_path: Path) -> None:
+    """At the next step after a beat."""
+
+    def before(rank: int) -> None:
+        owner.Heartbeat.__init__.__kwdefaults__ = None
+        owner.Heartbeat.__init__.__defaults__ = (0.05,)  # type: ignore[attr-defined]
+        on_rank(0, 5, lambda _: taken())(rank)
+
+    def taken() -> None:
+        record = json.loads((tmp_path / RUN).read_bytes())
+        (tmp_path / ALIVE).write_text(json.dumps({"host": "gpu-7", "pid": 4321, "process": "x", "beat": 3}))
+        (tmp_path / RUN).write_text(json.dumps({**record, "token": "another"}))
+        time.sleep(0.5)
+
+    (ended,) = launch(arguments(train_iters=10_000, save=tmp_path), before=before)
+    assert ended.code == 1 and f"a run on gpu-7 (process 4321) has taken over {tmp_path}" in ended.stderr, report([ended])
+    assert json.loads((tmp_path / ALIVE).read_text())["host"] == "gpu-7", "it beats no more"
+
+
+@contextlib.contextmanager
+def owned(folder: Path, **changes: Any) -> Iterator[None]:
+    """A folder whose owner is this process, or another one."""
+    beating = Heartbeat(str(folder), "abc", every_s=60.0)
+    found = json.loads((folder / ALIVE).read_text())
+    (folder / ALIVE).write_text(json.dumps({**found, **changes}))
+    yield
+    beating.end()
+
+
+def test_who_is_taken_for_alive(tmp_path: Path) -> None:
+    """A process of this host by its number and its begin; one of another host by its beats."""
+    said: list[str] = []
+    storage = open_storage(tmp_path)
+    refuse_living_owner(storage, said.append)
+    with owned(tmp_path), pytest.raises(CheckpointError, match=f"process {os.getpid()}.*is alive"):
+        refuse_living_owner(storage, said.append)
+    refuse_living_owner(storage, said.append)
+    with owned(tmp_path, pid=1):  # another process has the number of one that is gone
+        refuse_living_owner(storage, said.append)
+    for nonsense in ("", "[]", '{"host": 3}', "\0"):
+        (tmp_path / ALIVE).write_text(nonsense)
+        refuse_living_owner(storage, said.append)
+    assert not said
+    with owned(tmp_path, host="another"):
+        refuse_living_owner(storage, said.append, patience_s=0.2)
+        assert len(said) == 1 and "did not end by itself" in said[0]
+        stop = threading.Event()
+
+        def beats() -> None:
+            for number in range(100):
+                content = {"host": "another", "pid": 5, "process": "x", "beat": number}
+                storage.write(ALIVE, json.dumps(content).encode())
+                if stop.wait(0.05):
+                    break
+
+        thread = threading.Thread(target=beats)
+        thread.start()
+        with pytest.raises(CheckpointError, match="a run on another"):
+            refuse_living_owner(storage, said.append, patience_s=2.0)
+        stop.set()
+        thread.join()
+    assert socket.gethostname() != "another"
