@@ -78,10 +78,9 @@ class Heartbeat:
         while not self._ended.wait(self._every_s):
             number += 1
             try:
-                owner = json.loads(storage.read(RUN)).get("token", self._token)
-                if owner != self._token:
-                    other = _read(storage) or {}
-                    self.taken_by = f"a run on {other.get('host', 'another host')} (process {other.get('pid', 'unknown')})"
+                owner = json.loads(storage.read(RUN))
+                if owner.get("token", self._token) != self._token:
+                    self.taken_by = f"a run on {owner.get('host', 'another host')} (process {owner.get('pid', 'unknown')})"
                     return
                 _write(storage, {**self._who, "beat": number})
             except (OSError, ValueError, AttributeError):

@@ -14,7 +14,9 @@ What is being written or removed has other names; see `local_storage.py` and `ob
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -198,8 +200,9 @@ def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
 
 
 def take_over(save: Storage, record: dict[str, Any], token: str) -> None:
-    """Write `run.json`, the record of a run with its token: it is the one that saves here from now on."""
-    save.write(RUN, (json.dumps({**record, "token": token}, indent=2) + "\n").encode())
+    """Write `run.json`, the record of a run with its token and this process: it is the one that saves here from now on."""
+    process = {"host": socket.gethostname(), "pid": os.getpid()}
+    save.write(RUN, (json.dumps({**record, **process, "token": token}, indent=2) + "\n").encode())
 
 
 def _check_not_taken_over(save: Storage, token: str) -> None:

@@ -66,8 +66,12 @@ class RunSaver:
         Args:
             record: settings, versions and command line of the run.
         """
-        self._storage.sweep(self._token)
+        self.sweep()
         take_over(self._storage, record, self._token)
+
+    def sweep(self) -> None:
+        """On the first rank: remove what killed runs left."""
+        self._storage.sweep(self._token)
 
     def _draft(self, iteration: int) -> Draft:
         return self._storage.draft(checkpoint_name(iteration), self._token)

@@ -124,10 +124,11 @@ class Saver:
         check_for_strangers(self._storage)
         if not self._config.take_over:
             refuse_living_owner(self._storage, warnings.warn)
+            (self._background or self._direct).sweep()  # what lies there is of dead runs, and must not be taken for checkpoints
 
     def take_over(self) -> None:
-        """From now on this run is the one that saves in the folder, and what killed ones left there is removed. All ranks call it
-        together, once nothing can refuse the run any more: a start that is refused leaves the folder to its owner."""
+        """From now on this run is the one that saves in the folder. All ranks call it together, once nothing can refuse the run any
+        more: a start that is refused leaves the folder to its owner."""
         if self._config.save is not None:
             together(self._context, lambda: self._begin() if self._context.rank == 0 else None)
 

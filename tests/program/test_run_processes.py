@@ -35,4 +35,4 @@ def test_torchrun_ends_all_ranks_of_a_run_that_fails(tmp_path: Path, full: bool)
     done = spawn_cli([SCRIPT, *arguments(**settings)], nproc=2, fresh=full)
     assert done.returncode != 0
     assert "has token id 99, but the tokenizer has 61 ids" in done.stderr
-    assert [path.name for path in (tmp_path / "save").glob("*")] == ["run.json"]
+    assert [path.name for path in (tmp_path / "save").glob("*.json")] == ["run.json"]

@@ -37,5 +37,9 @@ def test_checkpoints_of_another_program_are_not_written_among(tmp_path: Path) ->
 @pytest.mark.parametrize("in_background", [False, True])
 def test_what_killed_runs_left_is_removed_at_the_start(tmp_path: Path, in_background: bool) -> None:
     (tmp_path / ".iter_0000003.0123abcd.saving").mkdir()
-    make(save=str(tmp_path), async_save=in_background)
+    saver = make(save=str(tmp_path), async_save=in_background)
+    assert not [*tmp_path.iterdir()], "a run that may still be refused takes nothing over"
+    saver.take_over()
+    assert (tmp_path / "run.alive").exists()
+    saver.release()
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
