@@ -2,7 +2,8 @@
 within, and those sent over the tensor group. They are found by running the chunk (`ChunkRun`) on tensors without memory.
 
 Only a few of equal segments (mostly single layers) with equal neighbours are run: the first two and the last. What happened in the
-second stands for those between. That is exact, since each of them begins and ends as it does.
+second stands for those between. That is exact, since each of them begins and ends as it does. The chunks of a loss are the same
+case (`few_turns`), and so is an operation on shapes on which it ran before (`known_ops.py`).
 """
 
 from __future__ import annotations
