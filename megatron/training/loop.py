@@ -29,6 +29,7 @@ from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.stragglers import StragglerReports
 from megatron.training.watch import Watcher, watchers
 
+_ON_SIGNAL = "on SIGTERM"
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
 """Errors that a step raises on every rank at once."""
 
@@ -86,7 +87,7 @@ class Loop:
             for watcher in watching:
                 watcher.close()
             self.saver.finish(self.reporter.say)
-            self._finish(progress, stopped)
+            self._finish(progress, stopped, signal)
 
     def _train(self, progress: Progress, signal: ExitSignal, watching: list[Watcher]) -> str | None:
         """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
@@ -108,8 +109,7 @@ class Loop:
                 result = self._advance(progress, batch, (signal.requested, self._time_is_up()), watching)
                 self.flight.phase("between steps")
                 self.saver.poll(self.reporter.say)
-                self._between_steps(progress, watching)
-                stopped = self._exit_reason(progress, result)
+                stopped = self._between_steps(progress, watching, signal) or self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
         return stopped
 
@@ -151,19 +151,22 @@ class Loop:
             found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
         return found
 
-    def _between_steps(self, progress: Progress, watching: list[Watcher]) -> None:
+    def _between_steps(self, progress: Progress, watching: list[Watcher], signal: ExitSignal) -> str | None:
+        """Evaluate and save, if it is time. Returns why the run is to stop, if an evaluation was given up."""
         training = self.config.training
-        if self.valid_batches is not None and progress.is_multiple_of(training.eval_interval):
-            self._evaluate(progress, self.valid_batches, "validation")
+        valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
+        if valid is not None and not self._evaluate(progress, valid, "validation", signal):
+            return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
             gc.collect()
+        return None
 
     def _exit_reason(self, progress: Progress, result: StepResult | None) -> str | None:
         training = self.config.training
         if result is not None and result.exit_votes[0]:
-            return "on SIGTERM"
+            return _ON_SIGNAL
         if result is not None and result.exit_votes[1]:
             return f"after {training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
         done = progress.iteration == self.plan.total_iterations
@@ -171,23 +174,31 @@ class Loop:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
         return None
 
-    def _finish(self, progress: Progress, stopped: str | None) -> None:
+    def _finish(self, progress: Progress, stopped: str | None, signal: ExitSignal) -> None:
         # After the save: evaluations may take longer than a scheduler that ends the job allows.
         if stopped is None:
+            done = True
             if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
-                self._evaluate(progress, self.valid_batches, "validation")
-            if self.test_batches is not None:
-                self._evaluate(progress, self.test_batches, "test")
+                done = self._evaluate(progress, self.valid_batches, "validation", signal)
+            if done and self.test_batches is not None:
+                self._evaluate(progress, self.test_batches, "test", signal)
         self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {stopped}")
 
-    def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> None:
+    def _evaluate(
+        self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"], signal: ExitSignal
+    ) -> bool:
+        """Evaluate; returns whether that came to its end, and was not given up on a signal."""
         self.flight.phase("evaluating")
         with self.reporter.paused():
             with self.timers("evaluation", level=0):
-                found = evaluate(self.step, make())
-            self.reporter.evaluation(progress, *found, split)
+                found = evaluate(self.step, make(), lambda: signal.requested)
+            if found is None:
+                self.reporter.say(f"  the evaluation at iteration {progress.iteration} is given up {_ON_SIGNAL}")
+            else:
+                self.reporter.evaluation(progress, *found, split)
             if self.config.training.manual_gc:
                 gc.collect()
+        return found is not None
 
     def _save(self, progress: Progress, watching: list[Watcher]) -> None:
         self.flight.phase("saving")
@@ -206,9 +217,19 @@ class Loop:
         return limit is not None and time.monotonic() - self.started_at > 60 * limit
 
 
-def evaluate(step: TrainStep, batches: Iterable[list[ModelInputs]]) -> tuple[float, float | None]:
+def evaluate(
+    step: TrainStep, batches: Iterable[list[ModelInputs]], asked_to_exit: Callable[[], bool] = lambda: False
+) -> tuple[float, float | None] | None:
     """The mean loss, and that of multi-token prediction if there is any: sums of mask x loss over all tokens of all batches,
-    divided by the sum of the mask; the same on every rank."""
-    found = sum(map(step.evaluate, batches), Evaluated(0.0, 0.0))
+    divided by the sum of the mask; the same on every rank. None if it was given up, since a rank was asked to exit.
+
+    Args:
+        asked_to_exit: whether this rank was; asked before each batch.
+    """
+    found = Evaluated(0.0, 0.0)
+    for batch in batches:
+        found += step.evaluate(batch, exit_vote=asked_to_exit())
+        if found.asked_to_exit:
+            return None
     loss, mtp_loss = (total / found.mask if found.mask else math.nan for total in (found.loss, found.mtp_loss))
     return loss, mtp_loss if step.model.config.mtp_num_layers else None

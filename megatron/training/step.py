@@ -86,6 +86,8 @@ class Evaluated(NamedTuple):
     mask: float
     mtp_loss: float = 0.0
     """The same of multi-token prediction: a mean over its depths; 0 without it."""
+    asked_to_exit: float = 0.0
+    """Ranks that a signal asked to exit."""
 
     def __add__(self, other: Evaluated) -> Evaluated:  # type: ignore[override]
         return Evaluated(*map(operator.add, self, other))
@@ -355,14 +357,18 @@ class TrainStep:
         self.gradients(batch, inspect=look)
         return sorted(bad)
 
-    def evaluate(self, batch: Sequence[ModelInputs]) -> Evaluated:
-        """Evaluate one global batch, without gradients."""
+    def evaluate(self, batch: Sequence[ModelInputs], *, exit_vote: bool = False) -> Evaluated:
+        """Evaluate one global batch, without gradients.
+
+        Args:
+            exit_vote: whether a signal asked this rank to exit; it travels with the sums.
+        """
         loss_sum, (_, mtp_sum) = self._run(batch, lambda loss: loss, training=False)
         for provider in self.providers:
             provider.finish_evaluation()
         if self.model.config.mtp_num_layers:
             mtp_sum = mtp_sum / self.model.loss.mtp_factor
-        sums = torch.stack([loss_sum, self._mask_sum(batch), mtp_sum])
+        sums = torch.stack([loss_sum, self._mask_sum(batch), mtp_sum, torch.full_like(loss_sum, exit_vote)])
         return Evaluated(*all_reduce(sums, self.context.world).tolist())
 
     def _run(

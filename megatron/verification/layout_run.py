@@ -129,4 +129,6 @@ class _Feed:
         """Mean loss over the held-out batches."""
         size, samples = self.plan.final_global_batch_size, self.task.held_out
         batches = self.maker.evaluation(samples if self.reads else None, global_batch_size=size, num_batches=EVALUATED_BATCHES)
-        return evaluate(self.step, batches)[0]
+        found = evaluate(self.step, batches)
+        assert found is not None
+        return found[0]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.training.saver import Saver
+from megatron.training.step import TrainStep
 from tests.support.runs import arguments, complete_checkpoints, digest, launch, on_rank, report, run, timeless
 
 STEPS = 6
@@ -66,6 +67,30 @@ def test_sigterm_again_while_saving(tmp_path: Path, whole: Path) -> None:
 
     run(arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=before)
     _assert_goes_on(tmp_path, whole, stopped_at=4)
+
+
+def test_sigterm_while_evaluating(tmp_path: Path, whole: Path) -> None:
+    """An evaluation of thousands of batches is given up at the next one, between steps and at the end of the run."""
+
+    def before(rank: int) -> None:
+        real, seen = TrainStep.evaluate, [0]
+
+        def evaluate(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
+            seen[0] += 1
+            if rank == 1 and seen[0] == 3:
+                _terminate(None)
+            return real(self, *args, **kwargs)
+
+        TrainStep.evaluate = evaluate  # type: ignore[method-assign]
+
+    settings = {**SETTINGS, "save": tmp_path / "between", "metrics_file": tmp_path / "between" / "metrics", "eval_iters": 100_000}
+    said = run(arguments(**settings, eval_interval=2), 2, before=before)
+    assert "the evaluation at iteration 2 is given up on SIGTERM" in said and "exiting on SIGTERM" in said
+    _assert_goes_on(tmp_path / "between", whole, stopped_at=2)
+    settings["save"] = tmp_path / "end"
+    said = run(arguments(**settings, eval_interval=STEPS + 1), 2, before=before)
+    assert f"the evaluation at iteration {STEPS} is given up on SIGTERM" in said and "validation loss" not in said
+    assert complete_checkpoints(tmp_path / "end") == [f"iter_{STEPS:07d}"]
 
 
 def test_exit_interval(tmp_path: Path, whole: Path) -> None:

@@ -115,7 +115,7 @@ def _step_results(rank: int, recipe: Recipe, layout: Layout) -> tuple[float, flo
     context = context_of(layout, rank)
     step = build_step(context, recipe, layout)
     batch = microbatches(recipe.batches[0], context, layout.micro_batch_size)
-    evaluated, count, _ = step.evaluate(batch)
+    evaluated, count, *_ = step.evaluate(batch)
     result = step.run(batch, iteration=1, learning_rate=0.0, weight_decay=0.0)
     return result.loss, result.z_loss, evaluated / count
 

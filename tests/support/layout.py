@@ -404,7 +404,7 @@ def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None)
 
     def look() -> None:
         if evaluate is not None:
-            total, count, _ = step.evaluate(inputs_of(evaluate))
+            total, count, *_ = step.evaluate(inputs_of(evaluate))
             found.evaluations.append(total / count)
 
     look()
