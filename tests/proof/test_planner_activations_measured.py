@@ -348,6 +348,8 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any]) -> None:
         allowed = 1e-5  # numbers of tokens and the like: some bytes
     if changes.get("bf16") and products_take_more(torch.bfloat16):
         allowed = 0.1
+    if "fp8_format" in changes:  # some CPUs have more inside of products of 8 bits: 3.3 % were seen
+        allowed = max(allowed, 0.05)
     measured = measure(config, world_size, SHARED_MEMORY if has_collectives else "gloo")
     ratios = [plan / found.device for plan, found in zip(planned, measured, strict=True)]
     print(f"planned / measured: {', '.join(f'{ratio:.4f}' for ratio in ratios)}; {planned} against {measured} bytes")
