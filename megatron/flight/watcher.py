@@ -36,6 +36,7 @@ HANG_EXIT_CODE = 86
 STACKS = signal.SIGRTMIN + 3
 """The signal on which a rank writes the stacks of its threads."""
 _EVERY_S = 0.5
+_ALL_HEARD_WITHIN_S = 120.0
 _UNSEEN, _SEEN = 10.0, 3.0
 _ORDINARY = ("in a step", "reading data", "between steps")
 """Phases that last a step, so that --hang-warn-s is right for them from the second step on."""
@@ -102,15 +103,16 @@ class NodeWatcher:
         self._others: dict[str, list[Snapshot]] = {}
         self._commands: list[dict[str, Any]] = []
         self._told_at: float | None = None
+        self._began, self._missed = time.monotonic(), False
 
     def run(self) -> None:
         """Watch until all ranks of the node have ended."""
-        link = None if self._orders.head is None else _Link(self._orders)
+        link = self._linked()
+        parent = os.getppid()
         while True:
             mine = self.read()
-            if len(mine) == self._orders.ranks and all(one.phase == "ended" or one.process == "gone" for one in mine):
-                break
-            if os.getppid() == 1 and not mine:
+            complete = len(mine) == self._orders.ranks or os.getppid() != parent  # a rank may end before it has a record
+            if complete and all(one.phase == "ended" or one.process == "gone" for one in mine):
                 break
             if link is None:
                 self._judge_all([*mine, *(one for some in self._others.values() for one in some)])
@@ -119,6 +121,14 @@ class NodeWatcher:
                     self._obey(command)
             time.sleep(_EVERY_S)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _linked(self) -> _Link | None:
+        """To the watcher of the first node; None on that node, or where it cannot be reached."""
+        try:
+            return None if self._orders.head is None else _Link(self._orders)
+        except OSError as error:
+            self._say(f"the watcher of the first node does not answer at {self._orders.head} ({error}): no hang can be told")
+            return None
 
     def read(self) -> list[Snapshot]:
         """The records of the node's ranks."""
@@ -151,6 +161,12 @@ class NodeWatcher:
 
     def _judge_all(self, everyone: list[Snapshot]) -> None:
         living = [one for one in everyone if one.phase != "ended"]
+        if len(everyone) < self._orders.world and not self._missed and time.monotonic() - self._began > _ALL_HEARD_WITHIN_S:
+            self._missed = True
+            self._say(
+                f"the records of {self._orders.world - len(everyone)} of {self._orders.world} ranks are not seen: no hang can be told. "
+                "The watchers of the nodes speak over TCP with that of the first node"
+            )
         if len(everyone) < self._orders.world or not living:
             return
         stillness = self._judge.look(living)

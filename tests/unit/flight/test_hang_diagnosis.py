@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import faulthandler
+import json
 import random
+import subprocess
+import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron.flight.diagnosis import find_departed
-from megatron.flight.record import Channel, Snapshot
-from megatron.flight.watcher import Judge
+from megatron.flight.record import Channel, FlightRecord, Snapshot
+from megatron.flight.watcher import STACKS, Judge, Orders
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import make_schedule
+from tests.support.cli import ROOT
 
 STEPS = 2
 
@@ -133,6 +141,56 @@ def test_where_nobody_is_behind_nobody_is_accused() -> None:
     assert found.culprit == 1 and "saving" in found.words and found.waiting == (0,)
     idle = [replace(one, waiting=False) for one in level]
     assert find_departed(idle).culprit is None and "wait for their devices" in find_departed(idle).words
+
+
+def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path) -> None:
+    """Two nodes with a rank each, played by this process: the rank of the second one is named, and its stacks are written there."""
+    records, watchers, port = [], [], ""
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(STACKS, file)
+        try:
+            for node in range(2):
+                folder = tmp_path / f"node{node}"
+                folder.mkdir()
+                record = FlightRecord(folder / f"rank-{node}.record", node)
+                channel = record.channel("dp", (0, 1))
+                for name in ("in a step", "between steps", "in a step"):
+                    record.phase(name, 5)
+                for _ in range(2 - node):
+                    record.call(channel, 0)
+                if node == 0:
+                    record.wait(True)
+                records.append(record)
+                head = f"127.0.0.1:{port}" if node else None
+                orders = Orders(str(folder), 1, 2, 0.3, None, "secret", head, str(tmp_path / f"kept{node}"))
+                watchers.append(
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-m", "megatron.flight.watcher"],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        cwd=ROOT,
+                    )
+                )
+                assert watchers[-1].stdin is not None and watchers[-1].stdout is not None and watchers[0].stderr is not None
+                with watchers[-1].stdin as orders_in:
+                    orders_in.write(json.dumps(dataclasses.asdict(orders)))
+                port = port or watchers[0].stdout.readline().strip()  # type: ignore[union-attr]
+            told = watchers[0].stderr.readline()  # type: ignore[union-attr]
+            assert ". rank 1 (node " in told and "did not enter call 2 of the group dp of 2 ranks (all-reduce)" in told, told
+            assert told.rstrip().endswith("; rank 0 waits")
+            while not (tmp_path / "kept1").exists():
+                time.sleep(0.05)
+        finally:
+            for record in records:
+                record.phase("ended")
+            for watcher in watchers:
+                watcher.stdin = None
+                watcher.communicate(timeout=30.0)
+            faulthandler.unregister(STACKS)
+    assert [watcher.returncode for watcher in watchers] == [0, 0]
+    assert not (tmp_path / "node0").exists() and not (tmp_path / "node1").exists()
 
 
 def test_a_stillness_that_has_happened_before_is_no_hang() -> None:
