@@ -164,8 +164,8 @@ class NodeWatcher:
         if len(everyone) < self._orders.world and not self._missed and time.monotonic() - self._began > _ALL_HEARD_WITHIN_S:
             self._missed = True
             self._say(
-                f"the records of {self._orders.world - len(everyone)} of {self._orders.world} ranks are not seen: no hang can be told. "
-                "The watchers of the nodes speak over TCP with that of the first node"
+                f"the records of {self._orders.world - len(everyone)} of {self._orders.world} ranks are not seen, so no hang "
+                "can be told. The watchers of the nodes speak over TCP with that of the first node"
             )
         if len(everyone) < self._orders.world or not living:
             return
