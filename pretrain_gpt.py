@@ -150,27 +150,26 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         from tools.schedules.of_run import RunPictures
 
         draw = RunPictures().draw
-    saver.take_over()
-    Loop(
-        config,
-        context,
-        step,
-        plan,
-        resumed.schedule,
-        saver,
-        reporter,
-        timers,
-        train_batches=batches.training,
-        valid_batches=batches.validation,
-        test_batches=batches.test,
-        started_at=started_at,
-        account=account,
-        foretold=foretold,
-        draw=draw,
-        flight=flight,
-    ).run(resumed.progress)
-    reporter.close()
-    saver.release()
+    with saver.owning():
+        Loop(
+            config,
+            context,
+            step,
+            plan,
+            resumed.schedule,
+            saver,
+            reporter,
+            timers,
+            train_batches=batches.training,
+            valid_batches=batches.validation,
+            test_batches=batches.test,
+            started_at=started_at,
+            account=account,
+            foretold=foretold,
+            draw=draw,
+            flight=flight,
+        ).run(resumed.progress)
+        reporter.close()
     watching.close()
     disconnect()
 

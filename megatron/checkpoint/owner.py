@@ -1,8 +1,9 @@
 """Whether the run that saves in a folder lives, so that a second start does not destroy it. Needs no torch.
 
 The first rank of a run beats: it writes `run.alive` every 10 s, with its host, its process and a number that grows, and removes it
-when the run ends. Another start on the same host looks whether that process lives. On another host it waits for the next beats, for
-25 s at most. A run that finds another one's token in `run.json` has been taken over: it beats no more, and ends.
+when the run ends, well or with an error. Another start on the same host looks whether that process lives. On another host it waits
+for the next beats, for 25 s at most. A run that finds another one's token in `run.json` has been taken over: it beats no more, and
+ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ class Heartbeat:
     """
 
     def __init__(self, location: str, token: str, every_s: float = BEAT_S) -> None:
-        self._location, self._token, self._every_s = location, token, every_s
+        self._token, self._every_s = token, every_s
         self._ended = threading.Event()
         self.taken_by: str | None = None
         """Who has taken the folder over, in words."""
@@ -67,11 +69,7 @@ class Heartbeat:
     def end(self) -> None:
         """The run ends: nobody need wait for a beat."""
         self._ended.set()
-        self._thread.join(self._every_s)
-        storage = open_storage(self._location)
-        found = _read(storage)
-        if found is not None and found.get("token") == self._token:
-            storage.remove(ALIVE)
+        self._thread.join(self._every_s)  # not for ever: the storage may not answer
 
     def _beat(self, storage: Storage) -> None:
         number = 0
@@ -85,6 +83,10 @@ class Heartbeat:
                 _write(storage, {**self._who, "beat": number})
             except (OSError, ValueError, AttributeError):
                 continue  # the storage is away, or the file is being written
+        found = _read(storage)
+        if found is not None and found.get("token") == self._token:
+            with suppress(OSError):
+                storage.remove(ALIVE)
 
 
 def _lives(storage: Storage, found: dict[str, Any], tell: Callable[[str], None], patience_s: float) -> bool:

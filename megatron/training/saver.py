@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
@@ -126,21 +128,24 @@ class Saver:
             refuse_living_owner(self._storage, warnings.warn)
             (self._background or self._direct).sweep()  # what lies there is of dead runs, and must not be taken for checkpoints
 
-    def take_over(self) -> None:
-        """From now on this run is the one that saves in the folder. All ranks call it together, once nothing can refuse the run any
-        more: a start that is refused leaves the folder to its owner."""
+    @contextmanager
+    def owning(self) -> Iterator[None]:
+        """Within the block this run is the one that saves in the folder; behind it another may at once.
+
+        All ranks enter it together, once nothing can refuse the run any more: a refused start leaves the folder to its owner.
+        """
         if self._config.save is not None:
             together(self._context, lambda: self._begin() if self._context.rank == 0 else None)
+        try:
+            yield
+        finally:
+            if self._heartbeat is not None:
+                self._heartbeat.end()
 
     def _begin(self) -> None:
         saver = self._background or self._direct
         saver.begin(self._record)
         self._heartbeat = Heartbeat(self._storage.location, saver.token)
-
-    def release(self) -> None:
-        """The run has ended: another may save in the folder at once."""
-        if self._heartbeat is not None:
-            self._heartbeat.end()
 
     def save(
         self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say

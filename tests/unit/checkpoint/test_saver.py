@@ -39,7 +39,7 @@ def test_what_killed_runs_left_is_removed_at_the_start(tmp_path: Path, in_backgr
     (tmp_path / ".iter_0000003.0123abcd.saving").mkdir()
     saver = make(save=str(tmp_path), async_save=in_background)
     assert not [*tmp_path.iterdir()], "a run that may still be refused takes nothing over"
-    saver.take_over()
-    assert (tmp_path / "run.alive").exists()
-    saver.release()
+    with pytest.raises(RuntimeError, match="the loop"), saver.owning():  # a run that fails leaves no beat either
+        assert (tmp_path / "run.alive").exists()
+        raise RuntimeError("the loop")
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
