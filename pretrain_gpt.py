@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> None:
     """Settings, then everything else. Nothing that needs torch is imported before the settings are known to be right."""
     started_at = time.monotonic()
+    if "--plan" in argv:
+        sys.exit(look_for_layouts(argv))
     loaded = load_or_exit(argv)
     if loaded.dry_run is None:
         check_trace_file(loaded.config.debug.save_trace)
@@ -34,6 +36,14 @@ def main(argv: list[str]) -> None:
         else:
             pretrain(loaded, argv, started_at, explanations)
     leave_well()
+
+
+def look_for_layouts(argv: list[str]) -> int:
+    """Hand a command line with --plan to the planner, with the launcher's number of ranks; returns the exit status."""
+    from tools.plan import main as plan
+
+    job = launched()
+    return 0 if job.rank else plan(["--gpus", str(job.world_size), *(word for word in argv if word != "--plan")])
 
 
 def check_trace_file(path: str | None) -> None:
@@ -59,10 +69,11 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     What is told comes before what is written: a full disk does not take the plan away.
     """
     from megatron.data.tokenizers.tokenizer import planned_rows
-    from megatron.planner.dry_run import make_plan
+    from megatron.planner.dry_run import Planner
     from megatron.planner.fit import with_fit_advice, with_least_layers
     from megatron.planner.plan import write_plan
     from megatron.planner.plan_text import format_plan
+    from megatron.planner.step_time import cluster_of, dtype_of, time_of
 
     if launched().rank > 0:
         return
@@ -71,10 +82,14 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
             check_output("--dry-run-json", job.json_file)
         vocab_size = planned_rows(loaded.config.data)
         config = with_least_layers(loaded.config, job, vocab_size)
-        plan = with_fit_advice(make_plan(config, job, vocab_size), config, job, vocab_size)
-        print("\n".join([*format_plan(plan), *loaded.notes]), flush=True)
+        cluster = cluster_of(config)
+        plan, work = Planner(config, job, vocab_size).plan_and_work()
+        plan = with_fit_advice(plan, config, job, vocab_size)
+        known = cluster is not None and cluster.knows(dtype_of(config))
+        time = time_of(work, config, job, vocab_size, cluster) if cluster is not None and known else None
+        print("\n".join([*format_plan(plan, time), *loaded.notes]), flush=True)
         if job.json_file is not None:
-            write_plan(plan, job.json_file)
+            write_plan(plan, job.json_file, None if time is None else time.to_json())
     except ValueError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         sys.exit(2)

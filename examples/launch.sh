@@ -17,7 +17,7 @@
 #   HEAD, PORT     several nodes without Slurm: the name of one of them, the same on all, and a port on it (29500; the health check
 #                  takes the next one)
 #   DRY_RUN=1      only say what the job takes: needs no GPU, no data, and no other variable
-#   PLAN=1         only look for faster layouts of the job, on CLUSTER (h100; tools/plan.py --cluster list)
+#   PLAN=1         only look for faster layouts of the job, on CLUSTER (h100; tools/plan.py --cluster list); --plan says the same
 #   SKIP_CHECK=1   no health check
 #   MAX_RESTARTS   (3)
 #   PYTHON         the Python to run (python)
@@ -57,8 +57,8 @@ launch() {
     dry_run=("${program[@]}" --dry-run --world-size $((nodes * per_node)) --gpus-per-node "$per_node")
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
     [[ -z ${DRY_RUN-} ]] || exec "${dry_run[@]}"
-    plan=("$python" "$root/tools/plan.py" --gpus $((nodes * per_node)) --cluster "${CLUSTER:-h100}" "${flags[@]}")
-    [[ -z ${PLAN-} ]] || exec "${plan[@]}"
+    plan=("${program[@]}" --world-size $((nodes * per_node)) --plan-cluster "${CLUSTER:-h100}")
+    [[ -z ${PLAN-} && " $* " != *" --plan "* ]] || exec "${plan[@]}" --plan
     ((${#missing[@]} == 0)) || fail 2 "$(printf '%s\n' "${missing[@]}")"
     find_head
     rehearse

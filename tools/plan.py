@@ -12,6 +12,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun, check_output
+from megatron.planner.cluster import DEFAULT, cluster_names, load_cluster
 from megatron.planner.garbage import collect_seldom
 
 PROGRAM = "plan.py"
@@ -43,8 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--cluster", default="h100", metavar="NAME|FILE", help="one that is shipped, or a file; 'list' lists them")
-    parser.add_argument("--gpus", type=int, default=8, help="devices of the job")
+    clusters = "one that is shipped, or a file; 'list' lists them"
+    parser.add_argument("--cluster", "--plan-cluster", default=DEFAULT, metavar="NAME|FILE", help=clusters)
+    parser.add_argument("--gpus", "--world-size", type=int, default=8, metavar="N", help="devices of the job")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of a node, if not as many as the cluster has")
     parser.add_argument("--tokens", type=float, help="tokens to train on, for days and cost")
     parser.add_argument("--price", type=float, help="price of one device for an hour")
     parser.add_argument("--fix", action="append", default=[], metavar="AXIS=N", help="tensor, pipeline, context, expert or micro")
@@ -64,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron.data.tokenizers.tokenizer import planned_rows
-    from megatron.planner.cluster import cluster_names, load_cluster
     from megatron.planner.search import AXES, LayoutSearch, Limits
     from megatron.planner.state_report import amount
 
@@ -78,6 +81,9 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
     if own.output is not None and Path(own.output).suffix not in (".svg", ".png"):
         raise ValueError(f"--output {own.output}: give a name that ends in .svg or .png")
     cluster = load_cluster(own.cluster)
+    if own.gpus < 1 or (own.gpus_per_node or 1) < 1:
+        raise ValueError("--gpus and --gpus-per-node take whole numbers from 1 on.")
+    cluster = replace(cluster, gpus_per_node=own.gpus_per_node or cluster.gpus_per_node)
     given = [*_missing(words), *words]
     loaded = load(given, own.gpus)
     config, vocab_size = loaded.config, planned_rows(loaded.config.data)
@@ -102,9 +108,11 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
     for line in _table(outcome.found[: own.rows], len(ties), own, cluster.memory_gb, config):
         print(line)
     best = outcome.found[0]
-    print(f"a step of the best: {', '.join(f'{name} {s / best.time.seconds:.1%}' for name, s in _shares(best.time.parts))}")
+    print(f"a step of the best: {', '.join(f'{name} {share:.1%}' for name, share in best.time.shares())}")
     for text in own.why:
         _explain(search, best, shlex.split(text), given, own.gpus, config)
+    for asked in filter(None, (own.json, own.output, own.write_script)):
+        Path(asked).parent.mkdir(parents=True, exist_ok=True)
     if own.json is not None:
         Path(own.json).write_text(json.dumps([_as_json(one, config) for one in outcome.found], indent=1) + "\n", encoding="utf-8")
     if own.output is not None:
@@ -113,7 +121,7 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
         shown = [(f"{number}: {_short(one)}", one.time) for number, one in enumerate(outcome.found[: own.rows], 1)]
         draw_layouts(shown, cluster.memory_gb, Path(own.output))
     if own.write_script is not None:
-        _write_script(Path(own.write_script), [*words, *_flags(best, config)], best, own.gpus, cluster)
+        _write_script(Path(own.write_script), words, _flags(best, config), best, own.gpus, cluster)
     return 0
 
 
@@ -197,11 +205,6 @@ def _short(one: Any) -> str:
     return " ".join([*words, f"mb{training.micro_batch_size}", *([memory.recompute] if memory.recompute else [])])
 
 
-def _shares(parts: Any) -> list[tuple[str, float]]:
-    whole = sum(parts.values())
-    return sorted(((name, s) for name, s in parts.items() if s >= 0.003 * whole), key=lambda item: -item[1])
-
-
 def _explain(search: Any, best: Any, flags: Sequence[str], given: Sequence[str], gpus: int, config: Config) -> None:
     """What a layout that the user has named loses: the best one's settings with these flags."""
     from megatron.config.checks.finding import Change, value_of
@@ -214,32 +217,32 @@ def _explain(search: Any, best: Any, flags: Sequence[str], given: Sequence[str],
 
 
 def _as_json(one: Any, config: Config) -> dict[str, Any]:
-    time = one.time
-    return {
-        "flags": _flags(one, config),
-        "seconds": time.seconds,
-        "low": time.low,
-        "high": time.high,
-        "tokens_per_s_per_gpu": time.tokens_per_s,
-        "mfu": time.mfu,
-        "device_bytes": time.device_bytes,
-        "outside": list(time.outside),
-        "parts": dict(time.parts),
-    }
+    return {"flags": _flags(one, config), **one.time.to_json()}
 
 
-def _write_script(path: Path, flags: Sequence[str], best: Any, gpus: int, cluster: Any) -> None:
+def _write_script(path: Path, words: Sequence[str], layout: Sequence[str], best: Any, gpus: int, cluster: Any) -> None:
+    """As those in examples/: it rehearses, checks the nodes, starts all ranks, and goes on from the newest checkpoint."""
     nodes, each = -(-gpus // cluster.gpus_per_node), min(gpus, cluster.gpus_per_node)
-    path.write_text(
-        "#!/usr/bin/env bash\n"
-        f"# Chosen by tools/plan.py for {gpus} devices ({cluster.name}).\n"
+    root = Path(__file__).resolve().parents[1]
+    has_data = {"--data-path", "--mock-data"} & {word.partition("=")[0].replace("_", "-") for word in words}
+    given = "" if has_data else '--data-path "$DATA"'
+    where = "on each of the nodes, with HEAD set to one of them" if nodes > 1 else "on the node"
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Chosen by tools/plan.py for {gpus} devices ({cluster.name}).",
         f"# Predicted: {best.time.seconds:.3f} s a step ({best.time.low:.3f} to {best.time.high:.3f}), "
-        f"{best.time.device_bytes / 1e9:.1f} GB on the fullest rank.\n"
-        f"# On each of {nodes} nodes; add data, tokenizer, learning rate and where to save.\n"
-        "set -euo pipefail\n"
-        f'torchrun --nnodes {nodes} --nproc-per-node {each} ${{RENDEZVOUS:-}} pretrain_gpt.py \\\n    {shlex.join(flags)} "$@"\n',
-        encoding="utf-8",
-    )
+        f"{best.time.device_bytes / 1e9:.1f} GB on the fullest rank.",
+        f"# To be started {where}, or by sbatch. Flags that are added count instead of those here: tokenizer, learning rate.",
+        "# Variables: examples/launch.sh.",
+        "set -euo pipefail",
+        f"source {shlex.quote(str(root / 'examples' / 'launch.sh'))}",
+        *([] if has_data else ['need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it"']),
+        f"model=({shlex.join(words)})",
+        f"layout=({shlex.join(layout)})",
+        f"batch=() optimizer=() data=({given})",
+        f'launch {nodes} {each} {shlex.quote(path.stem)} "$@"',
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     path.chmod(0o755)
 
 

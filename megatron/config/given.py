@@ -206,7 +206,10 @@ def without_gaps(config: Config) -> Config:
         data = replace(data, tokenizer_type="NullTokenizer")
     if optimizer.lr is None:
         optimizer = replace(optimizer, lr=1.0)
-    return replace(config, training=training, optimizer=optimizer, data=data)
+    logging = config.logging
+    if logging.plan_cluster is not None and logging.plan_report is None:
+        logging = replace(logging, plan_report="")  # the plan itself tells step times for the cluster
+    return replace(config, training=training, optimizer=optimizer, data=data, logging=logging)
 
 
 NO_VALUE, COUNT, FACTOR = "no value", f"a whole number from 1 to {LARGEST_WORLD:,}", "a number of at least 1"
@@ -229,6 +232,11 @@ REQUESTS = {
         NO_VALUE,
         "Lay the job out without running it: layers, memory, bytes sent, idle time and FLOPs of every kind of rank. Needs no GPU, "
         "no launcher and no data.",
+    ),
+    "plan": (
+        NO_VALUE,
+        "Look for the fastest layouts of the job instead of running it, as tools/plan.py does, whose flags it takes too (--tokens, "
+        "--why, --fix, --json, --write-script and others).",
     ),
     "world-size": (COUNT, "Ranks of the job that --dry-run lays out; by default those that the launcher gives."),
     "gpus-per-node": (COUNT, f"Ranks of a node, for --dry-run; by default {GPUS_PER_NODE}."),

@@ -95,8 +95,8 @@ class LoggingConfig:
     """Foretell step time and memory before the run, compare them with the first ten steps, tell in the log which part is off, and
     write all into this JSON file. tools/check_cluster.py --calibrate makes a cluster file of such reports."""
     plan_cluster: str | None = setting(None, acts=acts_with(plan_report=GIVEN))
-    """The cluster that step times are foretold for: a name, or the path of a cluster file; by default the one that is shipped for
-    the device."""
+    """The cluster that step times are foretold for, by --plan-report, --dry-run and --plan: a name, or the path of a cluster file;
+    by default the one that is shipped for the device, and for a plan on a machine without GPUs one of H100."""
     wandb_project: str | None = None
     """Project at Weights & Biases (needs the wandb extra)."""
     wandb_exp_name: str | None = setting(None, acts=acts_with(wandb_project=GIVEN))

@@ -19,6 +19,8 @@ from megatron.config.errors import ConfigError, Violation
 from megatron.metrics.device_peaks import peak_flops
 
 _FOLDER = "clusters"
+DEFAULT = "h100"
+"""The cluster of plans where none is named."""
 _SIZES = ("ranks", "tensor", "pipeline", "context", "expert")
 _SCALARS = {float: (int, float), int: (int,), str: (str,)}
 
@@ -96,9 +98,7 @@ class Cluster:
         Raises:
             ConfigError: it is known neither here nor in the table of devices.
         """
-        if dtype in self.peak_tflops:
-            return self.peak_tflops[dtype] * 1e12
-        found = peak_flops(self.device, dtype)
+        found = self._peak(dtype)
         if found is None:
             raise ConfigError(
                 [
@@ -109,6 +109,13 @@ class Cluster:
             )
         return found
 
+    def knows(self, dtype: str) -> bool:
+        """Whether the peak is known."""
+        return self._peak(dtype) is not None
+
+    def _peak(self, dtype: str) -> float | None:
+        return self.peak_tflops[dtype] * 1e12 if dtype in self.peak_tflops else peak_flops(self.device, dtype)
+
     def yaml(self) -> str:
         """As a file."""
         return yaml.safe_dump(asdict(self), sort_keys=False)
@@ -118,6 +125,11 @@ def cluster_names() -> list[str]:
     """Names of the clusters that are shipped."""
     folder = resources.files("megatron.planner") / _FOLDER
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def shipped_for(device: str) -> Cluster | None:
+    """The shipped cluster of a device, by torch's name of it; None if there is none."""
+    return next((cluster for name in cluster_names() if (cluster := load_cluster(name)).device == device), None)
 
 
 def load_cluster(name: str) -> Cluster:

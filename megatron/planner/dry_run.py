@@ -102,18 +102,6 @@ def _scheduled(
     return schedule, receive_plans(schedule, overlap=overlap, device_type=device_type)
 
 
-class Sample(NamedTuple):
-    """What a search for better settings looks at."""
-
-    kinds: tuple[RankKind, ...]
-    """Kinds of ranks of the first and last of all stages that look alike, the fullest among them. They send what they do in the
-    first microbatches."""
-    flops: float
-    """FLOPs that a rank could make between the begin and the end of a step, those of its waiting included."""
-    share: float
-    """The share of a step's microbatches that the sample has."""
-
-
 def _likely_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
     """The way that --tp-comm-overlap will take, if the GPUs of a node reach each other's memory."""
     if device_type != "cuda":
@@ -134,7 +122,7 @@ class Planner:
     """Plans one job.
 
     Args:
-        few: lay out only as many microbatches as the schedule needs to reach its peak of memory, for `sample`.
+        few: lay out only as many microbatches as the schedule needs to reach its peak of memory, for `work`.
         traces: those made before for jobs whose chunks do the same.
         expert_imbalance: how many times the mean of choices the experts of each rank are taken to get.
     """
@@ -183,8 +171,13 @@ class Planner:
 
     def plan(self) -> Plan:
         """See `make_plan`."""
+        return self.plan_and_work()[0]
+
+    def plan_and_work(self) -> tuple[Plan, StepWork]:
+        """See `make_plan`; and what operations do and send, of which `step_time.time_of` says how long it takes."""
         config, stages = self._config, range(self._topology.pp)
-        kinds, counted = self._kinds(stages)
+        step, counted = self._step_work(stages)
+        kinds = step.kinds
         parameters = sum(counted.values())
         check_count(config.model, self._vocab_size, parameters, "the stages")
         attention = sorted({trace.attention for trace in self._traces.values() if trace.attention})
@@ -198,7 +191,7 @@ class Planner:
             precision=config.precision,
         )
         sizes = self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size
-        return Plan(
+        plan = Plan(
             job=self._job(),
             layers=self._table,
             parameters=parameters,
@@ -217,6 +210,7 @@ class Planner:
             advice=tuple(advice.advice(config, *sizes, work.bubble)),
             experts=self._of_experts(kinds),
         )
+        return plan, step
 
     def _of_experts(self, kinds: Sequence[RankKind]) -> ExpertsPlan | None:
         model, asked = self._config.model, self._dry_run.expert_imbalance
@@ -246,20 +240,14 @@ class Planner:
             cut = balanced(token_costs(self._config.model.seq_length, shares), self._topology.cp)
             yield f"context ranks share attention evenly: the busiest computes {cut.imbalance:.3f} x the mean"
 
-    def sample(self) -> Sample:
-        """The ends of all stages that look alike."""
-        ends = {stage for same in self._stages_alike() for stage in (same[0], same[-1])}
-        kinds, _ = self._kinds(ends)
-        costs = self._costs()
-        line = simulate(self._schedule, lambda op: costs[op.chunk].of(op))
-        missing = self._num_microbatches - self._schedule.num_microbatches
-        longest = line.step_time + missing * max(line.busy) / self._schedule.num_microbatches
-        tokens = self._config.tokens_per_rank * self._config.training.micro_batch_size
-        share = self._schedule.num_microbatches / self._num_microbatches
-        return Sample(kinds, longest * tokens / self._topology.tp, share)
-
     def work(self) -> StepWork:
-        """What operations do and send."""
+        """What operations do and send. Its kinds are those of the first and last of stages that look alike, the fullest among
+        them."""
+        work, _ = self._step_work({stage for same in self._stages_alike() for stage in (same[0], same[-1])})
+        return work
+
+    def _step_work(self, stages: Collection[int]) -> tuple[StepWork, dict[int, int]]:
+        """What operations do and send, with the kinds of ranks of some stages; and the parameters of each of these."""
         ops: dict[int, Mapping[OpKind, MemorySpan]] = {}
         message, groups = 0, dict[str, tuple[int, float]]()
 
@@ -273,18 +261,19 @@ class Planner:
                 for mine, its in zip(self._chunks[stage], traces, strict=True):
                     ops[mine.index] = traces[its].ops
 
-        kinds, _ = self._kinds({stage for same in self._stages_alike() for stage in (same[0], same[-1])}, note)
-        stages = range(self._topology.pp)
-        return StepWork(
+        kinds, counted = self._kinds(stages, note)
+        all_stages = range(self._topology.pp)
+        work = StepWork(
             self._schedule,
             self._num_microbatches,
             tuple(ops[chunk] for chunk in range(len(self._table))),
             message,
-            tuple(bool(self._links.between(stage, (stage + 1) % self._topology.pp).any()) for stage in stages),
+            tuple(bool(self._links.between(stage, (stage + 1) % self._topology.pp).any()) for stage in all_stages),
             kinds,
             self._schedule.num_microbatches / self._num_microbatches,
             groups,
         )
+        return work, counted
 
     def step(self, stage: int) -> PlannedStep:
         """How the activations of a stage come and go."""

@@ -3,8 +3,7 @@
 A lever is one thing to change: what is computed again (layers, or the logits of a loss in chunks), how far state is sharded, how
 many tensor ranks there are, how many context ranks share a sequence. Each lever that the rules accept is planned by itself. So it
 is known what it saves and costs, and those of different kinds are taken together, in the order of their cost, until a plan of them
-fits. Memory is that of the plan. Time is compared, not predicted: FLOPs, with those that are computed again and those of waiting,
-and what is sent and not hidden behind them, at the speeds that the plan's text names.
+fits. Memory is that of the plan, time what `step_time` predicts for the cluster.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun, without_gaps
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import table_of
-from megatron.planner.advice import ENOUGH_TOKENS, num_microbatches
+from megatron.planner.advice import ENOUGH_TOKENS
 from megatron.planner.chunk_trace import ChunkTrace, Traces
+from megatron.planner.cluster import DEFAULT, load_cluster
 from megatron.planner.dry_run import Planner
-from megatron.planner.plan import Plan, RankKind, loss_chunk
-from megatron.planner.plan_text import BETWEEN_PER_S, FLOPS_PER_S, GPU_MEMORY_GB, HOST_PER_S, INSIDE_PER_S, SPARE
+from megatron.planner.plan import Plan, loss_chunk
+from megatron.planner.plan_text import GPU_MEMORY_GB, SPARE
 from megatron.planner.state_report import amount
+from megatron.planner.step_time import cluster_of, dtype_of, time_of
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _MOST_TOGETHER = 4
@@ -45,7 +46,7 @@ class Cost(NamedTuple):
     others: tuple[int, ...]
     """Bytes of the other device memory there, by purpose."""
     seconds: float
-    """Time of a step, to be compared only."""
+    """Time of a step."""
 
     @property
     def device(self) -> int:
@@ -183,6 +184,9 @@ class Search:
         self._traces: dict[object, Traces] = {}
         """By the settings on which the traces of chunks depend."""
         self._most_layers = most_layers(config, vocab_size)
+        cluster = cluster_of(config)
+        knows = cluster is not None and cluster.knows(dtype_of(config))
+        self._cluster = cluster if cluster is not None and knows else load_cluster(DEFAULT)  # times are only compared
 
     def best(self, limit: int) -> Fitting | None:
         """The change that costs the least time among those after which no rank needs more than `limit` bytes."""
@@ -223,13 +227,11 @@ class Search:
         sharers = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         layout = sharers, parallel.sequence_parallel, config.training.micro_batch_size
         traces = self._traces.setdefault((layout, config.memory), {})
-        sample = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).sample()
-        computing = sample.flops / FLOPS_PER_S
-        waiting = max(exposed_s(kind, config, computing, sample.share) for kind in sample.kinds)
-        waiting += max(kind.memory.parameters.host for kind in sample.kinds) * _crossings(config, world_size) / HOST_PER_S
-        fullest = max(sample.kinds, key=lambda kind: kind.memory.total.device).memory
+        work = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).work()
+        time = time_of(work, config, self._dry_run, self._vocab_size, self._cluster)
+        fullest = max(work.kinds, key=lambda kind: kind.memory.total.device).memory
         others = (part.device for purpose, part in fullest.parts.items() if purpose != "activations")
-        return Cost(fullest.activations.device, tuple(others), computing + waiting)
+        return Cost(fullest.activations.device, tuple(others), time.seconds)
 
     def _least(self, some: Sequence[Lever], base: Cost, limit: int) -> Fitting | None:
         """These levers together, with the fewest layers computed again that are enough, if they fit at all."""
@@ -357,36 +359,3 @@ def _together(levers: Sequence[Lever]) -> Iterator[tuple[Lever, ...]]:
         for some in itertools.combinations(levers, count):
             if len({lever.kind for lever in some}) == count:
                 yield some
-
-
-def _crossings(config: Config, world_size: int) -> int:
-    """How often a step moves a rank's parameters in host memory to the device, and gradients of them back."""
-    parallel, batches = config.parallel, num_microbatches(config, world_size)
-    gathers = 2 * batches if parallel.fsdp_reshard_after_forward == "always" else 1
-    return gathers + (1 if parallel.fsdp_reduce_once else batches)
-
-
-def exposed_s(kind: RankKind, config: Config, computing_s: float, share: float) -> float:
-    """Seconds in which a rank waits for what it sends in a step, at the most: all that its layers send over tensor, context and
-    expert groups; of gradients and parameters, and of activations that are moved to the host, what computing does not hide.
-
-    Args:
-        share: of a step's microbatches, in which the kind's activations were counted.
-    """
-    parallel = config.parallel
-    by_layers = parallel.sharding == "optim_grads_params"
-    hidden = {"gradients": parallel.overlap_grad_reduce or by_layers, "parameters": parallel.overlap_param_gather or by_layers}
-    beside = shown = 0.0
-    for one in kind.sent:
-        seconds = one.bytes * ((1 - one.between_nodes) / INSIDE_PER_S + one.between_nodes / BETWEEN_PER_S)
-        if one.what == "gradients" and parallel.sharding == "optim_grads":  # as the sample's microbatches write them
-            seconds /= share
-        if one.what == "activations" and one.over != "pipeline":
-            shown += seconds / share
-        elif hidden.get(one.what, one.over == "pipeline"):
-            beside += seconds if one.over != "pipeline" else 0.0
-        else:
-            shown += seconds
-    away = 2 * kind.to_host / share / HOST_PER_S
-    updated = 2 * (kind.memory.total.host - kind.memory.activations.host) / HOST_PER_S
-    return shown + max(0.0, beside - computing_s) + max(0.0, away - computing_s) + updated

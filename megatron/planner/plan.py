@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -270,8 +270,8 @@ def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, 
     return costs
 
 
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The whole plan in types that JSON has."""
+def plan_to_json(plan: Plan, time: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The whole plan in types that JSON has, with the time of a step where it is predicted."""
     fullest = plan.kinds[plan.fullest]
     return {
         "job": asdict(plan.job),
@@ -305,13 +305,14 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             }
             for chunk in plan.layers
         ],
+        "time": time,
         "kinds": [_kind(kind) for kind in plan.kinds],
         "notes": list(plan.notes),
         "advice": list(plan.advice),
     }
 
 
-def write_plan(plan: Plan, path: str) -> None:
+def write_plan(plan: Plan, path: str, time: Mapping[str, Any] | None = None) -> None:
     """Write a plan to a JSON file. Missing folders are made.
 
     Raises:
@@ -320,7 +321,7 @@ def write_plan(plan: Plan, path: str) -> None:
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "w") as file:
-            json.dump(plan_to_json(plan), file, indent=1)
+            json.dump(plan_to_json(plan, time), file, indent=1)
             file.write("\n")
     except OSError as error:
         raise ValueError(f"--dry-run-json {path} cannot be written: {(error.strerror or str(error)).lower()}.") from error

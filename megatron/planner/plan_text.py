@@ -10,28 +10,24 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, describe_offload, describe_recompute
 from megatron.planner.plan import ExpertsPlan, Plan, RankKind
 from megatron.planner.state_report import amount, device_parts, host_parts, in_units
+from megatron.planner.step_time import StepTime
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
 """Memory of the GPUs that are sold, in gigabytes."""
 SPARE = 0.05
 """Share of a GPU's memory that must be left for what the plan does not count: gaps between the allocator's blocks, and whatever the
 allowances for CUDA leave out."""
-FLOPS_PER_S, INSIDE_PER_S, BETWEEN_PER_S = 500e12, 300e9, 25e9
-"""Speeds of one rank, to compare the parts of a step: about half the peak of an H100 in bfloat16 (FLOP/s), and what long messages
-reach on its links inside a node and between nodes (bytes/s)."""
-HOST_PER_S = 25e9
-"""Bytes that a rank moves between device and host in a second, and reads and writes there: PCIe 4.0 x16 has 31.5 GB/s, and 8 ranks
-share some 200 GB/s of a node's memory."""
 _COLUMNS = 6
 """Stages side by side in the table of what is sent."""
 
 
-def format_plan(plan: Plan) -> list[str]:
-    """The whole plan as lines of text."""
+def format_plan(plan: Plan, time: StepTime | None = None) -> list[str]:
+    """The whole plan as lines of text, with the time of a step where it is predicted."""
     rows = rows_of(plan)
     return [
         *_verdict(plan),
-        *_time(plan, rows),
+        *_work(plan, rows),
+        *([] if time is None else _time(time)),
         "",
         *_job(plan),
         "",
@@ -113,33 +109,32 @@ def _fits(plan: Plan, needed: int) -> str:
     return f": {', '.join(words)}"
 
 
-def _time(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+def _work(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
     job, work = plan.job, plan.work
     each = work.flops_per_rank(job.world_size)
     idle = f"; {work.bubble:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
     eight = f" ({work.in_8_bits / work.flops:.0%} of them in 8 bits)" if work.in_8_bits else ""
     again = f" and {work.again / work.flops:.1%} more to compute layers or logits again" if work.again else ""
     yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}{eight}, {_flops(each)} on each rank{again}{idle}"
-    computing = (each + work.again / job.world_size) / FLOPS_PER_S
     moved = max(kind.to_host for kind in plan.kinds)
     if moved and job.device != "cpu":
-        yield (
-            f"  a rank moves up to {amount(moved)} of activations to host memory and back: {_seconds(moved / HOST_PER_S)} each way "
-            f"at {amount(HOST_PER_S)}/s, beside {_seconds(computing)} of computing at {_flops(FLOPS_PER_S)}/s"
-        )
+        yield f"  a rank moves up to {amount(moved)} of activations to host memory and back"
     if job.world_size == 1:
         return
     busiest = max(rows, key=lambda row: sum(bytes_sent(row)))
     inside, between = bytes_sent(busiest)
     yield f"  a rank of {busiest.name} sends {amount(inside)} inside its node and {amount(between)} to other nodes"
-    if job.device == "cpu":
-        return
+
+
+def _time(time: StepTime) -> Iterator[str]:
+    parts = ", ".join(f"{name} {share:.1%}" for name, share in time.shares())
     yield (
-        f"  to compare: {_seconds(computing)} of computing at {_flops(FLOPS_PER_S)}/s"
-        + (f", {_seconds(computing / (1 - work.bubble) - computing)} of waiting" if job.pipeline > 1 else "")
-        + f"; {_seconds(inside / INSIDE_PER_S)} of sending at {amount(INSIDE_PER_S)}/s inside a node"
-        + (f", {_seconds(between / BETWEEN_PER_S)} at {amount(BETWEEN_PER_S)}/s between nodes" if job.nodes > 1 else "")
+        f"  such a step takes about {_seconds(time.seconds)} ({_seconds(time.low)} to {_seconds(time.high)} in nine of ten cases; "
+        f"{time.tokens_per_s:,.0f} tokens/s per GPU, {time.mfu:.1%} MFU) on {time.cluster}"
     )
+    yield f"    on its busiest rank: {parts}"
+    if time.outside:
+        yield f"    not calibrated there: {', '.join(time.outside)}"
 
 
 def _job(plan: Plan) -> Iterator[str]:

@@ -8,6 +8,7 @@ choose what is looked at; all figures that are shown come from `step_time.predic
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.config.checks.finding import Change, change, without
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
+from megatron.planner.advice import ENOUGH_TOKENS
 from megatron.planner.chunk_trace import Traces
 from megatron.planner.cluster import Cluster
 from megatron.planner.dry_run import Planner
@@ -25,6 +27,11 @@ from megatron.planner.step_time import StepTime, dtype_of, predict, spent_in
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import SCHEDULES
 
+_CLOSE = 1.15
+"""Shares of the memory of a device up to which a layout is planned exactly: judgements of memory may be off by as much."""
+_IDLE = {"zb-h1": 0.5, "zb-v": 0.2}
+"""Idle time beside that of 1F1B, roughly."""
+_ON_HOST = ("cpu_offload_activations", "optimizer_cpu_offload")
 _LONG = 16_384
 """Tokens of a sequence from which on context ranks are tried."""
 _RECOMPUTE: tuple[Mapping[str, Any], ...] = (
@@ -32,6 +39,13 @@ _RECOMPUTE: tuple[Mapping[str, Any], ...] = (
     {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp_act")},
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 )
+_SAVERS: tuple[Mapping[str, Any], ...] = (
+    {"loss_chunk_tokens": ENOUGH_TOKENS},
+    {"cpu_offload_activations": True},
+    {"optimizer_cpu_offload": True},
+    {"optimizer_cpu_offload": True, "cpu_offload_activations": True},
+)
+"""What is tried of a layout that has too little memory."""
 AXES = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -48,6 +62,8 @@ SEARCHED = (
     "pipeline_model_parallel_layout",
     *("recompute_granularity", "recompute_activations", "recompute_modules", "recompute_method", "recompute_num_layers"),
     "recompute_layers_per_stage",
+    *("loss_chunk_tokens", "cpu_offload_activations", "cpu_offloading", "cpu_offloading_num_layers"),
+    *("optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
 """Settings that a search chooses: what was given of them does not bind it."""
 
@@ -120,9 +136,16 @@ class LayoutSearch:
 
     def run(self, exact: int = 16) -> Outcome:
         """Judge all layouts, then plan the best of them until so many fit."""
-        judged = [(estimate, one) for one in self.candidates() if (estimate := self._estimate(one)) is not None]
         limit = usable(int(self._cluster.memory_gb * 1e9))
-        likely = sorted((time, index) for index, ((time, memory), _) in enumerate(judged) if memory <= 1.15 * limit)
+        judged: list[tuple[tuple[float, float], Change]] = []
+        for one in self.candidates():
+            estimate = self._estimate(one)
+            if estimate is None:
+                continue
+            judged.append((estimate, one))
+            if estimate[1] > _CLOSE * limit:
+                judged += [(less, other) for other in self._with_less_memory(one) if (less := self._estimate(other)) is not None]
+        likely = sorted((time, index) for index, ((time, memory), _) in enumerate(judged) if memory <= _CLOSE * limit)
         if not likely:
             likely = sorted((memory, index) for index, ((_, memory), _) in enumerate(judged))[:exact]
         planned: list[PlannedLayout] = []
@@ -140,7 +163,10 @@ class LayoutSearch:
         if one not in self._exact:
             config, ranks = one.apply(self._config, self._dry_run.world_size)
             parallel = config.parallel
-            sharers = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.expert_model_parallel_size
+            sharers = (
+                *(parallel.tensor_model_parallel_size, parallel.context_parallel_size),
+                *(parallel.expert_model_parallel_size, parallel.expert_tensor_size),
+            )
             splits = SCHEDULES[parallel.schedule].splits_backward
             key = sharers, config.training.micro_batch_size, config.memory, splits, parallel.sharding
             try:
@@ -170,17 +196,26 @@ class LayoutSearch:
         for t, p, c, e, b in itertools.product(tensor, pipeline, context, expert, micro):
             if world % (t * p * c) or (e > 1 and (world // p) % e):
                 continue
-            for sharing, schedule, again in itertools.product(self._sharding(p), self._schedules(p), _RECOMPUTE):
+            of_experts = [{"expert_tensor_parallel_size": n} for n in dict.fromkeys((1, t))] if e > 1 else [{}]
+            ways = self._sharding(p), self._schedules(p), _RECOMPUTE, of_experts
+            for sharing, schedule, again, experts in itertools.product(*ways):
                 one = change(
                     **dict(zip(AXES.values(), (t, p, c, e, b), strict=True)),
                     sequence_parallel=t > 1,
-                    **({"expert_tensor_parallel_size": 1} if e > 1 else {}),
+                    **experts,
                     **sharing,
                     **schedule,
                     **again,
                 )
                 if not violations(*one.apply(config, world)):
                     yield one
+
+    def _with_less_memory(self, one: Change) -> Iterator[Change]:
+        """A layout with what it may move to the host or make in pieces, as the rules accept it."""
+        for saver in _SAVERS:
+            other = Change((*one.fields, *change(**saver).fields))
+            if not violations(*other.apply(self._config, self._dry_run.world_size)):
+                yield other
 
     def _sharding(self, stages: int) -> list[Mapping[str, Any]]:
         optim = {"data_parallel_sharding_strategy": "optim", "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -196,6 +231,7 @@ class LayoutSearch:
         return [
             {**along, "pipeline_schedule": "1f1b"},
             {**along, "pipeline_schedule": "zb-h1"},
+            {**along, "pipeline_schedule": "zb-v"},
             *({**along, "pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": v} for v in virtual),
         ]
 
@@ -211,30 +247,38 @@ class LayoutSearch:
         if rough is None or rest or not number:
             return None
         virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
-        idle = (stages - 1) / (virtual * number)
-        if parallel.pipeline_schedule == "zb-h1":
-            idle /= 2
+        idle = (stages - 1) / (virtual * number) * _IDLE.get(parallel.schedule, 1.0)
         computing = rough.seconds * config.training.micro_batch_size * number / stages * (1 + idle)
         parameters = rough.parameters / stages
         whole = parallel.sharding == "optim_grads_params"
         sharers = data * context
-        state = parameters * ((18 / sharers + 4 * rough.largest) if whole else 6 + 12 / sharers)
+        moments = 12 / sharers
+        state = parameters * ((6 / sharers + 4 * rough.largest) if whole else 6)
+        on_host = 0.0
+        if config.optimizer.optimizer_cpu_offload:
+            on_host += 2 * parameters * moments
+        else:
+            state += parameters * moments
         held = min(number, stages) * (1 + (stages - 1) / (stages * virtual) if virtual > 1 else 1) / stages
-        activations = rough.kept * config.training.micro_batch_size * held + rough.peak * config.training.micro_batch_size
+        kept = rough.kept * config.training.micro_batch_size
+        if config.memory.offloads:
+            on_host += max(0.0, 2 * kept * number / stages - computing * self._cluster.host_gb_s * 1e9)
+            kept *= min(1.0, 2 * stages * virtual / config.model.num_layers)  # about two layers of a chunk are there
+        activations = kept * held + rough.peak * config.training.micro_batch_size
         near = Ranks(sharers, max(1.0, min(sharers, self._dry_run.gpus_per_node / tensor)))
         rate = Durations(self._cluster).sending(1e9, 0, near) / 1e9
         # A reduction in float32 and a gather in 16 bits: once a step, or with each microbatch where nothing is kept.
         sent = parameters * (8 * number if whole else 6) * rate
-        return computing + max(0.05 * sent, sent - 0.8 * computing), state + activations
+        waiting = max(0.05 * sent, sent - 0.8 * computing) + on_host / (self._cluster.host_gb_s * 1e9)
+        return computing + waiting, state + activations
 
     def _rough_of(self, config: Config, given: Mapping[str, Any]) -> _Rough | None:
-        key = (*(given[AXES[axis]] for axis in ("tensor", "context", "expert")), config.memory.recompute)
+        tensor, context, expert = (given[AXES[axis]] for axis in ("tensor", "context", "expert"))
+        of_experts, memory = config.parallel.expert_tensor_size, config.memory
+        key = tensor, context, expert, of_experts, memory.recompute, memory.loss_chunk_tokens
         if key not in self._rough:
-            tensor, context, expert = key[:3]
-            ranks = max(tensor * context, expert)
-            while ranks % (tensor * context):
-                ranks += expert
-            of_state = ("data_parallel_sharding_strategy", "overlap_grad_reduce", "overlap_param_gather")
+            ranks = math.lcm(tensor * context, expert * of_experts)
+            of_state = ("data_parallel_sharding_strategy", "overlap_grad_reduce", "overlap_param_gather", *_ON_HOST)
             of_stages = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_communication")
             sizes = {AXES["pipeline"]: 1, AXES["micro"]: 1, "global_batch_size": ranks // (tensor * context)}
             alone = without(config, *of_state, *of_stages, **sizes)

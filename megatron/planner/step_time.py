@@ -10,13 +10,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import torch
 
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner.chunk_trace import Traces
-from megatron.planner.cluster import Cluster
+from megatron.planner.cluster import DEFAULT, Cluster, load_cluster, shipped_for
 from megatron.planner.dry_run import Planner
 from megatron.planner.durations import COMPILED, OURS, Durations, Ranks, Spent, Stack, added
 from megatron.planner.plan import RankKind
@@ -47,6 +50,8 @@ class StepTime:
     """Memory of the fullest rank."""
     spread: float
     """Standard deviation of the logarithm of measured over predicted time."""
+    cluster: str
+    """Its name."""
     outside: tuple[str, ...] = ()
     """Sizes of the layout beyond those of the runs that the cluster's constants were fitted to: there the range is too narrow."""
 
@@ -64,6 +69,25 @@ class StepTime:
     def high(self) -> float:
         """In one of 20 cases it takes more."""
         return self.seconds * math.exp(_SURE * self.spread)
+
+    def shares(self) -> list[tuple[str, float]]:
+        """Parts with what they take of the step, the longest first, without those below 0.3 %."""
+        found = ((name, seconds / self.seconds) for name, seconds in self.parts.items())
+        return sorted(((name, share) for name, share in found if share >= 0.003), key=lambda each: -each[1])
+
+    def to_json(self) -> dict[str, Any]:
+        """In types that JSON has."""
+        return {
+            "cluster": self.cluster,
+            "seconds": self.seconds,
+            "low": self.low,
+            "high": self.high,
+            "tokens_per_s_per_gpu": self.tokens_per_s,
+            "mfu": self.mfu,
+            "device_bytes": self.device_bytes,
+            "outside": list(self.outside),
+            "parts": dict(self.parts),
+        }
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,6 +137,7 @@ def time_of(
         cluster.peak(dtype_of(config)),
         max(kind.memory.total.device for kind in work.kinds),
         cluster.spread,
+        cluster.name,
         tuple(_outside(config, dry_run, cluster)),
     )
 
@@ -131,6 +156,21 @@ def _outside(config: Config, dry_run: DryRun, cluster: Cluster) -> Iterator[str]
             yield f"{sizes[name]} {name}{'' if name == 'ranks' else ' ranks'} (calibrated to {most:g})"
 
 
+def cluster_of(config: Config) -> Cluster | None:
+    """The cluster whose times a plan tells: that of --plan-cluster, else that of this machine's GPU, else one of H100. None for
+    CPUs, which differ too much.
+
+    Raises:
+        ConfigError: there is no such cluster, or the file does not describe one.
+    """
+    if config.logging.plan_cluster is not None:
+        return load_cluster(config.logging.plan_cluster)
+    if config.parallel.device == "cpu":
+        return None
+    here = shipped_for(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return here or load_cluster(DEFAULT)
+
+
 def num_sequences(work: StepWork, config: Config, dry_run: DryRun) -> int:
     """Sequences of a step."""
     parallel = config.parallel
@@ -140,7 +180,11 @@ def num_sequences(work: StepWork, config: Config, dry_run: DryRun) -> int:
 
 def dtype_of(config: Config) -> str:
     """The model's dtype, as the table of devices names it."""
-    return "bfloat16" if config.precision.bf16 else "float16" if config.precision.fp16 else "float32"
+    precision = config.precision
+    return next(
+        (name for name, on in (("bfloat16", precision.bf16), ("float16", precision.fp16), ("float64", precision.fp64)) if on),
+        "float32",
+    )
 
 
 @dataclass(frozen=True)
@@ -194,6 +238,7 @@ class _Step:
         computing = sum(mine.values()) * scale
         yield from ((name, seconds * scale) for name, seconds in mine.items())
         yield "messages", messages
+        yield "moves to the host", self._moves(longest, computing)
         yield "pipeline idle", max(0.0, whole - computing)
         yield from ((name, seconds * self._crowd) for name, seconds in self._at_the_end(line, longest))
         yield "other", self._cluster.step_ms * 1e-3
@@ -289,9 +334,23 @@ class _Step:
             yield "gradients", self._shown(gradients, backward, parallel.overlap_grad_reduce)
             yield "parameters", self._shown(parameters, forward, parallel.overlap_param_gather)
         moved = updated_bytes(kind.memory)
-        yield "optimizer", self._durations.update(moved.device) + moved.host / (self._cluster.host_gb_s * 1e9)
+        yield "optimizer", self._durations.update(moved.device) + self._to_host(moved.host)
         world = [one for one in kind.sent if one.over == "world"]
         yield "numbers", sum(self._durations.sending(one.bytes, 1, self._ring("world")) for one in world)
+
+    def _moves(self, stage: int, computing: float) -> float:
+        """Seconds in which a rank of a stage waits for the host's memory within the microbatches of a step: for activations that
+        computing does not hide, and for parameters that lie there, whose gradients go back."""
+        kind, parallel, microbatches = self._kind(stage), self._config.parallel, self._work.num_microbatches
+        activations = 2 * kind.to_host / self._work.share
+        crossings = 2 * microbatches if parallel.fsdp_reshard_after_forward == "always" else 1
+        crossings += 1 if parallel.fsdp_reduce_once else microbatches
+        return max(0.0, self._to_host(activations) - self._hidden * computing) + self._to_host(
+            kind.memory.parameters.host * crossings
+        )
+
+    def _to_host(self, num_bytes: float) -> float:
+        return num_bytes / (self._cluster.host_gb_s * 1e9)
 
     def _shown(self, seconds: float, beside: float, overlaps: bool) -> float:
         """The part of sending that computing does not hide."""

@@ -26,7 +26,7 @@ class StepWork:
     crossings: tuple[bool, ...]
     """Whether messages from each stage to the next one go to another node."""
     kinds: tuple[RankKind, ...]
-    """Those of the first and last of stages that look alike."""
+    """Those of all stages, or of the first and last of stages that look alike."""
     share: float
     """The share of a step's microbatches in the schedule, and in what kinds send for activations."""
     groups: Mapping[str, tuple[int, float]]

@@ -22,7 +22,7 @@ from megatron.config.launcher import launched
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.planner.cluster import Cluster, cluster_names, load_cluster
+from megatron.planner.cluster import Cluster, load_cluster, shipped_for
 from megatron.planner.dry_run import Planner
 from megatron.planner.state_report import amount
 from megatron.planner.step_time import StepTime, time_of
@@ -106,7 +106,12 @@ class StepPlan:
         try:
             if isinstance(plan, str):
                 raise ValueError(plan)
-            cluster = self._cluster or shipped_for(device_name(context.device))
+            device = device_name(context.device)
+            cluster = self._cluster or shipped_for(device)
+            if cluster is None:
+                raise ValueError(
+                    f"no cluster file is shipped for {device}: tools/check_cluster.py --measure writes one for --plan-cluster"
+                )
             work, config, vocab_size = plan
             self.foretold = found = Foretold.of(cluster, time_of(work, config, this_job(), vocab_size, cluster))
         except ValueError as error:
@@ -123,18 +128,6 @@ def _planned(config: Config, job: DryRun, vocab_size: int) -> tuple[StepWork, Co
 def device_name(device: torch.device) -> str:
     """As cluster files have it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def shipped_for(device: str) -> Cluster:
-    """The shipped cluster of a device.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for name in cluster_names():
-        if (cluster := load_cluster(name)).device == device:
-            return cluster
-    raise ValueError(f"no cluster file is shipped for {device}: tools/check_cluster.py --measure writes one for --plan-cluster")
 
 
 class PlanReport(Watcher):

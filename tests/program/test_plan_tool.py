@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import load
+from tests.support.runs import launch, report
 from tools import plan
 
 JOB = "--model llama2-7b --seq-length 1024 --vocab-size 32000 --gpus 8 --global-batch-size 32".split()
@@ -28,8 +29,22 @@ def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.Captur
     for row in found:
         given = [*JOB[: JOB.index("--gpus")], "--global-batch-size", "32"]
         assert load([*plan._missing(given), *given, *row["flags"]], 8).config.training.micro_batch_size == 2
-    assert os.access(script, os.X_OK) and subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
-    assert "torchrun --nnodes 1 --nproc-per-node 8" in script.read_text()
+    assert os.access(script, os.X_OK)
+    more = ["--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "2", "--bf16", "--device", "cuda"]
+    ran = subprocess.run(
+        [str(script), *more], env={**os.environ, "DRY_RUN": "1"}, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ran.returncode == 0 and "8 ranks on 1 node of 8" in ran.stdout, ran.stderr
+    assert f"such a step takes about {found[0]['seconds']:.3g}"[:-1] in ran.stdout.replace(" ms", ""), "as it was foretold"
+
+
+def test_a_launch_may_ask_for_other_layouts() -> None:
+    """With the flags of the tool, for the ranks of the launch."""
+    job = [word for word in JOB if word not in ("--gpus", "8")] + ["--world-size", "8", "--fix", "micro=2", "--fix", "pipeline=2"]
+    (ended,) = launch([*job, "--plan", "--plan-cluster", "a100-40gb", "--max-expert", "1", "--rows", "1"])
+    assert ended.code == 0 and ended.stdout.startswith("8 x NVIDIA A100-SXM4-40GB (8 x A100 SXM 40 GB"), report([ended])
+    (ended,) = launch([*job, "--plan", "--fix", "tensor=x"])
+    assert ended.code == 2 and "AXIS=N" in ended.stderr, report([ended])
 
 
 @pytest.mark.parametrize(
@@ -37,7 +52,7 @@ def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.Captur
     [
         (["--cluster", "h10"], "Did you mean"),
         (["--fix", "tensors=2"], "AXIS=N"),
-        (["--json", "/nonexistent/x.json"], "/nonexistent"),
+        (["--json", "/dev/null/x.json"], "/dev/null is no folder"),
         (["--num-layers", "-1"], "--num-layers"),
         (["--output", "plan.txt"], ".svg"),
     ],

@@ -15,14 +15,14 @@ from megatron.config.cli import LoadedConfig, load
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
 from megatron.data.tokenizers.tokenizer import planned_rows
-from megatron.planner.dry_run import Planner, Sample, enough_microbatches, make_plan
+from megatron.planner.cluster import load_cluster
+from megatron.planner.dry_run import Planner, enough_microbatches, make_plan
 from megatron.planner.fit import (
     Cost,
     Fitting,
     Lever,
     Search,
     estimate,
-    exposed_s,
     least_layers,
     levers,
     memory_limit,
@@ -31,6 +31,7 @@ from megatron.planner.fit import (
     with_least_layers,
 )
 from megatron.planner.plan import Plan
+from megatron.planner.step_time import StepTime, time_of
 from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.verification.local_ranks import RanksError, run_ranks
@@ -72,16 +73,12 @@ def test_a_few_microbatches_show_the_peak_and_the_time_of_all(schedule: str, chu
 
         def both(config: Any = one.config, dry_run: DryRun = dry_run, rows: int = rows) -> tuple[Plan, list[int], Any]:
             few = Planner(config, dry_run, rows, few=True)
-            return make_plan(config, dry_run, rows), few.device_bytes(), few.sample()
+            return make_plan(config, dry_run, rows), few.device_bytes(), few.work()
 
-        plan, needed, sample = in_own_process(both)
+        plan, needed, work = in_own_process(both)
         by_stage = [max(kind.memory.total.device for kind in plan.kinds if stage in kind.stages) for stage in range(3)]
-        assert needed == by_stage and max(kind.memory.total.device for kind in sample.kinds) == fullest(plan)
-        assert (sample.share < 1) == (schedule != "gpipe")
-        if not again:  # what is computed again is no part of a plan's FLOPs
-            assert sample.flops == pytest.approx(
-                plan.work.flops / 3 / (1 - plan.work.bubble), rel=0.01 if schedule == "zb-v" else 1e-9
-            )
+        assert needed == by_stage and max(kind.memory.total.device for kind in work.kinds) == fullest(plan)
+        assert (work.share < 1) == (schedule != "gpipe")
 
 
 def test_a_few_microbatches_borrow_all_buffers() -> None:
@@ -314,7 +311,7 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
 
     kept, moved = in_own_process(search)
     assert kept is not None and moved is not None
-    assert moved.activations < kept.activations and moved.seconds > 2 * kept.seconds, "the layers are tiny, so copies take longer"
+    assert moved.activations < kept.activations and moved.seconds > 1.5 * kept.seconds, "the layers are tiny, so copies take longer"
     offered = [each for kind, each in levers(one.config, dry_run, rows, 6) if kind == "offload"]
     assert offered == [change(cpu_offload_activations=True)]
     on_cpu = job(1, **{**WIDE, "device": "cpu"})[0]
@@ -365,19 +362,29 @@ def test_state_is_shared_by_context_ranks_too() -> None:
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize("sharers", ["tensor", "context"])
-def test_what_a_sample_sends_is_priced_as_the_whole_step(strategy: str, sharers: str) -> None:
-    """Some of it is counted for the sample's microbatches, some for all: the price is that of all."""
-    layout = {"data_parallel_sharding_strategy": strategy, "bf16": True, "device": None}
+def test_a_few_microbatches_take_the_time_of_all(strategy: str, sharers: str) -> None:
+    """What is counted for the microbatches that are laid out, and what for all: with moves to the host and stages too."""
+    layout = {"data_parallel_sharding_strategy": strategy, "bf16": True, "device": None, "cpu_offload_activations": True}
     layout[f"{sharers}_{'model_' * (sharers == 'tensor')}parallel_size"] = 2
-    one, dry_run, rows = job(4, **layout, micro_batch_size=1, global_batch_size=64, hidden_size=64)
+    world_size = 4
+    if strategy == "optim_grads_params":
+        layout["fsdp_params_cpu"] = True
+    else:
+        layout["pipeline_model_parallel_size"], world_size = 2, 8
+    one, dry_run, rows = job(world_size, **layout, micro_batch_size=1, global_batch_size=64, hidden_size=64, num_layers=8)
+    # A slow host, so that nothing hides what moves there.
+    cluster = dataclasses.replace(load_cluster("h100"), host_gb_s=0.01)
 
-    def both() -> tuple[Sample, Plan]:
-        return Planner(one.config, dry_run, rows, few=True).sample(), make_plan(one.config, dry_run, rows)
+    def both() -> tuple[StepTime, StepTime]:
+        few, (_, whole) = Planner(one.config, dry_run, rows, few=True).work(), Planner(one.config, dry_run, rows).plan_and_work()
+        assert few.share < 0.2 and whole.share == 1
+        few_time, whole_time = (time_of(work, one.config, dry_run, rows, cluster) for work in (few, whole))
+        return few_time, whole_time
 
-    sample, plan = in_own_process(both)
-    assert sample.share < 0.1
-    few, whole = exposed_s(sample.kinds[0], one.config, 0, sample.share), exposed_s(plan.kinds[0], one.config, 0, 1)
-    assert few == pytest.approx(whole, rel=0.03) and whole > 0
+    few, whole = in_own_process(both)
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
+    assert few.parts["moves to the host"] == pytest.approx(whole.parts["moves to the host"], rel=0.03)
+    assert whole.parts["moves to the host"] > 0
 
 
 def test_a_job_for_no_gpu_at_all_is_told_what_fits_the_largest() -> None:

@@ -58,6 +58,16 @@ def test_where_nothing_fits_the_closest_is_told() -> None:
     assert outcome.closest.time.device_bytes > 4e9
 
 
+def test_what_has_too_little_memory_moves_to_the_host_or_into_pieces() -> None:
+    """On a device that nothing else fits."""
+    one = search(Limits(fixed={"tensor": 1, "pipeline": 1, "micro": 4}), memory_gb=17.0)
+    found = one.run(exact=3).found
+    assert found and all(each.config.optimizer.optimizer_cpu_offload or each.config.memory.offloads for each in found)
+    assert any(each.time.parts["moves to the host"] > 0 or each.time.parts["optimizer"] > 0.05 for each in found)
+    easy = search(one._limits).run(exact=3).found
+    assert easy and not any(each.config.optimizer.optimizer_cpu_offload for each in easy)
+
+
 def test_no_layout_at_all() -> None:
     outcome = search(Limits(fixed={"tensor": 3})).run()
     assert outcome.judged == 0 and not outcome.found and outcome.closest is None
