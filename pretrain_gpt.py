@@ -12,6 +12,7 @@ from megatron.config.given import DryRun, check_output
 from megatron.config.launcher import launched
 from megatron.config.save import run_record
 from megatron.planner.garbage import collect_seldom
+from megatron.training.signals import ExitSignals
 
 if TYPE_CHECKING:
     from megatron.training.failure import Explanations
@@ -22,20 +23,21 @@ def main(argv: list[str]) -> None:
     started_at = time.monotonic()
     if "--plan" in argv:
         sys.exit(look_for_layouts(argv))
-    loaded = load_or_exit(argv)
+    loaded, code = load_or_exit(argv), 0
     if loaded.dry_run is None:
         check_trace_file(loaded.config.debug.save_trace)
     else:
         collect_seldom()
 
-    from megatron.training.failure import leave_well, reported_failures
+    with ExitSignals(loaded.config.training.exit_signal_code) as signals:
+        from megatron.training.failure import leave_well, reported_failures
 
-    with reported_failures() as explanations:
-        if loaded.dry_run is not None:
-            rehearse(loaded, loaded.dry_run)
-        else:
-            pretrain(loaded, argv, started_at, explanations)
-    leave_well()
+        with reported_failures() as explanations:
+            if loaded.dry_run is not None:
+                rehearse(loaded, loaded.dry_run)
+            elif pretrain(loaded, argv, started_at, explanations, signals):
+                code = signals.code
+    leave_well(code)
 
 
 def look_for_layouts(argv: list[str]) -> int:
@@ -95,8 +97,8 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
         sys.exit(2)
 
 
-def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations) -> None:
-    """The run as a story: context, data, model, optimizer, resume, train."""
+def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations, signals: ExitSignals) -> bool:
+    """The run as a story: context, data, model, optimizer, resume, train. Returns whether a signal ended it."""
     from megatron.config.checks.speed import check_backend
     from megatron.flight.watched import stack_folder, watched
     from megatron.model.build import model_of
@@ -166,7 +168,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
 
         draw = RunPictures().draw
     with saver.owning():
-        Loop(
+        stopped = Loop(
             config,
             context,
             step,
@@ -179,6 +181,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
             valid_batches=batches.validation,
             test_batches=batches.test,
             started_at=started_at,
+            signals=signals,
             account=account,
             foretold=foretold,
             draw=draw,
@@ -187,6 +190,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         reporter.close()
     watching.close()
     disconnect()
+    return stopped
 
 
 if __name__ == "__main__":

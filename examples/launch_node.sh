@@ -35,15 +35,21 @@ status=0
 wait "$agent" || status=$?
 ((stops)) || exit "$status"
 
-# Again every second, because a rank that is only starting hears nothing yet.
-without_ranks=0
+# Ranks that have saved and left may be started again by torchrun, which then is told to end. Where it has none, because it waits
+# for other nodes, there is nothing to save.
+ranks=" $(pgrep -P "$agent" | tr '\n' ' ' || true)" without_ranks=0
 while kill -0 "$agent" 2> /dev/null; do
-    if ((stops == 1)) && pkill -TERM -P "$agent"; then
-        without_ranks=0
-    elif ((stops > 1 || (without_ranks += 1) > 30)); then # it still waits for other nodes: there is nothing to save
+    again="" now=$(pgrep -P "$agent" || true)
+    for rank in $now; do
+        [[ $ranks == *" $rank "* ]] || again=1
+    done
+    [[ -n $now ]] && without_ranks=0 || without_ranks=$((without_ranks + 1))
+    if ((stops > 1 || without_ranks > 20)) || [[ -n $again ]]; then
         kill -USR2 "$agent" 2> /dev/null || true
+    elif [[ -n $now ]]; then # again and again: a rank that is only starting Python hears nothing yet
+        kill -TERM $now 2> /dev/null || true
     fi
-    sleep 1 &
+    sleep 0.5 &
     wait "$!" || true
 done
 status=0

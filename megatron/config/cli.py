@@ -21,7 +21,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of
 from megatron.config.given import DryRun, Given, Sorted, dry_run_in, sort_given, split, take, without_gaps
-from megatron.config.launcher import launched
+from megatron.config.launcher import is_first_rank, launched
 from megatron.config.model_files import LIST, file_of, table
 from megatron.config.rules import violations
 from megatron.config.save import to_yaml
@@ -81,7 +81,7 @@ def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
     try:
         return load(argv, launched().world_size)
     except ConfigError as error:
-        if _is_first_rank():
+        if is_first_rank():
             sys.stderr.write(f"{PROGRAM}: {error}\n")
         sys.exit(2)
 
@@ -157,15 +157,10 @@ def _with_group_files(given: Sequence[Given]) -> tuple[list[Given], list[Violati
 
 
 def _write_and_exit(text: str) -> NoReturn:
-    if _is_first_rank():
+    if is_first_rank():
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:  # `--help | head`: nobody reads on, and Python must not try to flush at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
-
-
-def _is_first_rank() -> bool:
-    rank = os.environ.get("RANK", "0")
-    return not rank.isdigit() or not int(rank)  # what is no number is a problem to be told

@@ -18,7 +18,7 @@ use-flash-attn: --attention-backend auto, the default, takes flash attention whe
 attention-softmax-in-fp32: softmax is always computed in at least float32
 apply-query-key-layer-scaling: softmax is always computed in at least float32, so nothing has to be scaled and scaled back
 accumulate-allreduce-grads-in-fp32: gradients of a 16-bit model are always summed and reduced in float32
-exit-signal-handler: SIGTERM always saves a checkpoint and exits
+exit-signal-handler: SIGTERM and SIGUSR1 always save a checkpoint and exit
 no-save-rng no-load-rng: random numbers follow from the seed and the step; there is no generator state to save or load
 no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm:
     kernels are chosen by torch; no switch is needed
@@ -188,7 +188,7 @@ wandb-entity: Set WANDB_ENTITY in the environment.
 wandb-save-dir: Set WANDB_DIR in the environment.
 config-logger-dir: Use --print-config; the resolved config is also saved with the run.
 enable-experimental: No feature is hidden behind a switch.
-exit-signal: SIGTERM always saves a checkpoint and exits; other signals are not a setting.
+exit-signal: SIGTERM and SIGUSR1 always save a checkpoint and exit; other signals are not a setting.
 """
 """Names of other versions; then flags, and patterns of flags, that ask for what does not exist here. Each with what to use."""
 

@@ -40,3 +40,9 @@ def launched() -> Launched:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that tells what all find."""
+    rank = os.environ.get("RANK", "0")
+    return not rank.isdigit() or not int(rank)  # what is no number is a problem to be told

@@ -44,6 +44,9 @@ class TrainingConfig:
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = setting(None, above=0, unit="minutes")
     """Save and exit after this many minutes."""
+    exit_signal_code: int = setting(85, at_least=0, at_most=255, unit="exit code")
+    """Exit code of a run that SIGTERM or SIGUSR1 ended before its time, after it saved. With 0 a launcher takes it for a run
+    that is done, and does not start it again."""
     deterministic_mode: bool = False
     """Use only deterministic kernels: on GPUs two runs are the same bit for bit only so (attention's backward is slower)."""
     manual_gc: bool = False

@@ -1,4 +1,4 @@
-"""How a run ends before its time: ranks that agree on a failure, numbers that are not finite, SIGTERM, a rank that cannot go on.
+"""How a run ends before its time: ranks that agree on a failure, numbers that are not finite, a rank that cannot go on.
 
 In each case there is one clear message, an exit code that says how it went, and no rank left waiting for another.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -108,34 +106,6 @@ def raise_uncounted(iteration: int) -> NoReturn:
     )
 
 
-class ExitSignal:
-    """Records a signal instead of ending the process, inside a `with` block of the main thread. The loop asks between two steps.
-
-    Schedulers send SIGTERM some time before they kill a job. Only some ranks may have received it when the loop asks, so the loop
-    makes the ranks agree by a reduction.
-
-    Args:
-        number: The signal.
-    """
-
-    def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self._number = number
-        self.requested = False
-        """Whether the signal came since the block was entered."""
-
-    def __enter__(self) -> Self:
-        self.requested = False
-        # None stands for a handler that was not installed from Python; it cannot be put back.
-        self._previous = signal.signal(self._number, self._note) or signal.SIG_DFL
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        signal.signal(self._number, self._previous)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True  # nothing more: a handler that prints or saves can interrupt another print or save
-
-
 # Raised on every rank with the same words, so one rank prints them.
 _SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError)
 
@@ -169,14 +139,14 @@ def reported_failures() -> Iterator[Explanations]:
         _leave(1, _words(error, explanations))
 
 
-def leave_well() -> None:
-    """End this rank of a parallel job at once, after it has succeeded.
+def leave_well(code: int = 0) -> None:
+    """End this rank of a parallel job at once, after it has succeeded, or has stopped as it was asked to.
 
     A thread of gloo that frees a tensor while Python shuts down aborts the process (seen in one of 30 runs), and the launcher
     would report a failed job.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        _leave(0, "")
+    if code or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        _leave(code, "")
 
 
 def _words(error: BaseException, explanations: Explanations) -> str:

@@ -17,7 +17,7 @@ from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay
 from megatron.parallel.context import ParallelContext
-from megatron.training.failure import ExitSignal, NonFiniteError, together
+from megatron.training.failure import NonFiniteError, together
 from megatron.training.inputs import Batches
 from megatron.training.memory_report import MemoryAccount
 from megatron.training.plan_report import PlanReport, StepPlan
@@ -25,11 +25,12 @@ from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
 from megatron.training.saver import LearningSchedule, Saver
+from megatron.training.signals import ExitSignals
 from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.stragglers import StragglerReports
 from megatron.training.watch import Watcher, watchers
 
-_ON_SIGNAL = "on SIGTERM"
+_ON_SIGNAL = "on a signal"
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
 """Errors that a step raises on every rank at once."""
 
@@ -52,6 +53,8 @@ class Loop:
     test_batches: Callable[[], Batches] | None
     started_at: float
     """When the job started, by time.monotonic()."""
+    signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
+    """Those that ask the run to exit."""
     draw: Draw | None = None
     """Draws the timelines of --profile-pipeline; the first rank needs it."""
     account: MemoryAccount | None = None
@@ -61,8 +64,12 @@ class Loop:
     flight: Flight = field(default_factory=Flight)
     """Takes what this rank is about."""
 
-    def run(self, progress: Progress) -> None:
-        """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end."""
+    def run(self, progress: Progress) -> bool:
+        """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
+
+        Returns:
+            whether a signal ended it.
+        """
         if self.config.training.manual_gc:
             gc.disable()
         began_at = progress.iteration
@@ -76,9 +83,9 @@ class Loop:
             from megatron.training.compilation import CompilationReports  # imports the compiler
 
             watching.append(CompilationReports(self.config.speed, self.reporter))
-        with ExitSignal() as signal:
+        with self.signals.noted():
             try:
-                stopped = self._train(progress, signal, watching)
+                stopped = self._train(progress, watching)
                 if progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
                     self._save(progress, watching)  # inside the block: a further signal must not cut off the save
             except _SHARED_FAILURES:  # on every rank alike, so the save under way can be finished
@@ -87,9 +94,10 @@ class Loop:
             for watcher in watching:
                 watcher.close()
             self.saver.finish(self.reporter.say)
-            self._finish(progress, stopped, signal)
+            self._finish(progress, stopped)
+        return stopped == _ON_SIGNAL
 
-    def _train(self, progress: Progress, signal: ExitSignal, watching: list[Watcher]) -> str | None:
+    def _train(self, progress: Progress, watching: list[Watcher]) -> str | None:
         """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
         stopped = None
         logging, context = self.config.logging, self.context
@@ -106,10 +114,10 @@ class Loop:
                 with self.timers("batch-generator", level=1):
                     batch = next(batches)
                 self.flight.phase("in a step")
-                result = self._advance(progress, batch, (signal.requested, self._time_is_up()), watching)
+                result = self._advance(progress, batch, (self.signals.seen is not None, self._time_is_up()), watching)
                 self.flight.phase("between steps")
                 self.saver.poll(self.reporter.say)
-                stopped = self._between_steps(progress, watching, signal) or self._exit_reason(progress, result)
+                stopped = self._between_steps(progress, watching) or self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
         return stopped
 
@@ -151,11 +159,11 @@ class Loop:
             found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
         return found
 
-    def _between_steps(self, progress: Progress, watching: list[Watcher], signal: ExitSignal) -> str | None:
+    def _between_steps(self, progress: Progress, watching: list[Watcher]) -> str | None:
         """Evaluate and save, if it is time. Returns why the run is to stop, if an evaluation was given up."""
         training = self.config.training
         valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
-        if valid is not None and not self._evaluate(progress, valid, "validation", signal):
+        if valid is not None and not self._evaluate(progress, valid, "validation"):
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
@@ -174,26 +182,25 @@ class Loop:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
         return None
 
-    def _finish(self, progress: Progress, stopped: str | None, signal: ExitSignal) -> None:
+    def _finish(self, progress: Progress, stopped: str | None) -> None:
         # After the save: evaluations may take longer than a scheduler that ends the job allows.
         if stopped is None:
             done = True
             if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
-                done = self._evaluate(progress, self.valid_batches, "validation", signal)
+                done = self._evaluate(progress, self.valid_batches, "validation")
             if done and self.test_batches is not None:
-                self._evaluate(progress, self.test_batches, "test", signal)
-        self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {stopped}")
+                self._evaluate(progress, self.test_batches, "test")
+        why = self.signals.words() if stopped == _ON_SIGNAL else stopped
+        self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}")
 
-    def _evaluate(
-        self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"], signal: ExitSignal
-    ) -> bool:
+    def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
         """Evaluate; returns whether that came to its end, and was not given up on a signal."""
         self.flight.phase("evaluating")
         with self.reporter.paused():
             with self.timers("evaluation", level=0):
-                found = evaluate(self.step, make(), lambda: signal.requested)
+                found = evaluate(self.step, make(), lambda: self.signals.seen is not None)
             if found is None:
-                self.reporter.say(f"  the evaluation at iteration {progress.iteration} is given up {_ON_SIGNAL}")
+                self.reporter.say(f"  the evaluation at iteration {progress.iteration} is given up {self.signals.words()}")
             else:
                 self.reporter.evaluation(progress, *found, split)
             if self.config.training.manual_gc:

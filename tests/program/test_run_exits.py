@@ -1,14 +1,17 @@
-"""Ways to stop early: all ranks agree, save and exit with 0, and the run goes on as if it had never stopped."""
+"""Ways to stop early: all ranks agree, save and exit with a code that says why, and the run goes on as if it had never stopped."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.training import resume as resuming
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 from tests.support.runs import arguments, complete_checkpoints, digest, launch, on_rank, report, run, timeless
@@ -35,6 +38,13 @@ def _terminate(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _stopped(settings: dict[str, Any], before: Callable[[int], None], code: int = 85) -> str:
+    """Run on two ranks until a signal ends it; returns what the first printed."""
+    ended = launch(arguments(**settings), 2, before=before)
+    assert [end.code for end in ended] == [code, code] and not ended[0].stderr, report(ended)
+    return ended[0].stdout
+
+
 def _assert_goes_on(folder: Path, whole: Path, stopped_at: int) -> None:
     """Resume to the end: weights, state and metrics are those of the run that was not interrupted."""
     assert complete_checkpoints(folder) == [f"iter_{stopped_at:07d}"]
@@ -44,11 +54,16 @@ def _assert_goes_on(folder: Path, whole: Path, stopped_at: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank(tmp_path: Path, whole: Path, rank: int) -> None:
-    """It comes during iteration 3, which is finished and saved."""
-    said = run(arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=on_rank(rank, 3, _terminate))
+def test_a_signal_to_one_rank(tmp_path: Path, whole: Path, rank: int) -> None:
+    """It comes during iteration 3, which is finished and saved. The exit code is no success, unless that is asked for."""
+    settings = {**SETTINGS, "save": tmp_path, "metrics_file": tmp_path / "metrics"}
+    if rank:
+        said = _stopped(settings, on_rank(rank, 3, _terminate))
+        assert "exiting on a signal to another rank" in said
+    else:
+        told = on_rank(rank, 3, lambda _: os.kill(os.getpid(), signal.SIGUSR1))
+        assert "exiting on SIGUSR1" in _stopped({**settings, "exit_signal_code": 0}, told, code=0)
     # The request travels with the sums of a step: of this one, if the signal was there before it began.
-    assert "exiting on SIGTERM" in said
     _assert_goes_on(tmp_path, whole, stopped_at=4)
 
 
@@ -65,7 +80,7 @@ def test_sigterm_again_while_saving(tmp_path: Path, whole: Path) -> None:
 
         Saver.save = interrupted  # type: ignore[assignment, method-assign]
 
-    run(arguments(**SETTINGS, save=tmp_path, metrics_file=tmp_path / "metrics"), 2, before=before)
+    _stopped({**SETTINGS, "save": tmp_path, "metrics_file": tmp_path / "metrics"}, before)
     _assert_goes_on(tmp_path, whole, stopped_at=4)
 
 
@@ -84,13 +99,31 @@ def test_sigterm_while_evaluating(tmp_path: Path, whole: Path) -> None:
         TrainStep.evaluate = evaluate  # type: ignore[method-assign]
 
     settings = {**SETTINGS, "save": tmp_path / "between", "metrics_file": tmp_path / "between" / "metrics", "eval_iters": 100_000}
-    said = run(arguments(**settings, eval_interval=2), 2, before=before)
-    assert "the evaluation at iteration 2 is given up on SIGTERM" in said and "exiting on SIGTERM" in said
+    said = _stopped({**settings, "eval_interval": 2}, before)
+    assert "the evaluation at iteration 2 is given up on a signal to another rank" in said and "exiting on a signal" in said
     _assert_goes_on(tmp_path / "between", whole, stopped_at=2)
     settings["save"] = tmp_path / "end"
     said = run(arguments(**settings, eval_interval=STEPS + 1), 2, before=before)
-    assert f"the evaluation at iteration {STEPS} is given up on SIGTERM" in said and "validation loss" not in said
+    assert f"the evaluation at iteration {STEPS} is given up on a signal to another rank" in said and "validation loss" not in said
     assert complete_checkpoints(tmp_path / "end") == [f"iter_{STEPS:07d}"]
+
+
+def test_sigterm_while_starting(tmp_path: Path) -> None:
+    """While a checkpoint is read: it ends at once, and takes nothing over."""
+    run(arguments(train_iters=1, save=tmp_path))
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def in_resume(_: int) -> None:
+        def resume(*_: Any) -> None:
+            _terminate(None)
+            time.sleep(30)
+
+        resuming.resume = resume  # type: ignore[assignment]
+
+    ended = launch(arguments(train_iters=3, save=tmp_path, load=tmp_path), before=in_resume)
+    assert ended[0].code == 85, report(ended)
+    assert ended[0].stderr == "pretrain_gpt.py: SIGTERM before training: there is nothing to save\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_exit_interval(tmp_path: Path, whole: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 
+from megatron.checkpoint.save_folder import LATEST
 from megatron.data.indexed_writer import write_dataset
-from tests.support.cli import spawn_cli
+from tests.support.cli import ROOT, ranks_of, spawn_cli
 from tests.support.runs import arguments, digest, run
+from tests.support.warm_python import warm_python
 
 SCRIPT = "pretrain_gpt.py"
 
@@ -36,3 +42,33 @@ def test_torchrun_ends_all_ranks_of_a_run_that_fails(tmp_path: Path, full: bool)
     assert done.returncode != 0
     assert "has token id 99, but the tokenizer has 61 ids" in done.stderr
     assert [path.name for path in (tmp_path / "save").glob("*.json")] == ["run.json"]
+
+
+def test_a_node_that_is_asked_to_stop_is_no_success_for_the_others(tmp_path: Path) -> None:
+    """Of two nodes: a signal to the rank of one. Both torchruns end at once, and not with 0, after which one would wait 300 s."""
+    words = ["-m", "torch.distributed.run", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=stops", "--nproc-per-node=1"]
+    words += [f"--rdzv-endpoint=localhost:{21000 + os.getpid() % 10000}", str(ROOT / SCRIPT)]
+    job = arguments(train_iters=100_000, log_interval=100_000, save=tmp_path / "save", save_interval=5, keep_last=1)
+    # A warm one for the ranks; no PYTHONPATH, or torchrun would be warm too.
+    variables = {**os.environ, "PYTHON_EXEC": warm_python(), "PYTHONPATH": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    files = [(tmp_path / f"{node}").open("w+") for node in range(2)]
+    nodes = [
+        subprocess.Popen([warm_python(), *words, *job], env=variables, cwd=tmp_path, stdout=file, stderr=file) for file in files
+    ]
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "save" / LATEST).exists():
+            assert time.monotonic() < until and all(node.poll() is None for node in nodes), files[0].read()
+            time.sleep(0.1)
+        (rank,) = ranks_of(nodes[1].pid)
+        os.kill(rank, signal.SIGTERM)
+        assert [node.wait(60) for node in nodes] == [1, 1]
+        said = "".join(Path(file.name).read_text() for file in files)
+        assert said.count("exitcode  : 85") == 2 and "exiting on" in said
+    finally:
+        for node, file in zip(nodes, files, strict=True):
+            for pid in ranks_of(node.pid):
+                os.kill(pid, signal.SIGKILL)
+            node.kill()
+            node.wait()
+            file.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.process
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,3 +111,24 @@ def _marked(mark: str) -> Iterator[int]:
 def _tail(output: tuple[str, str], characters: int = 4000) -> str:
     stdout, stderr = output
     return f"--- end of stdout\n{stdout[-characters:]}\n--- end of stderr\n{stderr[-characters:]}"
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes that train, below one that launched them."""
+
+    def below(pid: int) -> list[int]:
+        try:
+            children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except OSError:  # it has ended
+            return []
+        return [*children, *(grandchild for child in children for grandchild in below(child))]
+
+    found = []
+    for pid in below(launcher):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if re.search(rb"\0-u\0[^\0]*pretrain_gpt\.py\0", words) and b"torch.distributed.run" not in words:
+            found.append(pid)
+    return found

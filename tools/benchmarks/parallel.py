@@ -57,6 +57,7 @@ def run_rank(argv: list[str]) -> None:
     from megatron.parallel.collectives import Pending
     from megatron.pipeline_parallel.p2p import Messenger
     from megatron.training.failure import Explanations, leave_well
+    from megatron.training.signals import ExitSignals
     from megatron.training.step import TrainStep
 
     waited, stepped = 0.0, 0.0
@@ -92,7 +93,7 @@ def run_rank(argv: list[str]) -> None:
             setattr(kind, name, timed(getattr(kind, name)))
     setattr(TrainStep, "run", stepping(TrainStep.run))  # noqa: B010
     world_size = int(os.environ["WORLD_SIZE"])
-    pretrain_gpt.pretrain(load(argv, world_size), argv, time.monotonic(), Explanations())
+    pretrain_gpt.pretrain(load(argv, world_size), argv, time.monotonic(), Explanations(), ExitSignals(0))
     if os.environ["RANK"] == "0" and world_size > 1:
         print(f"share of rank 0's steps in communication, waiting for others included: {waited / stepped:.0%}", flush=True)
     leave_well()

@@ -1,0 +1,88 @@
+"""Signals that ask a run to exit: SIGTERM, which schedulers send some time before they kill a job, and SIGUSR1, which they can
+be told to send. While training goes on they are noted, and the loop saves and exits; at any other time the rank leaves at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Self
+
+from megatron.config.launcher import is_first_rank
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class ExitSignals:
+    """Takes the signals from where it is entered, in the main thread, to where it is left. Children that are forked meanwhile
+    get the default action back.
+
+    Args:
+        code: exit code of a run that a signal ended (--exit-signal-code).
+    """
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.seen: signal.Signals | None = None
+        """The last one that this rank got within `noted`. Only some ranks may have got it, so they must agree."""
+        self._noted = False
+        self._entered_by: int | None = None
+
+    def __enter__(self) -> Self:
+        self._entered_by = os.getpid()
+        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        # A handler of Python's runs when the main thread comes back to Python. That may be minutes away, as while it waits for
+        # other ranks to start. What is written to this pipe is read at once, by another thread.
+        self._hears, self._tells = os.pipe()
+        os.set_blocking(self._tells, False)
+        self._previous_pipe = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, daemon=True, name="exit signals").start()
+        os.register_at_fork(after_in_child=self._forget)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.set_wakeup_fd(self._previous_pipe)
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not installed from Python; it cannot be put back.
+            signal.signal(number, handler or signal.SIG_DFL)
+        self._entered_by = None
+        os.close(self._tells)  # the thread ends
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within the block a signal ends nothing: who is in it asks `seen`, between two steps."""
+        self._noted = True
+        try:
+            yield
+        finally:
+            self._noted = False
+
+    def words(self) -> str:
+        """Why all ranks stop, once they have agreed to."""
+        return "on a signal to another rank" if self.seen is None else f"on {self.seen.name}"
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # Nothing more: a handler that prints or saves can interrupt another print or save.
+        if self._noted:
+            self.seen = signal.Signals(number)
+
+    def _listen(self) -> None:
+        while told := os.read(self._hears, 1):
+            if told[0] in SIGNALS and not self._noted and self._entered_by is not None:
+                if is_first_rank():
+                    sys.stderr.write(f"pretrain_gpt.py: {signal.Signals(told[0]).name} before training: there is nothing to save\n")
+                    sys.stderr.flush()
+                os._exit(self.code)
+        os.close(self._hears)
+
+    def _forget(self) -> None:
+        if self._entered_by is not None:
+            signal.set_wakeup_fd(-1)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            self._entered_by = None
