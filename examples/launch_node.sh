@@ -3,7 +3,7 @@
 #
 #   launch_node.sh NODES RANKS_PER_NODE HEAD:PORT NAME PYTHON PROGRAM [flags]
 #
-# SIGTERM goes to the ranks, which save and exit; torchrun then ends as after any other run. (A torchrun that gets SIGTERM itself
+# SIGTERM goes to the ranks, which save and exit; torchrun ends, or is told to. (A torchrun that gets SIGTERM itself
 # kills ranks that have not ended after 30 s, which may be in the middle of a save. So it is told to take no notice.) A second
 # SIGTERM ends the ranks at once.
 set -euo pipefail

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.metrics.output import LineFile
+
 VERSION = 1
 
 NUM_SIGNS = 4
@@ -89,17 +91,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | Path, *, append: bool) -> None:
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            broken = append and path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-            self._file = path.open("a" if append else "w", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"--save-trace {path} cannot be written ({error.strerror}). Give a path in a folder that you may write to."
-            ) from error
-        if broken:  # the run was killed while it wrote
-            self._file.write("\n")
+        self._file = LineFile("--save-trace", path, append=append)
 
     def header(self, header: TraceHeader) -> None:
         """Write the header of a run."""
@@ -118,8 +110,7 @@ class TraceWriter:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(_finite(line), allow_nan=False))
 
 
 def read_trace(path: str | Path) -> list[TraceRun]:

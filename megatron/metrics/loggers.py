@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from megatron.config.outputs import LoggingConfig
 from megatron.metrics.log_line import perplexity
+from megatron.metrics.output import LineFile, Output
 
 
 class Sink(Protocol):
@@ -43,17 +44,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | Path, append: bool) -> None:
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            inside_line = append and _ends_inside_line(path)
-            self._file = path.open("a" if append else "w", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"--metrics-file {path} cannot be written ({error.strerror}). Give a path in a folder that you may write to."
-            ) from error
-        if inside_line:
-            self._file.write("\n")
+        self._file = LineFile("--metrics-file", path, append=append)
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Write one line."""
@@ -61,8 +52,7 @@ class MetricsFile:
         record |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         if not all(map(math.isfinite, values.values())):
             record["nonfinite"] = True
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
         """Close the file."""
@@ -107,27 +97,44 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError("--tensorboard-dir needs the package tensorboard: pip install tensorboard") from error
+        self._make = lambda: SummaryWriter(folder)
+        self._output = Output(f"--tensorboard-dir {folder}")
         try:
-            self._writer = SummaryWriter(folder)
+            self._writer: Any = self._make()
         except OSError as error:
             raise ValueError(f"--tensorboard-dir {folder} cannot be written ({error.strerror}).") from error
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
-        for name, value in values.items():
-            if name not in _TAGS:
-                self._writer.add_scalar(name, value, iteration)
-                continue
-            curves = {_TAGS[name]: value / 1000.0 if name == "elapsed_ms" else value}
-            if name in ("validation_loss", "test_loss"):
-                curves[f"{_TAGS[name]} ppl"] = perplexity(value)
-            for tag, number in curves.items():
-                self._writer.add_scalar(tag, number, iteration)
-                self._writer.add_scalar(f"{tag} vs samples", number, samples)
+        try:
+            # A writer whose thread failed raises from then on. A new one begins another file in the folder.
+            self._writer = self._writer or self._make()
+            for name, value in values.items():
+                self._add(name, value, iteration, samples)
+        except OSError as error:
+            self._output.failed(error)
+            self._writer = None
+        else:
+            self._output.works()
 
     def close(self) -> None:
         """Write what is still in memory."""
-        self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            self._output.failed(error)
+
+    def _add(self, name: str, value: float, iteration: int, samples: int) -> None:
+        if name not in _TAGS:
+            self._writer.add_scalar(name, value, iteration)
+            return
+        curves = {_TAGS[name]: value / 1000.0 if name == "elapsed_ms" else value}
+        if name in ("validation_loss", "test_loss"):
+            curves[f"{_TAGS[name]} ppl"] = perplexity(value)
+        for tag, number in curves.items():
+            self._writer.add_scalar(tag, number, iteration)
+            self._writer.add_scalar(f"{tag} vs samples", number, samples)
 
 
 class WandB:
@@ -147,11 +154,17 @@ class WandB:
             import wandb
         except ImportError as error:
             raise ValueError('--wandb-project needs the package wandb (the extra "wandb"): pip install wandb') from error
+        self._output = Output(f"--wandb-project {project}")
         self._run = wandb.init(project=project, name=name, config=dict(settings or {}))
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Send the values of one iteration."""
-        self._run.log({**values, "consumed_samples": samples}, step=iteration)
+        try:
+            self._run.log({**values, "consumed_samples": samples}, step=iteration)
+        except Exception as error:  # noqa: BLE001 - whatever the package raises
+            self._output.failed(error)
+        else:
+            self._output.works()
 
     def close(self) -> None:
         """Send what is still in memory and end the run."""
@@ -166,12 +179,3 @@ def curve_sinks(config: LoggingConfig, settings: Mapping[str, Any] | None = None
     if config.wandb_project is not None:
         sinks.append(WandB(config.wandb_project, config.wandb_exp_name, settings))
     return sinks
-
-
-def _ends_inside_line(path: Path) -> bool:
-    """Whether a run that was killed left half a line."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read() != b"\n"

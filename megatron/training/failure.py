@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
@@ -177,8 +177,10 @@ def _parallel() -> bool:
 
 
 def _leave(code: int, message: str) -> None:
-    sys.stdout.flush()
-    if message:
-        sys.stderr.write(f"pretrain_gpt.py: {message}\n")
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # nobody may read on, or the disk may be full
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        if message:
+            sys.stderr.write(f"pretrain_gpt.py: {message}\n")
+        sys.stderr.flush()
     os._exit(code)

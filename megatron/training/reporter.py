@@ -15,6 +15,7 @@ import torch
 from megatron.config.outputs import LoggingConfig
 from megatron.metrics.log_line import training_log_line, validation_lines
 from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
+from megatron.metrics.output import Printer
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
 from megatron.model.build import Model
 from megatron.moe.balance import BalanceResult
@@ -80,6 +81,7 @@ class Reporter:
         self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
         self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
         self._sinks = [*self._curves, *([self._file] if self._file else [])]
+        self._printer = Printer()
         self._first = True
         self._last_step = time.perf_counter()
         self._interval = _Interval(self._last_step)
@@ -141,7 +143,7 @@ class Reporter:
     def say(self, line: str) -> None:
         """Print a line at once, on rank 0."""
         if self._speaks:
-            print(line, flush=True)
+            self._printer.say(line)
 
     def close(self) -> None:
         """Close the sinks."""

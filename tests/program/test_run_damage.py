@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import shutil
@@ -196,3 +197,37 @@ def test_a_full_disk(tmp_path: Path, stopped: Path, whole: str, in_background: b
     assert "No space left on device" in ended[0].stderr
     assert there == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "run.json"]
     assert last == whole
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize("closed", [False, True])
+def test_outputs_that_fail_do_not_end_a_run(tmp_path: Path, closed: bool) -> None:
+    """A full disk under all of them, or a pipe that nobody reads: each is told once, and the run and its checkpoints go on."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def before(_: int) -> None:
+        if closed:
+            read_end, write_end = os.pipe()
+            os.close(read_end)
+            os.dup2(write_end, 1)
+        else:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+        written = []
+
+        def full(*_: Any) -> None:
+            written.append(1)
+            if len(written) > 1:  # the first begins the file
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        RecordWriter.write = full
+
+    folder = tmp_path / "run"
+    outputs = {"metrics_file": "/dev/full", "save_trace": "/dev/full", "tensorboard_dir": tmp_path / "board"}
+    (ended,) = launch(arguments(train_iters=4, save=folder, **outputs), before=before)
+    assert ended.code == 0, report([ended])
+    assert complete_checkpoints(folder) == ["iter_0000004"]
+    said = ended.stderr.splitlines()
+    for name in ("stdout", "--metrics-file /dev/full", "--save-trace /dev/full", "--tensorboard-dir"):
+        assert sum(line.startswith(name) and "training goes on" in line for line in said) == 1, ended.stderr
+    assert len(said) == 4, ended.stderr

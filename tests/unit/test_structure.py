@@ -58,7 +58,7 @@ SETTINGS = {
 """The dataclasses of the settings, which know nothing of the spec but its tables that read no settings."""
 ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data", "attention"}
 ABOVE["planner"] = {*ABOVE["checkpoint"], "attention", "context_parallel", "moe", "metrics"}
-ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint"}
+ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint", "metrics"}
 ABOVE["flight"] = {"config", "parallel", "spec"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}

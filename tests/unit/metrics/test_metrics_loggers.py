@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +72,42 @@ def test_path_that_cannot_be_written_names_the_flag(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "file" / "metrics.jsonl"):
         with pytest.raises(ValueError, match=r"--metrics-file .* cannot be written"):
             MetricsFile(path, append=False)
+
+
+def test_a_line_is_whole_or_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a disk that is full in the middle of a line, and then is not."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, append=False)
+    metrics.scalars(1, 0, {})
+    real = metrics._file._file
+
+    class Full:
+        """Takes five bytes, then none."""
+
+        def __init__(self) -> None:
+            self.room = 5
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken, self.room = real.write(data[: self.room]), 0
+            return taken
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    for iteration in (2, 3):
+        metrics._file._file = Full()  # type: ignore[assignment]
+        metrics.scalars(iteration, 0, {})
+    metrics._file._file = real
+    metrics.scalars(4, 0, {})
+    metrics.close()
+    assert [record["iteration"] for record in strict_lines(path)] == [1, 4]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"--metrics-file {path} cannot be written (No space left on device): training goes on, what comes meanwhile is lost there",
+        f"--metrics-file {path} is written again",
+    ]
 
 
 def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
