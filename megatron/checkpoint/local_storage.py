@@ -240,6 +240,10 @@ class LocalDraft(Draft):
         make_folder(self._folder.parent)
         self._folder.mkdir()  # not written to the disk, since training waits; `publish` does that for the final name
 
+    def join(self) -> None:
+        make_folder(self._folder.parent)
+        self._folder.mkdir(exist_ok=True)
+
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, write all names to the disk, rename."""
         for name, data in files.items():

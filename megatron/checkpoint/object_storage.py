@@ -214,6 +214,10 @@ class ObjectDraft(Draft):
         self.storage.make()
         self._remove_files(lambda name: _written_by(name, self._token))
 
+    def join(self) -> None:
+        """Make the folder."""
+        self.storage.make()
+
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, the manifest at the end."""
         # They replace those of an older checkpoint, which is incomplete from here on.

@@ -19,19 +19,20 @@ import torch
 
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.rank_parts import RankPart
-from megatron.checkpoint.save_folder import Retention, checkpoint_name
-from megatron.checkpoint.storage import Draft, Storage
+from megatron.checkpoint.save_folder import Retention
+from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.writer_messages import (
+    Alive,
     Begin,
     Committed,
     End,
+    Mark,
     Message,
     Note,
     PartsEnded,
     PartWritten,
     Reply,
     Save,
-    failure_mark,
 )
 from megatron.parallel.boxes import Box
 
@@ -82,7 +83,7 @@ class WriterProcess:
                     start_new_session=True,  # signals to the job's process group are not for it
                 )
         self._memory = torch.frombuffer(shared, dtype=torch.uint8)
-        self._pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
+        self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
         self.targets = {
             (box.name, box.box): self._memory[place].view(torch_dtype(box.dtype)).view(box.box.sizes)
             for box, place in begin.part.places().items()
@@ -123,7 +124,7 @@ class WriterProcess:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a file system cannot even be killed
             self._process.wait(_DIES_WITHIN_S)
-        if self._pinned:
+        if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
@@ -136,6 +137,8 @@ def _anonymous_file() -> IO[bytes]:
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 300.0
+STALL_S = 60.0
+"""Seconds without a step further after which a save in the background is told to stand still, and between two such lines."""
 _TELL_AFTER_S = 10.0
 _TELL_EVERY_S = 60.0
 
@@ -157,16 +160,23 @@ class RankWriter:
         self._process: WriterProcess | None = None
         self.iteration: int | None = None
         """The last save that was begun."""
-        self.draft: Draft | None = None
+        self._token = ""
         self.written: PartWritten | None = None
         """The result of this rank's part of that save, once it has ended."""
         self.committed: Committed | None = None
         """On the first rank: the result of the whole save, once it has ended."""
         self.notes: list[str] = []
         """Further lines for the log."""
+        self._doing, self._further_at, self._told_at = "", 0.0, 0.0
 
     def start(
-        self, iteration: int, token: str, part: RankPart, tensors: list[GlobalTensor], files: dict[str, bytes] | None
+        self,
+        iteration: int,
+        token: str,
+        part: RankPart,
+        tensors: list[GlobalTensor],
+        files: dict[str, bytes] | None,
+        failed: tuple[int, ...] = (),
     ) -> None:
         """Copy what this rank writes and let the process write it. The save before must have ended.
 
@@ -176,8 +186,9 @@ class RankWriter:
             part: what to write.
             tensors: what this rank holds; they may change when this returns.
             files: on the first rank, the small files of the checkpoint.
+            failed: iterations whose saves left something.
         """
-        self.iteration, self.draft = iteration, self._storage.draft(checkpoint_name(iteration), token)
+        self.iteration, self._token = iteration, token
         self.written = self.committed = None
         self.receive()  # it may have died since
         begin = Begin(self._storage.location, part, self._num_ranks, self._retention)
@@ -189,7 +200,8 @@ class RankWriter:
                 self._fail(f"rank {self._rank}: {error}")
                 return
         _copy(tensors, self._process.targets)
-        self._process.send(Save(iteration, token, files if self._rank == 0 else None))
+        self._doing, self._further_at, self._told_at = "the process that writes it", time.monotonic(), 0.0
+        self._process.send(Save(iteration, token, files if self._rank == 0 else None, failed if self._rank == 0 else ()))
 
     def receive(self, timeout: float = 0.0) -> bool:
         """Take in the process's replies, waiting at most `timeout` seconds for one. Returns whether it is known to be alive."""
@@ -198,10 +210,11 @@ class RankWriter:
         try:
             replies = self._process.receive(timeout)
         except WriterDied as error:
-            self.close()
-            self._fail(f"rank {self._rank}: {error}")
+            self._fail_and_mark(f"rank {self._rank}: {error}")
             return False
         for reply in replies:
+            if isinstance(reply, Alive) and (reply.further or reply.doing != self._doing):
+                self._doing, self._further_at = reply.doing, time.monotonic()
             if isinstance(reply, PartWritten):
                 self.written = reply
             elif isinstance(reply, Committed):
@@ -209,6 +222,17 @@ class RankWriter:
             elif isinstance(reply, Note):
                 self.notes.append(reply.text)
         return bool(replies)
+
+    def stall(self) -> str | None:
+        """On the first rank, while a save goes on: a line if it has come no further for long, once in that time."""
+        now = time.monotonic()
+        if self.iteration is None or self.committed is not None or now - max(self._further_at, self._told_at) < STALL_S:
+            return None
+        self._told_at = now
+        return (
+            f"save of iteration {self.iteration} has waited {now - self._further_at:.0f} s for {self._doing} on "
+            f"{self._storage.location}; training goes on until the next save is due"
+        )
 
     def wait_until_written(self) -> str | None:
         """Wait for this rank's part of the last save. Returns why it could not be written, or None."""
@@ -225,10 +249,14 @@ class RankWriter:
             self._process.send(PartsEnded("\n  ".join(dict.fromkeys(failures)) or None))
         self._wait_until(lambda: self.committed is not None)
 
-    def end(self) -> None:
-        """Let the process finish what it has begun (the first rank's may be removing old checkpoints), and free the memory."""
+    def end(self, failed: tuple[int, ...] = ()) -> None:
+        """Let the process finish what it has begun (the first rank's may be removing old checkpoints), and free the memory.
+
+        Args:
+            failed: iterations whose saves left something.
+        """
         if self._process is not None:
-            self._process.send(End())
+            self._process.send(End(failed if self._rank == 0 else (), self._token))
         self._wait_until(lambda: self._process is None)
 
     def close(self) -> None:
@@ -250,8 +278,8 @@ class RankWriter:
             now = time.monotonic()
             heard = now if alive else heard
             if now - heard > self._patience_s:
-                self.close()
-                self._fail(f"rank {self._rank}: the process that writes it made no progress for {now - heard:.0f} s and was ended")
+                reason = f"made no progress for {now - heard:.0f} s and was ended"
+                self._fail_and_mark(f"rank {self._rank}: the process that writes it {reason}")
             elif now > tell_at and not done():
                 _log.error(
                     f"rank {self._rank}: still waiting for the save of iteration {self.iteration} "
@@ -259,15 +287,24 @@ class RankWriter:
                 )
                 tell_at = now + _TELL_EVERY_S
 
+    def _fail_and_mark(self, reason: str) -> None:
+        """The process has ended, or has to, in a save. Only another one tells the first rank's: this one touches no storage."""
+        assert self._process is not None
+        begin, pinned, marks = self._process.begin, self._process.pinned, self.written is None and self.iteration is not None
+        self.close()
+        self._fail(reason)
+        if marks and self._rank > 0:
+            assert self.iteration is not None
+            with contextlib.suppress(OSError):
+                self._process = WriterProcess(begin, pinned=pinned)
+                self._process.send(Mark(self.iteration, self._token, reason))
+
     def _fail(self, reason: str) -> None:
-        """Record that the part, and on the first rank the checkpoint, will not be written; leave a mark for the first rank."""
+        """Record that the part, and on the first rank the checkpoint, will not be written."""
         if self.iteration is None:
             return
         if self.written is None:
             self.written = PartWritten(reason)
-            assert self.draft is not None
-            with contextlib.suppress(OSError):
-                self.draft.storage.write(self.draft.file_name(failure_mark(self._rank)), reason.encode())
         if self._rank == 0 and self.committed is None:
             self.committed = Committed(self.iteration, reason, "", 0.0)
 

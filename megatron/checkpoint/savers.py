@@ -2,18 +2,18 @@
 
 In the background training waits for a copy into host memory, and a process beside each rank writes it:
 
-1. All ranks together: each waits until its part of the save before is written. The first one waits until that is a checkpoint,
-   plans anew if boxes have changed, and makes the folder of the new one.
+1. All ranks together: each waits until its part of the save before is written. The first one waits until that is a checkpoint, and
+   plans anew if boxes have changed.
 2. Each rank copies what it writes into shared memory and sends its process a message.
 3. The processes write their parts. The first rank's makes a checkpoint of them when all are there.
 
-Between saves nothing waits and nobody asks another rank: `poll` looks whether the own process has replied. A rank whose process has
-failed leaves a mark in the folder. If even that is impossible, the first rank learns of it in the next step 1.
+Only these processes touch the storage. Between saves nothing waits and nobody asks another rank: `poll` looks whether the own
+process has replied. Where a part cannot be written, a process leaves a mark in the folder. If even that is impossible, the first
+rank learns of it in the next step 1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -54,6 +54,8 @@ class RunSaver:
         self._held: list[HeldTensor] | None = None
         self._part = RankPart(group.index, ())
         self._world: list[list[HeldTensor]] = []
+        self._complete: int | None = None
+        """On the first rank: the iteration of the last complete checkpoint."""
 
     @property
     def token(self) -> str:
@@ -68,6 +70,7 @@ class RunSaver:
         """
         self.sweep()
         take_over(self._storage, record, self._token)
+        self._complete = latest_in(self._storage)
 
     def sweep(self) -> None:
         """On the first rank: remove what killed runs left."""
@@ -203,6 +206,8 @@ class BackgroundSaver(RunSaver):
         self._at_end = False
         self._failure: str | None = None
         """On the first rank: why the last save failed, if it did."""
+        self._failed: list[int] = []
+        """On the first rank: iterations whose saves have failed since the last that was begun."""
 
     def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> None:
         """Begin a save; all ranks call it together. The tensors may change when it returns.
@@ -219,32 +224,27 @@ class BackgroundSaver(RunSaver):
         files: dict[str, bytes] = {}
         asked = time.monotonic()
 
-        def begin(statuses: list[_Status]) -> list[Assignment | None]:
+        def begin(statuses: list[_Status]) -> list[Assignment]:
             self._settle(statuses, asked, say)
             files.update(encoded(config, state))
-            assignments = self._assign([status.held for status in statuses])
-            try:
-                self._draft(iteration).make()
-            except OSError as error:
-                self._say_failed(location, f"rank 0: {error}", say)
-                return [None] * len(statuses)
-            return [*assignments]
+            return self._assign([status.held for status in statuses])
 
         assignment = decide(self._group, f"cannot save {location}", lambda: self._status(held), begin)
-        if assignment is None:
-            return
         began = time.monotonic()
-        self._writer.start(iteration, assignment.token, self._take(held, assignment), tensors, files)
+        failed = tuple(number for number in self._failed if number != iteration)
+        self._writer.start(iteration, assignment.token, self._take(held, assignment), tensors, files, failed)
         if self._group.index == 0:
-            self._failure = None
+            self._failure, self._failed = None, []
             say(f"saving {location} in the background (copied in {time.monotonic() - began:.2f} s)")
             self._tell(say)
 
     def poll(self, say: Say) -> None:
-        """Look, without waiting, whether the process has replied. The first rank logs how a save has ended."""
+        """Look, without waiting, whether the process has replied. The first rank logs how a save has ended, or that it waits."""
         self._writer.receive()
         if self._group.index == 0:
             self._tell(say)
+            if (line := self._writer.stall()) is not None:
+                say(line)
 
     def finish(self, say: Say) -> None:
         """Wait for the last save, and end the processes; all ranks call it together.
@@ -267,7 +267,7 @@ class BackgroundSaver(RunSaver):
                 self._writer.close()  # another rank is lost: its part may never come
             raise
         finally:
-            self._writer.end()
+            self._writer.end(tuple(self._failed))
         if self._group.index == 0:
             self._tell(say)
 
@@ -288,8 +288,6 @@ class BackgroundSaver(RunSaver):
             return
         if committed is not self._told and (waited := time.monotonic() - asked) > _WORTH_SAYING_S:
             say(f"waited {waited:.1f} s for the save of iteration {committed.iteration}")
-        if committed.failure is not None:
-            self._draft(committed.iteration).abandon()  # its process has died, or may have given up while others were still writing
         self._tell(say)
 
     def _tell(self, say: Say) -> None:
@@ -302,14 +300,14 @@ class BackgroundSaver(RunSaver):
         self._told = committed
         location = self._storage.at(checkpoint_name(committed.iteration))
         if committed.failure is not None:
+            self._failed.append(committed.iteration)  # its process has died, or others were still writing when it gave up
             self._say_failed(location, committed.failure, say)
         else:
+            self._complete = committed.iteration
             say(f"saved {location} in {committed.seconds:.1f} s, digest {committed.content_digest[:16]}")
 
     def _say_failed(self, location: str, reason: str, say: Say) -> None:
         self._failure = f"cannot save {location}:\n  {reason}"
-        last = None
-        with contextlib.suppress(OSError):
-            last = latest_in(self._storage)
+        last = self._complete
         kept = "There is no complete checkpoint yet" if last is None else f"The last complete one is {checkpoint_name(last)}"
         say(f"SAVE FAILED: {self._failure}\n  {kept}.{'' if self._at_end else ' Training goes on.'}")

@@ -147,6 +147,9 @@ class Draft(Protocol):
     def make(self) -> None:
         """Make the folder, without what an earlier attempt of the same run left. One process calls it before the others write."""
 
+    def join(self) -> None:
+        """Make the folder, unless another process that writes the same checkpoint has."""
+
     def publish(self, files: Mapping[str, bytes]) -> None:
         """Write the last files, and put the checkpoint in its place; an older one of the same name is removed.
 

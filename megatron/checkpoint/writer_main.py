@@ -31,6 +31,7 @@ from megatron.checkpoint.writer_messages import (
     Begin,
     Committed,
     End,
+    Mark,
     Message,
     Note,
     PartsEnded,
@@ -65,6 +66,7 @@ class Background:
         self._inbox, self._begin, self._reply = inbox, begin, reply
         self._storage = open_storage(begin.location)
         self._said_alive_at = -ALIVE_EVERY_S
+        self._doing = ""
         self._data = {box: data[place] for box, place in begin.part.places().items()}
 
     def run(self) -> None:
@@ -72,19 +74,25 @@ class Background:
         while not isinstance(message := self._inbox.get(), End):
             if isinstance(message, Save):
                 self._save(message)
+            elif isinstance(message, Mark):
+                self._leave_mark(self._draft(message.iteration, message.token), message.failure)
+        self._abandon(message)
 
     def _save(self, message: Save) -> None:
         began = time.monotonic()
         rank = self._begin.part.rank
-        draft = self._storage.draft(checkpoint_name(message.iteration), message.token)
+        draft = self._draft(message.iteration, message.token)
         try:
+            self._begins("the removal of what failed saves left" if message.failed else "its folder")
+            self._abandon(message)
+            draft.join()
+            self._begins("the write of its part")
             part = write_part(draft, self._begin.part, self._data.__getitem__, self._alive)
             draft.storage.write(draft.file_name(part_file(rank)), part.to_json())
             failure = None
         except Exception as error:  # noqa: BLE001 - training goes on and says so
             failure = _reason(error, rank)
-            with contextlib.suppress(Exception):
-                draft.storage.write(draft.file_name(failure_mark(rank)), failure.encode())
+            self._leave_mark(draft, failure)
         self._reply(PartWritten(failure))
         if message.files is None:
             return
@@ -97,12 +105,25 @@ class Background:
             draft.abandon()
         self._reply(Committed(message.iteration, failure, digest, time.monotonic() - began))
         if failure is None:
+            self._begins("the removal of old checkpoints")
             self._retain()
+
+    def _abandon(self, message: Save | End) -> None:
+        for iteration in message.failed:
+            self._draft(iteration, message.token).abandon()
+
+    def _draft(self, iteration: int, token: str) -> Draft:
+        return self._storage.draft(checkpoint_name(iteration), token)
+
+    def _leave_mark(self, draft: Draft, failure: str) -> None:
+        with contextlib.suppress(Exception):
+            draft.storage.write(draft.file_name(failure_mark(self._begin.part.rank)), failure.encode())
 
     def _commit(self, draft: Draft, message: Save, failure: str | None) -> Manifest:
         if failure is not None:
             raise CheckpointError(failure)
         self._wait_for_parts(draft)
+        self._begins("the files that make it a checkpoint")
         parts = []
         for rank in range(self._begin.num_ranks):
             name = draft.file_name(part_file(rank))
@@ -130,6 +151,7 @@ class Background:
             missing = {rank for rank in missing if draft.file_name(part_file(rank)) not in there}
             if not missing:
                 return
+            self._begins(f"parts of other ranks ({listed([str(rank) for rank in sorted(missing)])})")
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"rank {min(missing)} has written its part, but not into {draft.storage.location} as the first rank sees it: "
@@ -145,13 +167,19 @@ class Background:
                         raise CheckpointError(message.failure)
                     deadline = time.monotonic() + VISIBLE_WITHIN_S
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            self._alive()
+            self._alive(further=False)
 
-    def _alive(self) -> None:
+    def _begins(self, doing: str) -> None:
+        """Say what it does from now on: its storage may not answer."""
+        if doing != self._doing:
+            self._doing = doing
+            self._reply(Alive(doing, True))
+
+    def _alive(self, *, further: bool = True) -> None:
         """Send a sign that the save goes on; seldom, since training may not read it for a long time."""
         if (now := time.monotonic()) - self._said_alive_at >= ALIVE_EVERY_S:
             self._said_alive_at = now
-            self._reply(Alive())
+            self._reply(Alive(self._doing, further))
 
     def _retain(self) -> None:
         try:

@@ -26,6 +26,16 @@ class Save(NamedTuple):
     token: str
     files: dict[str, bytes] | None
     """`config.json` and `state.json`, for the process that makes a checkpoint of the parts of all ranks; None for the others."""
+    failed: tuple[int, ...] = ()
+    """Iterations whose saves have failed. The process that makes checkpoints removes what they left."""
+
+
+class Mark(NamedTuple):
+    """The process before has ended in a save: tell the one that waits for the parts."""
+
+    iteration: int
+    token: str
+    failure: str
 
 
 class PartsEnded(NamedTuple):
@@ -37,12 +47,21 @@ class PartsEnded(NamedTuple):
 class End(NamedTuple):
     """There will be no other message."""
 
+    failed: tuple[int, ...] = ()
+    """See `Save`."""
+    token: str = ""
 
-Message = Begin | Save | PartsEnded | End
+
+Message = Begin | Save | Mark | PartsEnded | End
 
 
 class Alive(NamedTuple):
-    """The save goes on: more is on the disk than before, or it waits for the parts of other ranks."""
+    """The process goes on with a save."""
+
+    doing: str
+    """What it does, or waits for."""
+    further: bool
+    """Whether it has come further: what it does is new, or more is on the disk than before."""
 
 
 class PartWritten(NamedTuple):

@@ -29,6 +29,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together
 from megatron.training.progress import Progress
 
+_VISIBLE_WITHIN_S = 10.0
+"""Seconds within which a file of the first rank must be seen on all: network file systems show new names late."""
 _SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -134,9 +136,10 @@ class Saver:
 
         All ranks enter it together, once nothing can refuse the run any more: a refused start leaves the folder to its owner.
         """
-        if self._config.save is not None:
-            together(self._context, lambda: self._begin() if self._context.rank == 0 else None)
         try:
+            if self._config.save is not None:
+                together(self._context, lambda: self._begin() if self._context.rank == 0 else None)
+                together(self._context, self._check_shared)
             yield
         finally:
             if self._heartbeat is not None:
@@ -146,6 +149,16 @@ class Saver:
         saver = self._background or self._direct
         saver.begin(self._record)
         self._heartbeat = Heartbeat(self._storage.location, saver.token)
+
+    def _check_shared(self) -> None:
+        until = time.monotonic() + _VISIBLE_WITHIN_S
+        while self._storage.size(RUN) is None:
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"--save {self._storage.location}: {RUN}, which the first rank wrote there, is not seen here. "
+                    "It must be a folder on a file system that all nodes share."
+                )
+            time.sleep(0.1)
 
     def save(
         self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say

@@ -9,7 +9,10 @@ import pytest
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import connect, disconnect
+from megatron.training import saver as saving
+from megatron.training.failure import SetupError
 from megatron.training.saver import Saver
+from megatron.verification.local_ranks import run_ranks
 
 
 def make(**settings: object) -> Saver:
@@ -17,7 +20,8 @@ def make(**settings: object) -> Saver:
     try:
         return Saver(CheckpointConfig(**settings), context, {"config": {}}, 10)  # type: ignore[arg-type]
     finally:
-        disconnect()
+        if context.world.size == 1:
+            disconnect()
 
 
 def test_memory_of_this_process_is_not_seen_by_the_writer() -> None:
@@ -43,3 +47,16 @@ def test_what_killed_runs_left_is_removed_at_the_start(tmp_path: Path, in_backgr
         assert (tmp_path / "run.alive").exists()
         raise RuntimeError("the loop")
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_folder_that_ranks_do_not_share_is_told_before_training(tmp_path: Path) -> None:
+    def start(rank: int) -> str:
+        saving._VISIBLE_WITHIN_S = 0.2
+        saver = make(save=str(tmp_path / f"node{rank}"))
+        with pytest.raises(SetupError) as error, saver.owning():
+            pass
+        return str(error.value)
+
+    first, second = run_ranks(2, start)
+    assert first == second and "rank 1: " in first and "on a file system that all nodes share" in first
+    assert not list(tmp_path.glob("node*/run.alive"))
