@@ -557,7 +557,7 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
     writer._save(Save(1, "ab", {}))
     written, committed = (reply for reply in replies if not isinstance(reply, Alive))
     waits = [reply.doing for reply in replies if isinstance(reply, Alive)]
-    assert waits == ["its folder", "the write of its part", "parts of other ranks (1)"]
+    assert list(dict.fromkeys(waits)) == ["its folder", "the write of its part", "parts of other ranks (1)"]
     assert isinstance(written, PartWritten) and written.failure is None
     assert isinstance(committed, Committed) and committed.failure is not None
     assert committed.failure.startswith("rank 1 has written its part, but not into") and "all nodes share" in committed.failure
