@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.config.launcher import launched
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.backends import check_error_handling, communicator, options, world_backend
+from megatron.parallel.meeting import meet
 from megatron.parallel.topology import AXES, DATA_AXES, EXPERT_AXES, GRADIENT_AXES, Topology
 
 # Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
@@ -213,8 +214,8 @@ def connect(config: ParallelConfig) -> ParallelContext:
     """Join the job that a launcher such as torchrun describes in the environment, or be a world of one.
 
     Raises:
-        ValueError: CUDA is asked for and missing, there are more local ranks than devices, the backend does not fit the device, or
-            NCCL is asked not to end a rank on which it fails.
+        ValueError: CUDA is asked for and missing, there are more local ranks than devices, the backend does not fit the device,
+            NCCL is asked not to end a rank on which it fails, or the ranks do not find each other.
     """
     job = launched()
     device = choose_device(config.device, job.local_rank)
@@ -229,7 +230,8 @@ def connect(config: ParallelConfig) -> ParallelContext:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
         # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
-        dist.init_process_group(world_backend(backend), timeout=timeout)
+        store = meet(job, timeout.total_seconds())
+        dist.init_process_group(world_backend(backend), timeout=timeout, store=store, rank=job.rank, world_size=job.world_size)
     topology = Topology.of(config, job.world_size)
     return make_context(
         topology,

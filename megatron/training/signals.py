@@ -1,21 +1,30 @@
 """Signals that ask a run to exit: SIGTERM, which schedulers send some time before they kill a job, and SIGUSR1, which they can
 be told to send. While training goes on they are noted, and the loop saves and exits; at any other time the rank leaves at once.
+
+When torchrun ends in whatever way, its ranks end too: they get SIGTERM, and are ended if they do not end in 30 s, as by torchrun
+itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Self
 
 from megatron.config.launcher import is_first_rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+GRACE_S = 30.0
+"""Seconds in which a rank must save and exit when torchrun has ended."""
+_LOOK_EVERY_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 class ExitSignals:
@@ -32,9 +41,14 @@ class ExitSignals:
         """The last one that this rank got within `noted`. Only some ranks may have got it, so they must agree."""
         self._noted = False
         self._entered_by: int | None = None
+        self._launcher: int | None = None
 
     def __enter__(self) -> Self:
         self._entered_by = os.getpid()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self._launcher = os.getppid()
+            if sys.platform == "linux":  # elsewhere only the look at the parent, once a second, tells
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
         self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
         # A handler of Python's runs when the main thread comes back to Python. That may be minutes away, as while it waits for
         # other ranks to start. What is written to this pipe is read at once, by another thread.
@@ -72,13 +86,24 @@ class ExitSignals:
             self.seen = signal.Signals(number)
 
     def _listen(self) -> None:
-        while told := os.read(self._hears, 1):
-            if told[0] in SIGNALS and not self._noted and self._entered_by is not None:
-                if is_first_rank():
-                    sys.stderr.write(f"pretrain_gpt.py: {signal.Signals(told[0]).name} before training: there is nothing to save\n")
-                    sys.stderr.flush()
-                os._exit(self.code)
+        while True:
+            heard, _, _ = select.select([self._hears], [], [], None if self._launcher is None else _LOOK_EVERY_S)
+            if heard and not (told := os.read(self._hears, 1)):
+                break
+            if heard and told[0] in SIGNALS and not self._noted and self._entered_by is not None:
+                self._leave(f"{signal.Signals(told[0]).name} before training: there is nothing to save")
+            if self._launcher not in (None, os.getppid()):
+                self._launcher = None
+                self.seen = signal.SIGTERM
+                threading.Timer(GRACE_S, self._leave, ("torchrun has ended, and this rank could not in time",)).start()
         os.close(self._hears)
+
+    def _leave(self, text: str) -> None:
+        if is_first_rank():
+            with suppress(OSError):
+                sys.stderr.write(f"pretrain_gpt.py: {text}\n")
+                sys.stderr.flush()
+        os._exit(self.code)
 
     def _forget(self) -> None:
         if self._entered_by is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -44,16 +46,48 @@ def test_torchrun_ends_all_ranks_of_a_run_that_fails(tmp_path: Path, full: bool)
     assert [path.name for path in (tmp_path / "save").glob("*.json")] == ["run.json"]
 
 
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+    """They save first, and none is left."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / SCRIPT)]
+    job = arguments(train_iters=100_000, log_interval=100_000, save=tmp_path / "save", save_interval=50_000)
+    said = (tmp_path / "said").open("w+")
+    # The ranks are not warm: those are children of another process.
+    process = subprocess.Popen([sys.executable, *words, *job], cwd=tmp_path, stdout=said, stderr=said)
+    ranks: list[int] = []
+    try:
+        until = time.monotonic() + 60
+        while "iteration        1/" not in Path(said.name).read_text():
+            assert time.monotonic() < until and process.poll() is None, Path(said.name).read_text()
+            time.sleep(0.1)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        process.kill()
+        process.wait()
+        until = time.monotonic() + 20
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < until, Path(said.name).read_text()
+            time.sleep(0.05)
+        assert (tmp_path / "save" / LATEST).exists() and "exiting on SIGTERM" in Path(said.name).read_text()
+    finally:
+        for pid in (*ranks, process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        said.close()
+
+
+def _warm_ranks() -> dict[str, str]:
+    """Variables for a torchrun whose ranks begin with torch imported; no PYTHONPATH, or torchrun would be warm too."""
+    return {**os.environ, "PYTHON_EXEC": warm_python(), "PYTHONPATH": ""}
+
+
 def test_a_node_that_is_asked_to_stop_is_no_success_for_the_others(tmp_path: Path) -> None:
     """Of two nodes: a signal to the rank of one. Both torchruns end at once, and not with 0, after which one would wait 300 s."""
     words = ["-m", "torch.distributed.run", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=stops", "--nproc-per-node=1"]
     words += [f"--rdzv-endpoint=localhost:{21000 + os.getpid() % 10000}", str(ROOT / SCRIPT)]
     job = arguments(train_iters=100_000, log_interval=100_000, save=tmp_path / "save", save_interval=5, keep_last=1)
-    # A warm one for the ranks; no PYTHONPATH, or torchrun would be warm too.
-    variables = {**os.environ, "PYTHON_EXEC": warm_python(), "PYTHONPATH": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     files = [(tmp_path / f"{node}").open("w+") for node in range(2)]
     nodes = [
-        subprocess.Popen([warm_python(), *words, *job], env=variables, cwd=tmp_path, stdout=file, stderr=file) for file in files
+        subprocess.Popen([warm_python(), *words, *job], env=_warm_ranks(), cwd=tmp_path, stdout=file, stderr=file) for file in files
     ]
     try:
         until = time.monotonic() + 60

@@ -1,0 +1,141 @@
+"""How the ranks of a job find each other: through a store at MASTER_ADDR:MASTER_PORT, that of the launcher or of the first rank.
+
+A store of torchrun's outlives the ranks that it starts again, with the addresses of those that have ended, for which new ranks
+would wait (torch 2.11 to 2.13). So each start of all ranks gets a name of its own, and its keys that name as a prefix:
+
+1. The first rank makes the name and writes it into the store.
+2. Every other rank reads it and enters itself under it. Where its place is taken, by the rank of the start before, it waits for
+   another name.
+3. When all are entered, the first rank opens the meeting. Until then it says for whom it waits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from megatron.config.launcher import Launched
+
+TELL_AFTER_S, TELL_EVERY_S = 10.0, 60.0
+_MOST_NAMED = 12
+_PAUSES_S = (0.002, 0.2)
+"""Between two looks: at first, and later."""
+
+
+def meet(job: Launched, timeout_s: float) -> dist.Store:
+    """Wait for all ranks of the job; returns a store of this start of theirs.
+
+    Raises:
+        ValueError: the launcher's variables are not sound, the store cannot be reached, or ranks did not come.
+    """
+    host, port = address(os.environ, job)
+    server = job.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    until = time.monotonic() + timeout_s
+    with told_if_slow(f"waiting for the first rank, at {host}:{port}", speaks=job.local_rank == 0):
+        try:
+            timeout = datetime.timedelta(seconds=timeout_s)
+            store = dist.TCPStore(host, port, None, server, timeout, wait_for_workers=False, multi_tenant=True)
+        except (RuntimeError, ValueError) as error:
+            doing = "cannot open" if server else "did not reach"
+            raise ValueError(
+                f"rank {job.rank} {doing} the store of the job at {host}:{port}: {str(error).splitlines()[0]}. "
+                "MASTER_ADDR and MASTER_PORT must name the node of rank 0, as the others see it, and a port that is free there."
+            ) from error
+    name = _open(store, job, until) if job.rank == 0 else _enter(store, job, until)
+    return dist.PrefixStore(name, store)
+
+
+def address(variables: Mapping[str, str], job: Launched) -> tuple[str, int]:
+    """Where the ranks meet.
+
+    Raises:
+        ValueError: a variable of the launcher is missing, or not sound.
+    """
+    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    for name, value, good, what in (
+        ("MASTER_ADDR", host, bool(host.strip()), "the name or address of the node of rank 0"),
+        ("MASTER_PORT", port, port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16, "a port, from 1 to 65535"),
+        ("RANK", str(job.rank), 0 <= job.rank < job.world_size, f"a number from 0 to {job.world_size - 1}, below WORLD_SIZE"),
+    ):
+        if not good:
+            found = f"is {value[:40]!r}" if name in variables else "is not set"
+            raise ValueError(f"{name} in the environment {found}. It must be {what}. A launcher such as torchrun sets it.")
+    return host, int(port)
+
+
+def _open(store: dist.Store, job: Launched, until: float) -> str:
+    """The first rank's part."""
+    name = secrets.token_hex(8)
+    store.set("meeting", name)
+    tell_at = time.monotonic() + TELL_AFTER_S
+    pauses = _pauses()
+    while store.add(f"{name}/count", 0) < job.world_size - 1:
+        now = time.monotonic()
+        if now > min(tell_at, until):
+            missing = [rank for rank in range(1, job.world_size) if not store.check([f"{name}/{rank}"])]
+            more = f" and {len(missing) - _MOST_NAMED:,} more" if len(missing) > _MOST_NAMED else ""
+            named = ", ".join(map(str, missing[:_MOST_NAMED]))
+            who = f"rank{'s' * (len(missing) > 1)} {named}{more} of {job.world_size:,}"
+            if missing and now > until:
+                raise ValueError(f"{who} did not start in time (--distributed-timeout-minutes). Look on their nodes.")
+            if missing:
+                _tell(f"waiting for {who} to start")
+            tell_at = now + TELL_EVERY_S
+        time.sleep(next(pauses))
+    store.set(f"{name}/open", "1")
+    return name
+
+
+def _enter(store: dist.Store, job: Launched, until: float) -> str:
+    """The part of all other ranks."""
+    me, entered, pauses = secrets.token_hex(8), "", _pauses()
+    while time.monotonic() < until:
+        name = store.get("meeting").decode() if store.check(["meeting"]) else ""
+        if name and name != entered and store.compare_set(f"{name}/{job.rank}", "", me).decode() == me:
+            entered = name
+            store.add(f"{name}/count", 1)
+        if not name or name != entered:
+            time.sleep(next(pauses))
+            continue
+        try:  # not for long: the first rank may be started again
+            store.wait([f"{name}/open"], datetime.timedelta(seconds=2))
+        except RuntimeError:
+            continue
+        return name
+    raise ValueError(
+        f"rank {job.rank}: not all ranks of {job.world_size:,} started in time (--distributed-timeout-minutes), or another process "
+        "has this rank's number."
+    )
+
+
+def _pauses() -> Iterator[float]:
+    pause, most = _PAUSES_S
+    while True:
+        yield pause
+        pause = min(1.5 * pause, most)
+
+
+@contextmanager
+def told_if_slow(text: str, *, speaks: bool) -> Iterator[None]:
+    """Say what is waited for, if the block takes long."""
+    timer = threading.Timer(TELL_AFTER_S, _tell, (text,))
+    timer.daemon = True
+    if speaks:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"pretrain_gpt.py: {text}\n")
+    sys.stderr.flush()
