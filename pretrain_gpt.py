@@ -194,4 +194,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:  # before there is a run
+        sys.stderr.write("pretrain_gpt.py: interrupted\n")
+        sys.exit(130)

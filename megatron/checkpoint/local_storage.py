@@ -17,6 +17,7 @@ import errno
 import functools
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from megatron.checkpoint.errors import TruncatedError
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Reading, Storage, Writing
+from megatron.config.regular_file import open_regular, read_regular
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -71,6 +73,8 @@ def _of_linux(name: str) -> Callable[..., int]:
     return function or (lambda *arguments: -1)
 
 
+_MOST_BYTES = 8 << 30
+"""A file that is read whole has no more; the manifest of a large run has megabytes."""
 FLUSH_BYTES = 4 << 20
 """After this many bytes the disk is asked to begin with them, while the next ones are prepared and written. So the fsync at the end
 waits for little. (256 MiB with checksums took 0.12 s so, 0.18 s without, and 0.15 s without checksums.)"""
@@ -130,6 +134,7 @@ def begin_to_sync(handle: int, start: int, length: int) -> None:
 
 
 _LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.new")
 _PART_OF_ONE = re.compile(rf"rank_.*|{re.escape(CONFIG)}|{re.escape(STATE)}")
 
 
@@ -160,23 +165,26 @@ class LocalStorage(Storage):
 
     def read(self, name: str) -> bytes:
         with _missing_is_missing():
-            return (self.local / name).read_bytes()
+            return read_regular(self.local / name, _MOST_BYTES)
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[LocalFile]:
         path = self.local / name
         with _missing_is_missing():
-            file = path.open("rb", buffering=0)
+            file = open_regular(path)
         with file:
             yield LocalFile(path, file.fileno())
 
     def make(self) -> None:
         make_folder(self.local)
 
+    def create(self, name: str) -> contextlib.AbstractContextManager[LocalWriting]:
+        return self._create(self.local / name, os.O_TRUNC)
+
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[LocalWriting]:
-        path = self.local / name
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    def _create(self, path: Path, how: int) -> Iterator[LocalWriting]:
+        # O_NOFOLLOW: a link that another user puts there does not lead the write elsewhere.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o666)
         try:
             file = LocalWriting(path, handle)
             yield file
@@ -190,10 +198,10 @@ class LocalStorage(Storage):
 
     def write(self, name: str, data: bytes) -> None:
         path = self.local / name
-        new = Path(name).with_name(f".{path.name}.new")
-        with self.create(str(new)) as file:
+        new = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+        with self._create(new, os.O_EXCL) as file:
             file.write(data)
-        (self.local / new).replace(path)
+        new.replace(path)
         sync_folder(path.parent)
 
     def remove(self, name: str) -> None:
@@ -214,6 +222,8 @@ class LocalStorage(Storage):
             shutil.rmtree(aside)
 
     def sweep(self, keep: str) -> None:
+        for name in filter(_UNFINISHED.fullmatch, self.names()):
+            self.remove(name)
         for left in filter(None, map(_LEFT.fullmatch, self.names())):
             if left["token"] == keep:
                 continue

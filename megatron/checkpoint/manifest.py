@@ -144,11 +144,13 @@ def part_from_json(data: bytes, path: str, name: str) -> Manifest:
             )
         manifest = Manifest(
             {name: _tensor_from_json(tensor) for name, tensor in content["tensors"].items()},
-            {name: StoredFile(file["bytes"], file.get("checksum")) for name, file in content["files"].items()},
+            {name: StoredFile(_count(file["bytes"]), file.get("checksum")) for name, file in content["files"].items()},
         )
         stated = content["digest"], content.get("content_digest")
         found = manifest.digest, manifest.content_digest
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{file} is not readable ({error!r})") from error
     if found != stated:
         raise DamagedCheckpointError(f"{file} was altered: its content does not have the digest that it states")
@@ -178,11 +180,23 @@ def box_key(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 def _tensor_from_json(content: dict) -> StoredTensor:
     boxes = tuple(
-        StoredBox(Box(tuple(b["offsets"]), tuple(b["sizes"])), b["file"], b["key"], b["checksum"]) for b in content["boxes"]
+        StoredBox(Box(tuple(map(_count, b["offsets"])), tuple(map(_count, b["sizes"]))), b["file"], b["key"], b["checksum"])
+        for b in content["boxes"]
     )
     if (dtype := content["dtype"]) not in DTYPES:
         raise KeyError(dtype)
-    return StoredTensor(tuple(content["shape"]), dtype, boxes, content.get("content"))
+    return StoredTensor(tuple(map(_count, content["shape"])), dtype, boxes, content.get("content"))
+
+
+def _count(value: object) -> int:
+    """A number of elements or bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{str(value)[:40]} is no number of elements or bytes")
+    return value
 
 
 def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:

@@ -180,8 +180,42 @@ def read_json(inside: Storage, name: str, manifest: Manifest | None = None) -> d
         raise DamagedCheckpointError(f"{inside.at(name)} is missing") from error
     if not matches(Checksum(data).text, expected):
         raise DamagedCheckpointError(f"{inside.at(name)} was altered (checksum)")
-    content: dict[str, Any] = json.loads(data)
+    try:
+        content: dict[str, Any] = json.loads(data)
+        if not isinstance(content, dict):
+            raise ValueError("no table of values")
+        if name == STATE:
+            check_counts(content, iteration_of(inside.location))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{inside.at(name)} is not as a run writes it: {error}") from error
     return content
+
+
+COUNTS = ("iteration", "consumed_samples", "updated_samples", "skipped_iterations")
+"""Names of the counts of a run's progress, in its state."""
+_MOST = 1 << 60
+
+
+def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
+    """Check the counts of a training state: a forged or odd file must not make a run begin anywhere, or be done.
+
+    Args:
+        iteration: what the folder of the checkpoint is named after, if it is.
+
+    Raises:
+        ValueError: one is no whole number that it can be.
+        KeyError: one is missing.
+    """
+    if "progress" not in state:  # weights alone
+        return
+    found = {name: state["progress"][name] for name in COUNTS} | {"optimizer_updates": state.get("optimizer_updates", 0)}
+    for name, value in found.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+            raise ValueError(f"{name} is {str(value)[:40]}")
+    if iteration is not None and found["iteration"] != iteration:
+        raise ValueError(f"iteration is {found['iteration']}, in the checkpoint of iteration {iteration}")
+    if found["updated_samples"] > found["consumed_samples"] or found["skipped_iterations"] > found["iteration"]:
+        raise ValueError("more samples updated than consumed, or more iterations skipped than done")
 
 
 def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron.config.regular_file import read_text
 from megatron.config.setting import GIVEN, Beside, acts_with, idle_with, setting, typed
 
 TokenizerType = Literal[
@@ -227,7 +228,7 @@ def _words_per_split(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], tupl
 
 def _read_text(path: Path, flag: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"{flag} {path} cannot be read: {reason}.\n  Check the path.") from error

@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.config.regular_file import read_text
+
 _FORM = '{"layers": [ms, ...], "embedding": ms, "loss": ms}'
 
 
@@ -46,10 +48,10 @@ def read_layer_costs(path: str) -> LayerCosts:
     """
     flag = f"--layer-costs {path}"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(read_text(Path(path)))
     except OSError as error:
         raise ValueError(f"{flag} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} is no JSON: {error}.") from error
     if not isinstance(found, dict) or set(found) != {"layers", "embedding", "loss"} or not isinstance(found["layers"], list):
         raise ValueError(f"{flag} does not hold {_FORM}.")

@@ -177,7 +177,7 @@ class ShapeFields:
     weight for each head (GPT-OSS)."""
     normalization: Normalization = "LayerNorm"
     """Kind of every norm."""
-    norm_epsilon: float = setting(1e-5, above=0, unit="plain number")
+    norm_epsilon: float = setting(1e-5, above=0, at_most=1, unit="plain number")
     """Added to the variance (or mean square) in every norm."""
     norm_placement: NormPlacement = "pre"
     """Where norms stand: pre, before attention and MLP; post, on what these give, before it is added (OLMo 2); sandwich, both

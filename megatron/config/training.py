@@ -162,7 +162,7 @@ class OptimizerConfig:
     """Decay rate of Adam's first moment."""
     adam_beta2: float = setting(0.999, at_least=0, below=1, unit=_SHARE_KEPT, acts=_ADAM)
     """Decay rate of Adam's second moment."""
-    adam_eps: float = setting(1e-8, above=0, unit="plain number", acts=_ADAM)
+    adam_eps: float = setting(1e-8, above=0, at_most=1, unit="plain number", acts=_ADAM)
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = setting(0.9, at_least=0, below=1, unit=_SHARE_KEPT, acts=acts_with(optimizer="sgd"))
     """Momentum of SGD."""

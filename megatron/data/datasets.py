@@ -83,6 +83,7 @@ def _components(
             _log.info("%s: %s has weight 0 and is not read", SPLIT_NAMES[split], each.prefix)
             continue
         dataset = opened.get(each.prefix) or opened.setdefault(each.prefix, IndexedDataset(each.prefix))
+        dataset.check_covered()
         documents = range(dataset.num_documents) if shares is None else split_documents(shares, dataset.num_documents)[split]
         size = max(dataset.num_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
         found.append(Component(dataset, documents, float(size) if each.weight is None else each.weight))

@@ -161,6 +161,7 @@ class _Pieces(NamedTuple):
 
 def _joined(dataset: IndexedDataset, pieces: _Pieces) -> NDArray[np.integer]:
     """What a dataset has in these pieces, one after another."""
+    dataset.check_whole()
     width, data = dataset.dtype.itemsize, dataset.data
     begins = dataset.offsets[pieces.sequences] + pieces.first * width
     ends = begins + pieces.counts * width

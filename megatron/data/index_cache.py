@@ -15,7 +15,7 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +24,8 @@ import xxhash
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from megatron.data.indexed_writer import appearing, unfinished
+from megatron.config.regular_file import open_regular
+from megatron.data.indexed_writer import appearing, of_this_host
 
 VERSION = 1
 """Part of every key. Raise it when the content of the arrays changes its meaning."""
@@ -74,8 +75,10 @@ class IndexCache:
         if self.folder is None or num_entries < MIN_ENTRIES:
             return build()
         digest = hashlib.sha256(repr((VERSION, name, *key())).encode()).digest()[:16]
-        files = [self.folder / f"{name}-{digest.hex()}-{array}.npy" for array in arrays]
-        found = self._load(files, digest)
+        # The name of the array too, so that a file is not taken for another of the same index.
+        owners = (hashlib.sha256(digest + array.encode()).digest()[:16] for array in arrays)
+        files = {self.folder / f"{name}-{digest.hex()}-{array}.npy": owner for array, owner in zip(arrays, owners, strict=True)}
+        found = self._load(files)
         if found is not None:
             return found
         try:
@@ -90,12 +93,12 @@ class IndexCache:
             except OSError as error:
                 self._tell_of(error)
                 return build()
-            found = self._load(files, digest)
-            return found if found is not None else self._save(files, digest, build())
+            found = self._load(files)
+            return found if found is not None else self._save(files, build())
 
-    def _load(self, files: Sequence[Path], digest: bytes) -> tuple[NDArray, ...] | None:
+    def _load(self, files: Mapping[Path, bytes]) -> tuple[NDArray, ...] | None:
         try:
-            arrays = tuple(read_array(file, digest) for file in files)
+            arrays = tuple(read_array(file, owner) for file, owner in files.items())
         except FileNotFoundError:
             return None
         except DamagedIndexError as error:
@@ -107,19 +110,19 @@ class IndexCache:
             return arrays
         return None
 
-    def _save(self, files: Sequence[Path], digest: bytes, arrays: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
+    def _save(self, files: Mapping[Path, bytes], arrays: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
         """Write the arrays and return them from the files, or from memory if that does not work."""
         assert self.folder is not None
         _sweep(self.folder)
         try:
-            for file, array in zip(files, arrays, strict=True):
+            for (file, owner), array in zip(files.items(), arrays, strict=True):
                 with appearing(str(file), sync=False) as (opened,):
-                    write_array(opened, digest, array)
+                    write_array(opened, owner, array)
                 self.made.append(file)
         except OSError as error:
             self._tell_of(error)
             return arrays
-        return self._load(files, digest) or arrays
+        return self._load(files) or arrays
 
     def _tell_of(self, error: OSError) -> None:
         self.fault = (
@@ -136,7 +139,7 @@ class IndexCache:
 
 def _sweep(folder: Path) -> None:
     """Remove what killed processes left. Whoever holds the lock is the only writer on this machine."""
-    mark = unfinished("").removesuffix(str(os.getpid()))
+    mark = of_this_host()
     for partial in folder.glob("*.partial-*"):
         try:
             if mark in partial.name or time.time() - partial.stat().st_mtime > _OLD_S:
@@ -170,7 +173,7 @@ def read_array(path: Path, digest: bytes) -> NDArray:
         DamagedIndexError: the file is truncated, changed, or belongs to another digest.
         OSError: it cannot be opened.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _FOOTER.size:
             raise DamagedIndexError(f"the cached index {path} is truncated")

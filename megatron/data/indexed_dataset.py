@@ -77,7 +77,8 @@ class IndexedDataset:
             )
         self.prefix = prefix
         self._index = _map(_existing(prefix, ".idx"))
-        self.data = memoryview(_map(_existing(prefix, ".bin")))
+        self._tokens = _map(_existing(prefix, ".bin"))
+        self.data = memoryview(self._tokens)
         """All bytes of .bin."""
         self._read_header(self._index)
         self._check_index()
@@ -126,7 +127,7 @@ class IndexedDataset:
             )
         self.one_sequence_each = single
         """Whether each document is one sequence, as in almost all datasets."""
-        size, width = len(self.data), self.dtype.itemsize
+        size, width, covered = len(self.data), self.dtype.itemsize, 0
         for block in blocks(num_sequences):
             lengths, offsets = self.lengths[block].astype(np.int64), self.offsets[block]
             # As a difference: offset + length of a damaged file may pass 2**63.
@@ -138,6 +139,20 @@ class IndexedDataset:
                     f"tokens of {width} bytes) at byte {offsets[at]:,}.\n"
                     "  The .bin file is truncated or belongs to another .idx: make or copy both again."
                 )
+            covered += int(lengths.sum()) * width
+        self._covered = covered
+
+    def check_covered(self) -> None:
+        """Check that the sequences make up all of .bin, as those of one that belongs to the index do.
+
+        Raises:
+            DatasetError: they do not.
+        """
+        if self._covered < len(self.data):
+            raise DatasetError(
+                f"{self.prefix}.bin has {len(self.data):,} bytes, but the sequences of {self.prefix}.idx only {self._covered:,}.\n"
+                "  They do not belong together, or one is damaged (tools/inspect_data.py looks at them): make or copy both again."
+            )
 
     @cached_property
     def digest(self) -> str:
@@ -170,8 +185,22 @@ class IndexedDataset:
             parts.append(numbers.astype(dtype))
         return np.concatenate(parts)
 
+    def check_whole(self) -> None:
+        """Check, before tokens are read, that the files are as long as they were: to read what is cut off would end the process.
+
+        Raises:
+            DatasetError: one has become shorter.
+        """
+        for mapped, suffix in ((self._tokens, ".bin"), (self._index, ".idx")):
+            if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
+                raise DatasetError(
+                    f"{self.prefix}{suffix} was cut from {len(mapped):,} to {mapped.size():,} bytes while it was in use.\n"
+                    "  Nobody may write to a dataset that a run reads: make or copy it again, and start the run again."
+                )
+
     def read(self, sequence: int, offset: int, count: int) -> NDArray[np.integer]:
         """`count` tokens of a sequence from `offset` on, as a view of the file."""
+        self.check_whole()
         start = int(self.offsets[sequence]) + offset * self.dtype.itemsize
         return np.frombuffer(self.data[start : start + count * self.dtype.itemsize], self.dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import struct
@@ -19,9 +20,14 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TYPES, VERSION, DatasetError, IndexedDataset, blocks
 
 
+def of_this_host() -> str:
+    """What names of files that are being written on this machine have in them."""
+    return f".partial-{socket.gethostname()}-"
+
+
 def unfinished(suffix: str) -> str:
-    """The end of the name of a file that is being written. No other process uses the same one, on other machines either."""
-    return f"{suffix}.partial-{socket.gethostname()}-{os.getpid()}"
+    """The name of a file that is being written. Nobody else uses the same one, or knows it before."""
+    return f"{suffix}{of_this_host()}{secrets.token_hex(8)}"
 
 
 def _header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes:
@@ -42,7 +48,7 @@ def appearing(*paths: str, folder: str | None = None, sync: bool = True) -> Iter
     partial = [Path(unfinished(path if folder is None else f"{folder}/{os.path.basename(path)}")) for path in paths]
     try:
         with contextlib.ExitStack() as stack:
-            files: list[BinaryIO] = [stack.enter_context(path.open("w+b")) for path in partial]
+            files: list[BinaryIO] = [stack.enter_context(path.open("x+b")) for path in partial]
             yield files
             for file in files:
                 file.flush()

@@ -11,11 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.regular_file import read_text
 from megatron.metrics.device_peaks import peak_flops
 
 _FOLDER = "clusters"
@@ -141,8 +143,7 @@ def load_cluster(name: str) -> Cluster:
     if name in cluster_names():
         text = (resources.files("megatron.planner") / _FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     elif os.path.isfile(name):
-        with open(name, encoding="utf-8") as file:
-            text = file.read(1_000_000)
+        text = read_text(Path(name), most=1_000_000)
     else:
         near = difflib.get_close_matches(name, cluster_names(), n=1)
         meant = f" Did you mean {near[0]}?" if near else ""

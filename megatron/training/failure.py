@@ -157,6 +157,8 @@ def _words(error: BaseException, explanations: Explanations) -> str:
         return str(error) if rank == 0 else ""
     if isinstance(error, (ValueError, OSError)) and _raised_by_us(error):
         return f"rank {rank}: {error}" if _parallel() else str(error)
+    if isinstance(error, RuntimeError) and "Storage size calculation overflowed" in str(error):
+        return f"a tensor of this model is larger than any memory ({error}): look at --hidden-size, --seq-length and the vocabulary"
     reason = lost_contact(str(error)) if isinstance(error, RuntimeError) else None  # so are torch's own, DistError
     if _parallel() and reason is not None:
         where = traceback.extract_tb(error.__traceback__)

@@ -10,10 +10,9 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.checkpoint.save_folder import COUNTS
 from megatron.config.training import TrainingConfig
 from megatron.data.history import Phase
-
-_COUNTS = ("iteration", "consumed_samples", "updated_samples", "skipped_iterations")
 
 
 @dataclass
@@ -38,13 +37,13 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """The counts as a checkpoint holds them."""
-        return {name: getattr(self, name) for name in _COUNTS} | {"phases": [phase.to_json() for phase in self.phases]}
+        return {name: getattr(self, name) for name in COUNTS} | {"phases": [phase.to_json() for phase in self.phases]}
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> Progress:
         """The counts that a checkpoint holds."""
         return cls(
-            **{name: int(state[name]) for name in _COUNTS}, phases=[Phase.from_json(saved) for saved in state.get("phases", ())]
+            **{name: int(state[name]) for name in COUNTS}, phases=[Phase.from_json(saved) for saved in state.get("phases", ())]
         )
 
 

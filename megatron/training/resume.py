@@ -218,8 +218,9 @@ def _look(
 def _refuse_foreign(folder: str) -> None:
     """Refuse a folder that is no save folder: it is no reason to begin with random weights."""
     storage = open_storage(folder)
-    if storage.local is not None and storage.local.is_file():
-        raise CheckpointError(f"{folder} is a file: give the --save folder of a run")
+    if storage.local is not None and storage.local.exists() and not storage.local.is_dir():
+        what = "a file" if storage.local.is_file() else "a device or a pipe"
+        raise CheckpointError(f"{folder} is {what}: give the --save folder of a run")
     kind = kind_of(storage)
     if kind in FOREIGN:
         raise CheckpointError(

@@ -295,3 +295,45 @@ def test_a_rank_that_dies_in_an_evaluation(tmp_path: Path) -> None:
     ended = launch(argv, 2, before=_dies_in(TrainStep, "evaluate", 0))
     _assert_survivors_say_so(ended, 0)
     assert complete_checkpoints(tmp_path) == []
+
+
+SPECIAL = [
+    "--config {}",
+    "--data-path {} --no-mock-data",
+    "--data-args-path {} --no-mock-data",
+    "--per-split-data-args-path {} --no-mock-data",
+    "--tokenizer-type GPT2BPETokenizer --vocab-file {} --merge-file {}",
+    "--tokenizer-type TikTokenizer --tokenizer-model {}",
+    "--tokenizer-type Llama2Tokenizer --tokenizer-model {}",
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}",
+    "--load {}",
+    "--pretrained-checkpoint {}",
+    "--save {}",
+    "--pipeline-split balanced --layer-costs {} --pipeline-model-parallel-size 1",
+    "--plan-report {folder}/report --plan-cluster {}",
+]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "loop"])
+def test_special_files_are_refused_by_every_flag(kind: str, tmp_path: Path) -> None:
+    """At once: a pipe that nobody writes to, a device that has no end, a link to itself. (--config reads pipes: of a shell.)"""
+    place = tmp_path / "special"
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/dev/zero" if kind == "device" else place)
+    for words in SPECIAL:
+        if kind == "pipe" and words.startswith("--config"):
+            continue
+        given = words.format(place, place, folder=tmp_path).split()
+        settings = {"train_iters": 1, **({"tokenizer_type": None} if "--tokenizer-type" in words else {})}
+        (ended,) = launch([*arguments(**settings), *given], timeout=20)
+        assert ended.code in (1, 2), (words, report([ended]))
+        assert "Traceback" not in ended.stderr, (words, ended.stderr)
+        assert str(place) in ended.stderr, (words, ended.stderr)
+
+
+def test_a_tensor_that_no_memory_holds() -> None:
+    for more in ([], ["--dry-run"]):
+        (ended,) = launch([*arguments(train_iters=1, hidden_size=10**9, num_attention_heads=1), *more])
+        assert ended.code == 1 and "is larger than any memory" in ended.stderr and "Traceback" not in ended.stderr, report([ended])

@@ -117,7 +117,7 @@ def test_a_checkpoint_of_weights_alone(saved: Path, tmp_path: Path) -> None:
     settings = {"train_iters": 1, "load": tmp_path / "weights"}
     refused(arguments(**settings), "weights alone", "--finetune", "--pretrained-checkpoint")
     write_checkpoint(tmp_path / "other", 0, source.tensors, source.read_stored, source.config, {**source.state, "progress": {}})
-    refused(arguments(train_iters=1, load=tmp_path / "other"), "state.json", "not that of a run of this program", "iteration")
+    refused(arguments(train_iters=1, load=tmp_path / "other"), "state.json is not as a run writes it", "iteration")
     said = run(arguments(**settings, finetune=True))
     assert "counting starts from iteration 0 (--finetune)" in said
 

@@ -21,6 +21,7 @@ from megatron.checkpoint.source import TensorInfo, misfits
 from megatron.checkpoint.storage import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.config.regular_file import read_text
 from megatron.parallel.boxes import Box
 from megatron.spec.weights import WORD_EMBEDDING
 
@@ -107,7 +108,7 @@ class HuggingFaceFolder:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is no model of Hugging Face: it has no {CONFIG}") from error
     except OSError as error:

@@ -22,6 +22,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.source import TensorInfo
+from megatron.config.regular_file import read_text
 
 INDEX = ".index.json"
 SINGLE = "model.safetensors"
@@ -74,7 +75,7 @@ def _find(folder: Path) -> tuple[str, dict[Path, set[str] | None]]:
 
 def _read_index(path: Path) -> dict[Path, set[str] | None]:
     try:
-        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        mapping = json.loads(read_text(path))["weight_map"]
         found: dict[str, set[str]] = defaultdict(set)
         for name, file in mapping.items():
             if Path(file).name != file:

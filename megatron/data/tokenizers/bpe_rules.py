@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.config.regular_file import read_text
+
 # Splits a text into pieces (Radford et al. 2019): contractions, words with the blank before them, numbers, other signs, and blanks
 # but for the last one before a word.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -177,8 +179,8 @@ def read_json(path: Path, source: str, what: str) -> Any:
         ValueError: not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+        return json.loads(read_text(path, encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{source} is not JSON: {error}\n  It should be {what}; perhaps it was cut short: copy it again."
         ) from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
+from megatron.config.regular_file import open_regular, read_regular, read_text
 from megatron.data.tokenizers.bpe_rules import (
     GPT2_PATTERN,
     ByteVocabulary,
@@ -69,7 +70,7 @@ def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").split("\n")
+        return read_text(path).split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"--merge-file {path} is not a text in UTF-8: {error}\n  It should be like GPT-2's merges.txt.") from error
 
@@ -80,7 +81,7 @@ def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
     Raises:
         ValueError: it is neither, or broken.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         is_list = file.read(64).lstrip()[:1] in (b"[", b"{")
     ranks = _from_list(path, source) if is_list else _from_lines(path, source)
     if (told := bytes_without(source, ranks)) is not None:
@@ -106,7 +107,7 @@ def _from_lines(path: Path, source: str) -> dict[bytes, int]:
     """Read lines of a token in base64, a blank and its rank."""
     ranks: dict[bytes, int] = {}
     taken: set[int] = set()
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_regular(path).splitlines(), start=1):
         words = line.split()
         place = f"{source}, line {number}"
         if not words:
