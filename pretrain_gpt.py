@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends the process without a traceback
+
 import sys
 import time
 from contextlib import ExitStack
@@ -194,6 +199,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:  # before there is a run

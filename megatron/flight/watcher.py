@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import json
 import os
 import shutil
@@ -32,6 +33,8 @@ from megatron.flight.diagnosis import Departure, find_departed
 from megatron.flight.record import Channel, Snapshot, ask_to_end, process_state, read_record
 
 HANG_EXIT_CODE = 86
+_LONGEST_LINE = 1 << 24
+"""Characters of a message of another node, at the most; a record has some hundred."""
 """That of a job that is ended because it hangs."""
 STACKS = signal.SIGRTMIN + 3
 """The signal on which a rank writes the stacks of its threads."""
@@ -142,11 +145,12 @@ class NodeWatcher:
         """Answer the watchers of other nodes, each in a thread."""
 
         def hear(connection: socket.socket) -> None:
-            with connection, connection.makefile("rw") as lines:
-                if lines.readline().strip() != self._orders.token:
+            # What is not as a watcher writes it ends the connection, not the watch.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection, connection.makefile("rw") as lines:
+                if not hmac.compare_digest(lines.readline(_LONGEST_LINE).strip().encode(), self._orders.token.encode()):
                     return
                 done = 0
-                for line in lines:
+                while line := lines.readline(_LONGEST_LINE):
                     message = json.loads(line)
                     self._others[message["node"]] = [_snapshot(one) for one in message["ranks"]]
                     lines.write(json.dumps(self._commands[done:]) + "\n")
@@ -273,7 +277,8 @@ def main() -> None:
     orders = Orders(**json.load(sys.stdin))
     watcher = NodeWatcher(orders)
     if orders.head is None:
-        listener = socket.create_server(("", 0))
+        alone = orders.ranks == orders.world  # then no other node has to reach it
+        listener = socket.create_server(("127.0.0.1" if alone else "", 0))
         watcher.serve(listener)
         print(listener.getsockname()[1], flush=True)
     watcher.run()

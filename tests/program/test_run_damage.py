@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
+import json
 import os
 import resource
 import shutil
@@ -13,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.storage import MANIFEST
+from megatron.checkpoint.content_sums import Checksum
+from megatron.checkpoint.manifest import Manifest, StoredFile
+from megatron.checkpoint.save_folder import manifest_in
+from megatron.checkpoint.storage import MANIFEST, open_storage
 from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
@@ -67,6 +72,47 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest truncated": (lambda path: truncate(path / MANIFEST), MANIFEST),
     "manifest deleted": (lambda path: (path / MANIFEST).unlink(), MANIFEST),
     "all deleted": (lambda path: shutil.rmtree(path), MANIFEST),
+}
+
+
+def forge(path: Path, **counts: object) -> None:
+    """Write counts into the state, and make its checksum, and the digests that follow from it, right."""
+    state = json.loads((path / "state.json").read_text())
+    state["progress"] |= counts
+    data = json.dumps(state).encode()
+    (path / "state.json").write_bytes(data)
+    manifest = manifest_in(open_storage(path))
+    files = {**manifest.files, "state.json": StoredFile(len(data), Checksum(data).text)}
+    (path / MANIFEST).write_bytes(Manifest(manifest.tensors, files).to_json())
+
+
+def forge_shape(path: Path) -> None:
+    """A tensor of 10^30 rows."""
+    manifest = manifest_in(open_storage(path))
+    name, tensor = next(iter(manifest.tensors.items()))
+    tensors = {**manifest.tensors, name: dataclasses.replace(tensor, shape=(10**30, *tensor.shape[1:]))}
+    (path / MANIFEST).write_bytes(Manifest(tensors, manifest.files).to_json())
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def put_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES |= {
+    "a run that is done at iteration 10^30": (lambda path: forge(path, iteration=10**30), "state.json"),
+    "an iteration that is another": (lambda path: forge(path, iteration=STOP + 1), "state.json"),
+    "samples that are no number": (lambda path: forge(path, consumed_samples="many"), "state.json"),
+    "samples below zero": (lambda path: forge(path, consumed_samples=-8, updated_samples=-8), "state.json"),
+    "more updated than consumed": (lambda path: forge(path, updated_samples=10**6), "state.json"),
+    "counts that are none": (lambda path: forge(path, iteration=True), "state.json"),
+    "a shape of 10^30": (forge_shape, MANIFEST),
+    "JSON of too many levels": (lambda path: write_text(path / MANIFEST, "[" * 10**6), MANIFEST),
+    "a pipe for settings": (lambda path: put_a_pipe(path / "config.json"), "config.json"),
 }
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megatron.checkpoint.save_folder import LATEST
 from megatron.data.indexed_writer import write_dataset
@@ -106,3 +107,19 @@ def test_a_node_that_is_asked_to_stop_is_no_success_for_the_others(tmp_path: Pat
             node.kill()
             node.wait()
             file.close()
+
+
+@pytest.mark.parametrize("module", ["yaml", "torch.cuda", "megatron.training.loop"])
+def test_ctrl_c_while_starting_leaves_no_traceback(module: str) -> None:
+    """When a module has been imported: among those of the settings, of torch, and of the run."""
+    words = [sys.executable, "-X", "importtime", str(ROOT / SCRIPT), *arguments(train_iters=10**6)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr), "it is not imported"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in said, (process.returncode, said[-2000:])

@@ -95,6 +95,17 @@ def test_another_key_is_another_index(tmp_path: Path) -> None:
     check(get(cache, never))
 
 
+def test_a_file_under_the_name_of_another_array_is_made_again(tmp_path: Path, notes: list[str]) -> None:
+    """Both belong to the same index, and are whole."""
+    get(IndexCache(tmp_path))
+    one, other = sorted(tmp_path.glob("*.npy"))
+    for path, data in ((one, other.read_bytes()), (other, one.read_bytes())):
+        path.unlink()
+        path.write_bytes(data)
+    check(get(IndexCache(tmp_path, notes.append)))
+    assert notes and all("belongs to another dataset; it is made again" in note for note in notes)
+
+
 def test_small_indexes_and_a_cache_of_no_folder_touch_no_file(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path / "c")
     check(

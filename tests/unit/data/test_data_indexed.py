@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -178,3 +179,28 @@ def test_a_missing_file_names_the_nearest_dataset(tmp_path: Path) -> None:
     (tmp_path / "corpus_text_document.bin").unlink()
     with pytest.raises(DatasetError, match=r"corpus_text_document\.bin does not exist"):
         IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path, suffix: str) -> None:
+    """To read what is no more there would end the process without a word (SIGBUS)."""
+    prefix = str(tmp_path / "d")
+    with write_dataset(prefix, np.uint16) as writer:
+        for _ in range(100):
+            writer.add_documents(np.arange(1000, dtype=np.uint16))
+    dataset = IndexedDataset(prefix)
+    assert dataset.read(99, 0, 3).tolist() == [0, 1, 2]
+    os.truncate(prefix + suffix, 50)
+    with pytest.raises(DatasetError, match=rf"d\{suffix} was cut from [0-9,]+ to 50 bytes while it was in use"):
+        dataset.read(99, 0, 3)
+
+
+def test_an_index_that_does_not_cover_its_tokens_is_refused_by_a_run(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "d")
+    with write_dataset(prefix, np.uint16) as writer:
+        writer.add_documents(np.arange(10, dtype=np.uint16))
+    IndexedDataset(prefix).check_covered()
+    with open(f"{prefix}.bin", "ab") as file:
+        file.write(bytes(4))
+    with pytest.raises(DatasetError, match=r"d\.bin has 24 bytes, but the sequences of .*d\.idx only 20"):
+        IndexedDataset(prefix).check_covered()
