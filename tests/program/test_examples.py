@@ -390,6 +390,8 @@ def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: P
                 os.kill(pid, signal.SIGKILL)
             process.kill()
             process.wait()
-    assert "exiting on SIGTERM" in said.read_text() and said.read_text().count("resuming from") == 1
+    # (Torchrun may start ranks again in the moment before it is told to end.)
+    trained, stop, _ = said.read_text().partition("exiting on SIGTERM")
+    assert stop and trained.count("resuming from") == 1, said.read_text()
     last = int((run / "checkpoints" / LATEST).read_text())
     assert last > 5 and (run / f"checkpoints/iter_{last:07d}").is_dir()
