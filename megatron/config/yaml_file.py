@@ -124,17 +124,21 @@ def _compose(path: str, text: str, flag: str = "config") -> yaml.Node | None:
     """The root of a text, which is not parsed if it is too large: that takes long for many nodes, and fills the stack at many
     levels."""
     depth = nodes = 0
+    too_deep = f"has more than {_MOST_DEPTH} levels."
     try:
         for event in yaml.parse(text, Loader=_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             nodes += isinstance(event, yaml.NodeEvent)
             if depth > _MOST_DEPTH:
                 line = event.start_mark.line + 1 if event.start_mark is not None else "?"
-                raise _cannot(f"--{flag} {path} line {line} has more than {_MOST_DEPTH} levels.", _EXAMPLES[flag], flag=flag)
+                raise _cannot(f"--{flag} {path} line {line} {too_deep}", _EXAMPLES[flag], flag=flag)
             if nodes > _MOST_NODES:
                 raise _cannot(f"--{flag} {path} holds more than {_MOST_NODES:,} keys and values.", _EXAMPLES[flag], flag=flag)
         root: yaml.Node | None = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is not None and "nesting depth" in str(error):  # libyaml's own limit, which its scanner may reach before any event
+            raise _cannot(f"--{flag} {path} line {mark.line + 1} {too_deep}", _EXAMPLES[flag], flag=flag) from error
         raise _cannot(f"--{flag} {path} is not valid YAML.", f"{' '.join(str(error).split())}.", flag=flag) from error
     return root
 

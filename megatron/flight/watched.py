@@ -30,6 +30,8 @@ from megatron.parallel.context import ParallelContext
 from megatron.spec.operations import Op
 
 _MEMORY = "/dev/shm"
+_HEARD_WITHIN_S = 1.0
+"""From the moment a rank is asked to end to its end. So all are asked before one of them loses contact with another that ended."""
 
 
 class Flight:
@@ -51,6 +53,10 @@ class Flight:
     def waited_s(self) -> float:
         """Seconds that the rank has waited for others in all."""
         return 0.0 if self._record is None else self._record.waited_s
+
+    def code_asked_for(self) -> int:
+        """The exit code with which the watcher asks the rank to end; 0 as long as it does not."""
+        return 0 if self._record is None else self._record.code_asked_for()
 
     def operation(self, op: Op) -> None:
         """Say which operation of the schedule it begins."""
@@ -123,4 +129,5 @@ def _end_when_asked(record: FlightRecord) -> None:
         time.sleep(1.0)
         code = record.code_asked_for()
         if code:
+            time.sleep(_HEARD_WITHIN_S)
             os._exit(code)

@@ -112,10 +112,12 @@ _SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditErr
 
 @dataclass
 class Explanations:
-    """Words for errors that only the run itself can explain."""
+    """Words for errors that only the run itself can explain, and the exit code that they leave with."""
 
     known: list[tuple[Callable[[BaseException], bool], Callable[[BaseException], str]]] = field(default_factory=list)
     """Which errors these are, and the words for each."""
+    code_asked_for: Callable[[], int] = lambda: 0
+    """The exit code that somebody else has asked this rank to end with; 0 where nobody has. What fails then is a consequence."""
 
     def find(self, error: BaseException) -> str | None:
         """The words for an error, if any are known."""
@@ -136,7 +138,7 @@ def reported_failures() -> Iterator[Explanations]:
     except KeyboardInterrupt:
         _leave(130, "interrupted")
     except BaseException as error:  # noqa: BLE001 - every way to fail ends here
-        _leave(1, _words(error, explanations))
+        _leave(explanations.code_asked_for() or 1, _words(error, explanations))
 
 
 def leave_well(code: int = 0) -> None:
