@@ -117,6 +117,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     from megatron.training.progress import BatchSizePlan
     from megatron.training.rehearsal import Rehearsal, choose_layers, full_plan, with_layers
     from megatron.training.resume import resume
+    from megatron.training.rewind import Rewinds
     from megatron.training.saver import Saver
     from megatron.training.step import TrainStep
 
@@ -192,6 +193,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
             foretold=foretold,
             draw=draw,
             flight=flight,
+            rewinds=Rewinds.of(config, context, step, resumed.schedule, data, resumed.path),
         ).run(resumed.progress)
         reporter.close()
     watching.close()

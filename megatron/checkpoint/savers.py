@@ -246,6 +246,16 @@ class BackgroundSaver(RunSaver):
             if (line := self._writer.stall()) is not None:
                 say(line)
 
+    def settle(self, say: Say) -> None:
+        """Wait until the last save is a checkpoint, or has failed, which is no error here; all ranks call it together."""
+        asked = time.monotonic()
+
+        def settle(statuses: list[_Status]) -> list[None]:
+            self._settle(statuses, asked, say)
+            return [None] * len(statuses)
+
+        decide(self._group, "cannot wait for the last save", lambda: self._status(None), settle)
+
     def finish(self, say: Say) -> None:
         """Wait for the last save, and end the processes; all ranks call it together.
 

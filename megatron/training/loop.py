@@ -24,20 +24,22 @@ from megatron.training.plan_report import PlanReport, StepPlan
 from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
+from megatron.training.rewind import Rewinds
 from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.signals import ExitSignals
+from megatron.training.spikes import SpikeError, SpikeJudge, remembered
 from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.stragglers import StragglerReports
 from megatron.training.watch import Watcher, watchers
 
 _ON_SIGNAL = "on a signal"
-_SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
+_SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError, SpikeError)
 """Errors that a step raises on every rank at once."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loop:
-    """Everything that the loop needs."""
+    """Everything that the loop needs. A rewind changes plan and training steps."""
 
     config: Config
     context: ParallelContext
@@ -63,6 +65,8 @@ class Loop:
     """What --plan-report compares the first steps with."""
     flight: Flight = field(default_factory=Flight)
     """Takes what this rank is about."""
+    rewinds: Rewinds | None = None
+    """Takes the run back where it meets a loss spike, if that is asked for."""
 
     def run(self, progress: Progress) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
@@ -117,6 +121,11 @@ class Loop:
                 result = self._advance(progress, batch, (self.signals.seen is not None, self._time_is_up()), watching)
                 self.flight.phase("between steps")
                 self.saver.poll(self.reporter.say)
+                if result is not None and result.spike is not None and self._rewound(progress, watching):
+                    batches.close()  # type: ignore[attr-defined]
+                    batches = self.train_batches(progress.consumed_samples)
+                    stopped = self._voted_exit(result)
+                    continue
                 stopped = self._between_steps(progress, watching) or self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
         return stopped
@@ -134,10 +143,21 @@ class Loop:
             for watcher in watching:
                 watcher.before_step(batch, iteration)
             result = self.step.run(
-                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, own_rates=own, exit_votes=exit_votes
+                batch,
+                iteration=iteration,
+                learning_rate=rate,
+                weight_decay=decay,
+                own_rates=own,
+                exit_votes=exit_votes,
+                judge=SpikeJudge(self.config.spikes, progress.recent),
             )
         progress.iteration = iteration
         progress.consumed_samples += samples
+        if result is not None:
+            progress.recent = remembered(progress.recent, result.loss, result.grad_norm, self.config.spikes)
+            if result.spike is not None:
+                last = range(progress.consumed_samples - samples, progress.consumed_samples)
+                self.reporter.say(result.spike.words(iteration, last))
         if result is None or result.skipped:
             progress.skipped_iterations += 1
         else:
@@ -171,12 +191,32 @@ class Loop:
             gc.collect()
         return None
 
+    def _rewound(self, progress: Progress, watching: list[Watcher]) -> bool:
+        """Go back behind a loss spike, if that is asked for and there is a checkpoint; returns whether it was done."""
+        if self.rewinds is None:
+            return False
+        self.flight.phase("rewinding")
+        with self.reporter.paused():
+            found = self.rewinds.rewind(progress, self.plan, self.saver, self.reporter.say)
+            if found is not None:
+                self.plan, batches = found
+                self.train_batches = batches.training
+                for watcher in watching:
+                    watcher.after_rewind(progress)
+        self.flight.phase("between steps")
+        return found is not None
+
+    def _voted_exit(self, result: StepResult) -> str | None:
+        if result.exit_votes[0]:
+            return _ON_SIGNAL
+        if result.exit_votes[1]:
+            return f"after {self.config.training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
+        return None
+
     def _exit_reason(self, progress: Progress, result: StepResult | None) -> str | None:
         training = self.config.training
-        if result is not None and result.exit_votes[0]:
-            return _ON_SIGNAL
-        if result is not None and result.exit_votes[1]:
-            return f"after {training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
+        if result is not None and (voted := self._voted_exit(result)) is not None:
+            return voted
         done = progress.iteration == self.plan.total_iterations
         if progress.is_multiple_of(training.exit_interval) and not done:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
@@ -215,7 +255,9 @@ class Loop:
                 for watcher in watching:
                     watcher.before_save(progress)
             with self.timers("save-checkpoint", level=0):
-                self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
+                place = self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
+                if self.rewinds is not None:
+                    self.rewinds.saved(place)
             if self.config.training.manual_gc:
                 gc.collect()
 

@@ -216,6 +216,19 @@ class Saver:
         if self._background is not None:
             self._background.poll(say)
 
+    def settle(self, say: Say) -> None:
+        """Wait for the save under way, before a checkpoint is loaded. All ranks call it together.
+
+        Args:
+            say: writes a line into the log, on the first rank.
+        """
+        if self._background is not None:
+            self._background.settle(say)
+
+    def went_back(self, iteration: int) -> None:
+        """The run went back to its checkpoint of an iteration: what it saved behind that it will save again."""
+        self._last = iteration
+
     def finish(self, say: Say) -> None:
         """Called at the end of the run: wait for the save in the background. All ranks call it together.
 

@@ -41,8 +41,10 @@ from megatron.spec.groups import RateEnds
 from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
-from megatron.training.failure import raise_nonfinite, raise_uncounted
+from megatron.training.failure import raise_uncounted
 from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
+from megatron.training.nonfinite import raise_nonfinite
+from megatron.training.spikes import Spike
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class StepResult:
     """Global norm of the unscaled gradient, before clipping."""
     num_zeros: float | None
     skipped: bool
-    """Whether the update was skipped because the gradient overflowed."""
+    """Whether the update was skipped, because the gradient overflowed or the step is a loss spike."""
     loss_scale: float
     """The scale that this step used."""
     z_loss: float | None = None
@@ -74,6 +76,8 @@ class StepResult:
     """What the busiest context rank attends to in a microbatch, as a multiple of the mean over these; a mean over microbatches."""
     balance: BalanceResult | None = None
     """How evenly experts were chosen, where there are some."""
+    spike: Spike | None = None
+    """What the step stands out from, if it is a loss spike."""
     exit_votes: tuple[bool, bool] = (False, False)
     """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
 
@@ -180,6 +184,7 @@ class TrainStep:
         weight_decay: float,
         own_rates: Mapping[RateEnds, float] = MappingProxyType({}),
         exit_votes: tuple[bool, bool] = (False, False),
+        judge: Callable[[float, float], Spike | None] = lambda loss, grad_norm: None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -188,6 +193,7 @@ class TrainStep:
             iteration: counted from 1, for error messages.
             own_rates: the learning rates of groups whose course ends elsewhere (`optimizer.own_ends`).
             exit_votes: this rank's; they travel with the step's sums, so agreeing costs nothing.
+            judge: says of loss and gradient norm whether the step is a spike. It must say the same on every rank.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and no overflow is to be skipped, or no token counts in the loss.
@@ -201,8 +207,9 @@ class TrainStep:
         loss, norm = sums.loss / sums.mask, math.sqrt(sums.squares) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
-            bad = sorted(set().union(*(provider.nonfinite() for provider in self.providers)))
-            raise_nonfinite(iteration, float(loss_sum), bad, self._own_nonfinite_gradients(batch), self.context)
+            raise_nonfinite(self, batch, iteration, float(loss_sum))
+        spike = None if overflow else judge(loss, norm)
+        skipped = overflow or (spike is not None and spike.skips)
         result = StepResult(
             loss,
             sums.mask,
@@ -210,16 +217,17 @@ class TrainStep:
             num_zeros=sums.zeros if self._count_zeros else None,
             z_loss=sums.z_loss / sums.mask if self.model.loss.z_coeff else None,
             mtp_loss=sums.mtp_loss / sums.mask / self.model.loss.mtp_factor if self.model.config.mtp_num_layers else None,
-            skipped=overflow,
+            skipped=skipped,
             loss_scale=scale,
             noise=self._noise_of(sums, batch, scale),
             max_attention_logit=sums.max_logit if self.model.largest is not None else None,
             attended_sequences=sums.attended if batch[0].documents is not None else None,
             context_imbalance=sums.context_imbalance / (len(batch) * self.context.data_group.size) or None,
             balance=None if self.model.balance is None else self.model.balance.result(sums.of_experts),
+            spike=spike,
             exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
         )
-        if not overflow:
+        if not skipped:
             for look in self.before_update:
                 look(result)
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
@@ -342,20 +350,6 @@ class TrainStep:
     def _before_remake(self, modules: Sequence[nn.Module]) -> None:
         for provider in self.providers:
             provider.before_remake(modules)
-
-    def _own_nonfinite_gradients(self, batch: Sequence[ModelInputs]) -> list[str]:
-        """Names of parameters with a gradient that is not finite on this rank before the sum over ranks.
-
-        For that the step is run again (it is a function of its inputs, dropout included).
-        """
-        bad: set[str] = set()
-
-        def look(entry: ParamEntry, grad: torch.Tensor) -> None:
-            if not torch.isfinite(grad).all():
-                bad.add(entry.record.name)
-
-        self.gradients(batch, inspect=look)
-        return sorted(bad)
 
     def evaluate(self, batch: Sequence[ModelInputs], *, exit_vote: bool = False) -> Evaluated:
         """Evaluate one global batch, without gradients.

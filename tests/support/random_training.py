@@ -31,6 +31,9 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
         settings["label_smoothing"] = one_of(draw, 0.1, 0.6)
     if chance(draw, 6):
         settings["iterations_to_skip"] = (1,)
+    if chance(draw, 6):
+        settings |= {"spike_policy": one_of(draw, "warn", "skip"), "spike_window": number(draw, 4, 5)}
+        settings["spike_threshold"] = one_of(draw, None, 0.1)
     return settings
 
 

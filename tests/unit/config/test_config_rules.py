@@ -1236,6 +1236,31 @@ CASES: list[Case] = [
     ("--data-loss-mask", 1, {"--data-loss-mask"}, ["without --mock-data"], []),
     ("--take-over", 1, {"--take-over"}, ["only with --save"], []),
     ("--hang-warn-s 0 --straggler-interval 5", 1, {"--straggler-interval"}, ["with a --hang-warn-s other than 0"], []),
+    ("--spike-window 50", 1, {"--spike-window"}, ["with --spike-policy warn or skip or rewind"], ["--spike-policy warn"]),
+    ("--spike-policy warn --spike-max-rewinds 5", 1, {"--spike-max-rewinds"}, ["only with --spike-policy rewind"], []),
+    ("--spike-threshold 5", 1, {"--spike-threshold"}, ["with --spike-policy warn or skip or rewind"], ["--spike-policy warn"]),
+    ("--spike-policy skip --spike-batches-beyond 5", 1, {"--spike-batches-beyond"}, ["only with --spike-policy rewind"], []),
+    (
+        "--spike-policy rewind --save run",
+        1,
+        {"--spike-policy", "--save-interval"},
+        ["needs --save-interval."],
+        ["--spike-policy skip"],
+    ),
+    (
+        "--spike-policy rewind --save run --save-interval 5 --no-save-optim",
+        1,
+        {"--spike-policy", "--save-optim"},
+        ["optimizer state"],
+        ["--spike-policy skip", "--save-optim"],
+    ),
+    (
+        "--spike-policy rewind --save run --save-interval 5 --data-order megatron",
+        1,
+        {"--spike-policy", "--data-order"},
+        ["whose order depends"],
+        ["--spike-policy skip", "--data-order epoch"],
+    ),
     ("--hang-warn-s 0 --hang-kill-s 60", 1, {"--hang-kill-s"}, ["with a --hang-warn-s other than 0"], []),
 ]
 
