@@ -133,6 +133,8 @@ class TrainStep:
         self._sums_beside: torch.Tensor
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
+        self.look_at_loss: Callable[[int, torch.Tensor], None] = lambda microbatch, loss: None
+        """Receives the number of each microbatch, from 0 on, and its loss, on the last stage."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._attention_shares = attention_shares(model.config)
         self.providers = make_providers(model, context, parallel)
@@ -377,6 +379,7 @@ class TrainStep:
             out = self.model.chunks[chunk](batch[microbatch], received.get("hidden"))
             if chunk < last:
                 return {"hidden": out}
+            self.look_at_loss(microbatch, out)
             if self._counts_loss:
                 totals[: out.numel()].add_(out.detach())
             return {"loss": scaled(out)}
