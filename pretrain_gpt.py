@@ -109,6 +109,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     from megatron.model.build import model_of
     from megatron.parallel.context import connect, disconnect
     from megatron.training import startup
+    from megatron.training.goodput import Goodput
     from megatron.training.inputs import open_data
     from megatron.training.loop import Loop
     from megatron.training.memory_report import MemoryAccount
@@ -193,6 +194,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
             foretold=foretold,
             draw=draw,
             flight=flight,
+            goodput=Goodput(resumed.account, time.time() - (time.monotonic() - started_at)),
             rewinds=Rewinds.of(config, context, step, resumed.schedule, data, resumed.path),
         ).run(resumed.progress)
         reporter.close()

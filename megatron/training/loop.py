@@ -18,6 +18,7 @@ from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import NonFiniteError, together
+from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches
 from megatron.training.memory_report import MemoryAccount
 from megatron.training.plan_report import PlanReport, StepPlan
@@ -65,6 +66,8 @@ class Loop:
     """What --plan-report compares the first steps with."""
     flight: Flight = field(default_factory=Flight)
     """Takes what this rank is about."""
+    goodput: Goodput = field(default_factory=Goodput)
+    """The account of the run's time."""
     rewinds: Rewinds | None = None
     """Takes the run back where it meets a loss spike, if that is asked for."""
 
@@ -87,6 +90,7 @@ class Loop:
             from megatron.training.compilation import CompilationReports  # imports the compiler
 
             watching.append(CompilationReports(self.config.speed, self.reporter))
+        self.goodput.spent("start-up")
         with self.signals.noted():
             try:
                 stopped = self._train(progress, watching)
@@ -162,6 +166,7 @@ class Loop:
             progress.skipped_iterations += 1
         else:
             progress.updated_samples += samples
+        self.goodput.spent("steps that do not count" if result is None or result.skipped else "steps")
         self.reporter.step(progress, result, rate, samples, lambda: self._extras(result))
         if result is not None:
             for watcher in watching:
@@ -170,7 +175,7 @@ class Loop:
 
     def _extras(self, result: StepResult | None) -> dict[str, float]:
         """Further numbers of a log line. All ranks call it together."""
-        found: dict[str, float] = {}
+        found = {"goodput": self.goodput.share}
         shards, logging, model = self.step.counted_shards, self.config.logging, self.config.model
         if logging.log_params_norm:
             found["params_norm"] = params_norm(shards, self.context)
@@ -199,8 +204,8 @@ class Loop:
         with self.reporter.paused():
             found = self.rewinds.rewind(progress, self.plan, self.saver, self.reporter.say)
             if found is not None:
-                self.plan, batches = found
-                self.train_batches = batches.training
+                self.plan, self.train_batches = found.plan, found.batches.training
+                self.goodput.went_back(found.account)
                 for watcher in watching:
                     watcher.after_rewind(progress)
         self.flight.phase("between steps")
@@ -230,6 +235,7 @@ class Loop:
                 done = self._evaluate(progress, self.valid_batches, "validation")
             if done and self.test_batches is not None:
                 self._evaluate(progress, self.test_batches, "test")
+        self.reporter.say(self.goodput.words())
         why = self.signals.words() if stopped == _ON_SIGNAL else stopped
         self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}")
 
@@ -245,6 +251,7 @@ class Loop:
                 self.reporter.evaluation(progress, *found, split)
             if self.config.training.manual_gc:
                 gc.collect()
+        self.goodput.spent("evaluations")
         return found is not None
 
     def _save(self, progress: Progress, watching: list[Watcher]) -> None:
@@ -255,11 +262,13 @@ class Loop:
                 for watcher in watching:
                     watcher.before_save(progress)
             with self.timers("save-checkpoint", level=0):
-                place = self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
+                account, schedule = self.goodput.to_json(), self.schedule
+                place = self.saver.save(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)
                 if self.rewinds is not None:
                     self.rewinds.saved(place)
             if self.config.training.manual_gc:
                 gc.collect()
+        self.goodput.spent("saves")
 
     def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins

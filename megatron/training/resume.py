@@ -25,7 +25,7 @@ from megatron.spec.mlps import experts_of, has_experts
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
 from megatron.training.progress import Progress
-from megatron.training.saver import LearningSchedule, global_tensors, with_defaults
+from megatron.training.saver import ACCOUNT, LearningSchedule, global_tensors, with_defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Resumed:
     path: Place | None
     """The checkpoint; None for a run that begins, also with the weights of another run."""
     notes: Sequence[str] = ()
+    account: Any = None
+    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
 
 
 class ChosenCheckpoint(NamedTuple):
@@ -47,6 +49,8 @@ class ChosenCheckpoint(NamedTuple):
     notes: list[str]
     begin: frozenset[str] = frozenset()
     """Parameters that it lacks and that begin with their initial values."""
+    account: Any = None
+    """See `Resumed`."""
 
 
 def resume(
@@ -107,7 +111,7 @@ def continued(
     chosen: ChosenCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
 ) -> Resumed:
     """Take over the counts, and agree on the schedules."""
-    path, state, notes, _ = chosen
+    path, state, notes, _, account = chosen
     try:
         if wants_state:
             optimizer.num_updates = int(state["optimizer_updates"])
@@ -115,7 +119,7 @@ def continued(
         else:
             notes = [*notes, "moments start from zero (--no-load-optim)"]
         progress = Progress.from_json(state["progress"])
-        return Resumed(progress, agreed_schedule(schedule, state["schedule"], path), path, notes)
+        return Resumed(progress, agreed_schedule(schedule, state["schedule"], path), path, notes, account)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"the state.json of {path} is not that of a run of this program ({error!r}): add --finetune to take its weights alone"
@@ -257,7 +261,7 @@ def fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, g
         raise CheckpointError(
             f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
         )
-    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin))
+    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin), record.get(ACCOUNT))
 
 
 def _told(loaded: Loaded) -> str:

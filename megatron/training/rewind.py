@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.save_folder import iteration_of
@@ -22,6 +23,15 @@ from megatron.training.resume import ChosenCheckpoint, Resumed, continued, fill,
 from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.spikes import SpikeError
 from megatron.training.step import TrainStep
+
+
+class Rewound(NamedTuple):
+    """What a run goes on with."""
+
+    plan: BatchSizePlan
+    batches: RunBatches
+    account: Any
+    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
 
 
 @dataclass
@@ -63,9 +73,7 @@ class Rewinds:
         if place is not None:
             self.places.append(place)
 
-    def rewind(
-        self, progress: Progress, plan: BatchSizePlan, saver: Saver, say: Callable[[str], None]
-    ) -> tuple[BatchSizePlan, RunBatches] | None:
+    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver, say: Callable[[str], None]) -> Rewound | None:
         """Load the newest sound checkpoint, and choose the data behind the step that was made last, which is the spike.
 
         Args:
@@ -73,7 +81,7 @@ class Rewinds:
             say: writes a line into the log, on the first rank.
 
         Returns:
-            the plan and the batches to go on with. None if there is no checkpoint: nothing has changed, and the run goes on.
+            what to go on with. None if there is no checkpoint: nothing has changed, and the run goes on.
 
         Raises:
             SpikeError: it is one rewind too many in a row.
@@ -113,7 +121,7 @@ class Rewinds:
             f"  rewound to {found.path} (iteration {there.iteration}); samples {consumed - passed_over:,} to {consumed - 1:,} "
             f"are passed over"
         )
-        return plan, batches
+        return Rewound(plan, batches, found.account)
 
 
 def _go_back(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,8 @@ from megatron.training.progress import Progress
 
 _VISIBLE_WITHIN_S = 10.0
 """Seconds within which a file of the first rank must be seen on all: network file systems show new names late."""
+ACCOUNT = "goodput"
+"""Name of the account of a run's time in `config.json`: not in the state, which is the same for runs that took other times."""
 _SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -161,7 +163,13 @@ class Saver:
             time.sleep(0.1)
 
     def save(
-        self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say
+        self,
+        progress: Progress,
+        optimizer: ShardedOptimizer,
+        scaler: GradScaler,
+        schedule: LearningSchedule,
+        say: Say,
+        account: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
 
@@ -169,6 +177,7 @@ class Saver:
 
         Args:
             say: writes a line into the log, on the first rank.
+            account: of the run's time, up to now.
 
         Returns:
             the checkpoint's folder (or its URL), None if there was nothing to do.
@@ -186,14 +195,15 @@ class Saver:
             "has_optimizer": self._config.save_optim,
             "ema_decay": schedule.optimizer.ema_decay,
         }
+        record = {**self._record, ACCOUNT: account}
         tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
         self._last = progress.iteration
         location = self._storage.at(checkpoint_name(progress.iteration))
         if self._background is not None:
-            self._background.save(progress.iteration, tensors, self._record, state, say)
+            self._background.save(progress.iteration, tensors, record, state, say)
             return location
         began = time.monotonic()
-        digest = self._direct.save(progress.iteration, tensors, self._record, state)
+        digest = self._direct.save(progress.iteration, tensors, record, state)
         if self._context.rank == 0:
             say(f"saved {location} in {time.monotonic() - began:.1f} s, digest {digest[:16]}")
             retain(self._storage, self._retention)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.save_folder import read_config
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences
@@ -18,6 +19,7 @@ from tests.support.runs import (
     digest,
     launch,
     losses,
+    read_metrics,
     report,
     run,
     saved_state,
@@ -237,3 +239,15 @@ def test_spikes_wherever_it_goes_on_end_the_run(tmp_path: Path) -> None:
     assert [end.code for end in ended] == [1, 1], report(ended)
     assert "iteration 6: a loss spike again after 1 rewinds" in ended[0].stderr and ended[1].stderr == ""
     assert complete_checkpoints(tmp_path) == ["iter_0000002", "iter_0000004"]
+
+
+def test_goodput_goes_on_over_starts_and_a_rewind(tmp_path: Path, one_rewinds: Path) -> None:
+    """Each use has at least what it had at the checkpoint; what a rewind undid does not count."""
+    settings = {**REWINDS, "train_iters": STEPS, "load": one_rewinds, "ckpt_step": 4, "save": tmp_path}
+    said = run(arguments(**settings, metrics_file=tmp_path / "metrics"), before=bad_batches(BAD))
+    assert "goodput " in said and "between starts" in said
+    before, after = (read_config(checkpoint(*place))["goodput"]["seconds"] for place in ((one_rewinds, 4), (tmp_path, STEPS)))
+    assert all(after[use] >= seconds for use, seconds in before.items())
+    assert after["between starts"] > before["between starts"] == 0.0
+    assert after["steps that do not count"] > before["steps that do not count"] == 0.0
+    assert all(0.0 < line["goodput"] < 1.0 for line in read_metrics(tmp_path / "metrics"))
