@@ -212,24 +212,39 @@ def test_without_a_checkpoint_the_step_is_left_out(tmp_path: Path) -> None:
     assert saved_state(tmp_path, 4)["progress"]["skipped_iterations"] == 1
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    """The one before is taken, and the iterations are saved again."""
+def _damaging(*files: Path) -> Callable[[int], None]:
+    """For `before`: the last byte of these files is another when the spike comes."""
 
     def before(rank: int) -> None:
         bad_batches(BAD)(rank)
         original = TrainStep.run
 
         def damages(self: TrainStep, batch: Any, **named: Any) -> Any:
-            if batch[0].dropout_key.step == BAD:
-                (checkpoint(tmp_path, 4) / "state.json").write_text("{}")
+            for file in files if batch[0].dropout_key.step == BAD else ():
+                content = file.read_bytes()
+                file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
             return original(self, batch, **named)
 
         TrainStep.run = damages  # type: ignore[method-assign]
 
+    return before
+
+
+@pytest.mark.parametrize("name", ["state.json", "rank_00000.safetensors"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str) -> None:
+    """Also one that is found so when weights were filled from it. The one before is taken, and the iterations are saved again."""
     settings = {**REWINDS, "train_iters": 7, "save": tmp_path}
-    said = run(arguments(**settings), before=before)
+    said = run(arguments(**settings), before=_damaging(checkpoint(tmp_path, 4) / name))
     assert f"rewound to {checkpoint(tmp_path, 2)} (iteration 2); samples 16 to 63 are passed over" in said
     assert saved_state(tmp_path, 4)["progress"]["consumed_samples"] == 64 + 2 * BATCH
+    run(arguments(**settings, load=tmp_path))
+
+
+def test_weights_of_damaged_checkpoints_are_not_trained_on(tmp_path: Path) -> None:
+    """Where none is sound the weights in memory are no more, and the run ends."""
+    files = [checkpoint(tmp_path, iteration) / "rank_00000.safetensors" for iteration in (2, 4)]
+    ended = launch(arguments(**REWINDS, train_iters=7, save=tmp_path), before=_damaging(*files))
+    assert ended[0].code == 1 and "no checkpoint to go back to is sound" in ended[0].stderr, report(ended)
 
 
 def test_spikes_wherever_it_goes_on_end_the_run(tmp_path: Path) -> None:

@@ -31,9 +31,6 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
         settings["label_smoothing"] = one_of(draw, 0.1, 0.6)
     if chance(draw, 6):
         settings["iterations_to_skip"] = (1,)
-    if chance(draw, 6):
-        settings |= {"spike_policy": one_of(draw, "warn", "skip"), "spike_window": number(draw, 4, 5)}
-        settings["spike_threshold"] = one_of(draw, None, 0.1)
     return settings
 
 
@@ -110,7 +107,11 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
     settings["device"] = one_of(draw, None, None, "cpu")
     if chance(draw, 4):
         settings |= {"attention_backend": one_of(draw, "math", "unfused", "flash", "cudnn"), "device": "cpu"}
-    return settings | switches(draw, "log_memory", one_in=10)
+    settings |= switches(draw, "log_memory", one_in=10)
+    if chance(draw, 6):
+        settings |= {"spike_policy": one_of(draw, "warn", "skip"), "spike_window": number(draw, 4, 5)}
+        settings["spike_threshold"] = one_of(draw, None, 0.1)
+    return settings
 
 
 def _draw_batch(draw: Draw, dp: int) -> dict[str, Any]:
