@@ -96,12 +96,15 @@ def _on_other_ranks(step: TrainStep, batch: Sequence[ModelInputs], here: Sequenc
     samples = [range(key.first_sample, key.first_sample + size) for key in keys if key is not None]
     places = gather_objects(_Place(socket.gethostname(), samples), context.world)
     data_rank = [context.topology.coordinates(rank)["dp"] for rank in range(context.world.size)]
-    bad_here, bad_there = ({data_rank[rank] for rank, found in enumerate(ranks) if found.bad} for ranks in (here, there))
+    by_loss = any(found.microbatches for found in here)  # gradients may go wrong on more ranks, by way of their experts
+    bad_here, bad_there = (
+        {data_rank[rank] for rank, found in enumerate(ranks) if (found.microbatches if by_loss else found.bad)}
+        for ranks in (here, there)
+    )
     verdicts = judged(bad_here, bad_there, group.size)
     if not verdicts:
-        return (
-            "the same with the data of another data rank, on all of them: the weights, or what the data has in common; "
-            "no single device and no single batch"
+        return "the same with the data of another data rank, on all of them: the weights, or what the data has in common" + (
+            "; or one rank, from which experts have spread it" if context.topology.ep > 1 else ""
         )
     words = []
     for number, verdict in verdicts.items():

@@ -21,9 +21,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (4, {"pipeline_model_parallel_size": 2, "num_layers": 2}),
     "cp2": (4, {"context_parallel_size": 2, "mtp_num_layers": 1, **PACKED}),
+    "ep2": (2, {"num_experts": 4, "expert_model_parallel_size": 2, "disable_bias_linear": True}),
     "optim_grads_params": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
 }
-OF_DATA_RANK_1 = {"dp2": (1,), "dp4": (1,), "tp2": (2, 3), "pp2": (1, 3), "cp2": (2, 3), "optim_grads_params": (1,)}
+OF_DATA_RANK_1 = {"dp2": (1,), "dp4": (1,), "tp2": (2, 3), "pp2": (1, 3), "cp2": (2, 3), "ep2": (1,), "optim_grads_params": (1,)}
 """Ranks that hold the model together."""
 
 
@@ -98,7 +99,7 @@ def test_with_one_data_rank_it_cannot_be_told() -> None:
 
 
 def test_what_fails_everywhere_is_no_single_device() -> None:
-    assert "no single device and no single batch" in _told("dp2", lambda rank, inputs: True)
+    assert "on all of them: the weights, or what the data has in common\n" in _told("dp2", lambda rank, inputs: True)
 
 
 @pytest.mark.parametrize(
