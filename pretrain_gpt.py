@@ -150,7 +150,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.optimizer.shards, context)
 
     schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
-    resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
+    resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size, in_memory=saver.keeps_in_memory)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
     batches = data.at(resumed.progress, plan, context)
     step.finish_publishing()  # weights of a checkpoint

@@ -167,6 +167,8 @@ class Loop:
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
+        if progress.is_multiple_of(self.config.checkpoint.memory_save_interval):
+            self._keep(progress)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
             gc.collect()
         return None
@@ -218,6 +220,13 @@ class Loop:
                 self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
             if self.config.training.manual_gc:
                 gc.collect()
+
+    def _keep(self, progress: Progress) -> None:
+        """Copy the state into the memory of the nodes."""
+        self.flight.phase("saving")
+        with self.reporter.paused(), self.timers("keep-state", level=0):
+            self.step.finish_publishing()
+            self.saver.keep(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
 
     def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
