@@ -88,6 +88,8 @@ def _answer(storage: LocalStorage, connection: socket.socket, message: dict[str,
             storage.write(name, data)
         elif message["call"] in _CALLS:
             result = getattr(storage, message["call"])(name)
+        elif message["call"] != "create":
+            raise ValueError(message["call"])
     except OSError as error:
         kind = next((one for one in (FileNotFoundError, TruncatedError) if isinstance(error, one)), OSError)
         _send(connection, json.dumps({"error": str(error), "kind": kind.__name__}).encode())

@@ -19,7 +19,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together
 
 
-class KeptState(NamedTuple):
+class NodeMemory(NamedTuple):
     """Where this node's keeper has its files."""
 
     folder: Path
@@ -32,7 +32,7 @@ class KeptState(NamedTuple):
             end_keeper(self.folder)
 
 
-def keep_state(save: str, copies: int, context: ParallelContext) -> KeptState:
+def keep_state(save: str, copies: int, context: ParallelContext) -> NodeMemory:
     """Find or start the keepers of all nodes, and tell each where the others are. All ranks call it together.
 
     Args:
@@ -72,7 +72,7 @@ def keep_state(save: str, copies: int, context: ParallelContext) -> KeptState:
 
     together(context, tell)
     os.environ[FOLDER_VARIABLE] = str(folder)
-    return KeptState(folder, leads=local == 0)
+    return NodeMemory(folder, leads=local == 0)
 
 
 def newer_in_memory(folder: Storage, damaged: dict[int, str]) -> bool:

@@ -66,8 +66,7 @@ def resume(
     All ranks call it together. If a checkpoint turns out to be damaged, the one before it is taken, and the log says so.
 
     Args:
-        in_memory: whether nodes keep state in their memory (`kept_state.py`): it is taken if it is newer, by a run that goes on
-            in its own folder.
+        in_memory: whether nodes keep state (`kept_state.py`): where it is newer, a run that goes on in its own folder takes it.
 
     Raises:
         ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.

@@ -28,7 +28,7 @@ from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together
-from megatron.training.kept_state import KeptState, keep_state
+from megatron.training.kept_state import NodeMemory, keep_state
 from megatron.training.progress import Progress
 
 _VISIBLE_WITHIN_S = 10.0
@@ -115,7 +115,7 @@ class Saver:
         self._last: int | None = None
         self._background: BackgroundSaver | None = None
         self._heartbeat: Heartbeat | None = None
-        self._kept: KeptState | None = None
+        self._kept: NodeMemory | None = None
         self._memory: BackgroundSaver | None = None
         if config.save is None:
             return
