@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,28 @@ import pytest
 
 from megatron.checkpoint import keeper
 from megatron.checkpoint.node_storage import FOLDER_VARIABLE, STATE_FOLDER
-from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.safetensors_file import DTYPES
+from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
+from megatron.checkpoint.storage import open_storage
+from megatron.config.cli import load
+from megatron.model.build import model_dtype
+from megatron.optimizer.state_size import saved_bytes
+from megatron.planner.state_report import amount
 from megatron.training import kept_state
 from megatron.training.step import TrainStep
-from tests.support.runs import arguments, at_iteration, complete_checkpoints, digest, launch, losses, report, run, saved_state
+from tests.support.cli import ROOT
+from tests.support.runs import (
+    arguments,
+    at_iteration,
+    checkpoint,
+    complete_checkpoints,
+    digest,
+    launch,
+    losses,
+    report,
+    run,
+    saved_state,
+)
 
 STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
@@ -165,3 +184,32 @@ def test_more_copies_than_nodes_are_refused(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"save": tmp_path, "memory_save_interval": 1, "replicate_state": 1}
     ended = launch(arguments(train_iters=1, **flags), 1)
     assert ended[0].code == 1 and "give --replicate-state 0" in ended[0].stderr, report(ended)
+
+
+def test_the_plan_knows_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
+    """Exactly, with moments of any shape, and what a node holds for copies of it."""
+    styles: list[dict[str, Any]] = [
+        {"bf16": True, "ema_decay": 0.9},
+        {"optimizer": "adafactor"},
+        {"optimizer": "muon", "untie_embeddings_and_output_weights": True},
+        {"optimizer": "adam8bit", "adam_8bit_block_size": 7},
+        {"fp64": True, "no_save_optim": True},
+    ]
+    for number, style in enumerate(styles):
+        save = tmp_path / str(number)
+        flags = arguments(train_iters=1, save=save, async_save=True, memory_save_interval=1, replicate_state=2, **style)
+        run([*flags, "--replicate-state", "0"])
+        found = sum(
+            DTYPES[tensor.dtype].itemsize * box.box.numel
+            for tensor in manifest_in(open_storage(checkpoint(save, 1))).tensors.values()
+            for box in tensor.boxes
+        )
+        config = load(flags, 1).config
+        assert saved_bytes(config, 61, model_dtype(config.precision)) == found, style
+    said = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *flags, "--dry-run", "--world-size", "16", "--global-batch-size", "32"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert f"a checkpoint has {amount(found)} of tensors; a node holds {amount(8 * found / 2)}" in said.stdout, said
