@@ -132,7 +132,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     context = connect(config.parallel)
     watching = ExitStack()
     flight = watching.enter_context(watched(context, config.parallel, stack_folder(config.checkpoint.save)))
-    explanations.code_asked_for = flight.code_asked_for
+    explanations.code_asked_for, explanations.lost = flight.code_asked_for, flight.lost
     check_backend(config, on_cuda=context.device.type == "cuda")
     startup.set_logging(context.rank)
     plan = BatchSizePlan(config.training, context.data_group.size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, lates
 from megatron.checkpoint.storage import Storage
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.meeting import own_address
 from megatron.training.failure import together
 
 
@@ -49,7 +49,7 @@ def keep_state(save: str, copies: int, context: ParallelContext) -> NodeMemory:
     def start() -> None:
         if local == 0:
             folder, port = start_or_find(save, launcher(), reachable=several, tell=_say)
-            found.append((str(folder), _own_address() if several else "", port))
+            found.append((str(folder), own_address() if several else "", port))
 
     together(context, start)
     keepers = {
@@ -94,16 +94,6 @@ def newer_in_memory(folder: Storage, damaged: dict[int, str]) -> bool:
 def launcher() -> int:
     """The process with which the state in memory lives: torchrun or its like, which starts ranks again; else this rank's own."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-
-
-def _own_address() -> str:
-    """This node's address, as the way to the first node shows it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-            return str(probe.getsockname()[0])
-        except (OSError, KeyError, ValueError):
-            return socket.gethostname()
 
 
 def _say(text: str) -> None:
