@@ -62,12 +62,16 @@ class Keeper:
     @property
     def lives(self) -> bool:
         """Whether the keeper does."""
-        return self.pid > 0 and process_of(self.pid) == self.process
+        return _lives(self.pid, self.process)
 
     @property
     def launcher_lives(self) -> bool:
         """Whether the job can still be started again."""
-        return process_of(self.launcher) == self.launcher_process
+        return _lives(self.launcher, self.launcher_process)
+
+
+def _lives(pid: int, process: str) -> bool:
+    return process_of(pid) == process != process_of(0)  # that of no process
 
 
 def start_or_find(save: str, launcher: int, *, reachable: bool, tell: Callable[[str], None]) -> tuple[Path, int]:
@@ -91,8 +95,9 @@ def start_or_find(save: str, launcher: int, *, reachable: bool, tell: Callable[[
         if found is None or found.launcher_process == wanted.launcher_process:
             continue
         if not found.lives and not found.launcher_lives and not folder.exists():
-            path.rename(folder)  # what a killed keeper left
-            tell(f"the state that an ended launch left in the memory of this node ({folder}) is taken over")
+            with contextlib.suppress(FileNotFoundError):  # ranks of another node on this machine were faster
+                path.rename(folder)
+                tell(f"the state that an ended launch left in the memory of this node ({folder}) is taken over")
         elif found.lives and not found.launcher_lives:
             _wait_for_end(path, found, tell)
     found = _read(folder)
