@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,12 +22,13 @@ from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
 from megatron.checkpoint.storage import open_storage
 from megatron.config.cli import load
+from megatron.config.given import DryRun
 from megatron.model.build import model_dtype
 from megatron.optimizer.state_size import saved_bytes
+from megatron.planner.dry_run import Planner
 from megatron.planner.state_report import amount
 from megatron.training import kept_state
 from megatron.training.step import TrainStep
-from tests.support.cli import ROOT
 from tests.support.runs import (
     arguments,
     at_iteration,
@@ -206,10 +206,6 @@ def test_the_plan_knows_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
         )
         config = load(flags, 1).config
         assert saved_bytes(config, 61, model_dtype(config.precision)) == found, style
-    said = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *flags, "--dry-run", "--world-size", "16", "--global-batch-size", "32"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert f"a checkpoint has {amount(found)} of tensors; a node holds {amount(8 * found / 2)}" in said.stdout, said
+    config = load([*flags, "--global-batch-size", "32"], 16).config
+    notes = Planner(config, DryRun(16, 8, None), 61).plan().notes
+    assert f"a checkpoint has {amount(found)} of tensors; a node holds {amount(8 * found / 2)} for copies in its memory" in notes
