@@ -118,6 +118,14 @@ def iteration_of(path: Place) -> int | None:
     return int(match[1]) if match else None
 
 
+def note_damaged(path: Place, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
+    """Note that a checkpoint is damaged, so that another is taken; raise the error if there is no other."""
+    iteration = iteration_of(path)
+    if not may_fall_back or iteration is None:
+        raise error
+    damaged[iteration] = str(error).replace("\n  ", " ")
+
+
 def fault_of(inside: Storage) -> str | None:
     """Why a checkpoint is not complete, or None if it is. Looks at the manifest and the sizes of the files."""
     try:

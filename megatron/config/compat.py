@@ -118,7 +118,8 @@ tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tp-comm-bootstrap-backend disable-t
     product overlaps is not a setting.
 *cuda-graph*: CUDA graphs are not built yet.
 ckpt-* dist-ckpt-* distrib-optim-*: There is one checkpoint format, which fits every layout.
-non-persistent-* replication*: There is one kind of checkpoint (--save, --save-interval, --keep-last).
+non-persistent-*: Use --memory-save-interval, which keeps the state in the memory of the nodes.
+replication*: Use --replicate-state, the number of nodes that get a copy.
 nccl-* use-nccl-* *sharp*: NCCL is configured in the environment (NCCL_...).
 *straggler*: Ranks that compute longer than their peers are told with --straggler-interval N; timers of all ranks are shown with
     --timing-log-level 2 --timing-log-option all.

@@ -29,6 +29,11 @@ class CheckpointConfig:
     """Keep every checkpoint whose iteration is a multiple of this, beside the newest."""
     async_save: bool = setting(False, acts=_SAVE)
     """Write checkpoints in the background: training waits only for a copy into host memory."""
+    memory_save_interval: int | None = setting(None, at_least=1, unit="steps", acts=_SAVE)
+    """Steps between copies of the state into the memory of the nodes (/dev/shm), in the background. A restart by the same launcher
+    goes on from there (with --load as --save); when the job ends without one, the newest is written to --save."""
+    replicate_state: int = setting(0, at_least=0, unit="nodes", acts=acts_with(memory_save_interval=GIVEN))
+    """Other nodes that get a copy of what --memory-save-interval keeps of a node, so that it is there when the node is lost."""
     keep_last: int | None = setting(None, at_least=1, unit="checkpoints", acts=_SAVE)
     """Keep only this many newest checkpoints (and those of --save-retain-interval)."""
     ckpt_step: int | None = setting(None, at_least=0, unit="number of a step, from 1 on", acts=_LOAD)

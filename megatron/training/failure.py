@@ -85,6 +85,8 @@ class Explanations:
 
     known: list[tuple[Callable[[BaseException], bool], Callable[[BaseException], str]]] = field(default_factory=list)
     """Which errors these are, and the words for each."""
+    lost: Callable[[str], str | None] = lambda reason: None
+    """Which rank contact is lost with, if that is known, from what torch says."""
     code_asked_for: Callable[[], int] = lambda: 0
     """The exit code that somebody else has asked this rank to end with; 0 where nobody has. What fails then is a consequence."""
 
@@ -135,7 +137,8 @@ def _words(error: BaseException, explanations: Explanations) -> str:
         where = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in where if "megatron" in frame.filename] or list(where)
         call = f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} in {ours[-1].name}"
-        return f"rank {rank}: lost contact with another rank at {call}: {reason.rstrip('.')}. The rank that failed first says why."
+        other = explanations.lost(reason) or "another rank"
+        return f"rank {rank}: lost contact with {other}, at {call}: {reason.rstrip('.')}. The rank that failed first says why."
     return f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
 
 

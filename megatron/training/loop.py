@@ -192,6 +192,8 @@ class Loop:
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
+        if progress.is_multiple_of(self.config.checkpoint.memory_save_interval):
+            self._keep(progress)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
             gc.collect()
         return None
@@ -268,6 +270,15 @@ class Loop:
                     self.rewinds.saved(place)
             if self.config.training.manual_gc:
                 gc.collect()
+        self.goodput.spent("saves")
+
+    def _keep(self, progress: Progress) -> None:
+        """Copy the state into the memory of the nodes."""
+        self.flight.phase("saving")
+        with self.reporter.paused(), self.timers("keep-state", level=0):
+            self.step.finish_publishing()
+            account, schedule = self.goodput.to_json(), self.schedule
+            self.saver.keep(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)
         self.goodput.spent("saves")
 
     def _time_is_up(self) -> bool:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
-from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_config, read_state
+from megatron.checkpoint.node_storage import LOCATION
+from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_config, read_state
 from megatron.checkpoint.source import FOREIGN, kind_of
 from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
@@ -24,6 +25,7 @@ from megatron.spec.layer_pattern import pattern_text
 from megatron.spec.mlps import experts_of, has_experts
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
+from megatron.training.kept_state import newer_in_memory
 from megatron.training.progress import Progress
 from megatron.training.saver import ACCOUNT, LearningSchedule, global_tensors, with_defaults
 
@@ -60,10 +62,15 @@ def resume(
     scaler: GradScaler,
     schedule: LearningSchedule,
     vocab_size: int,
+    *,
+    in_memory: bool = False,
 ) -> Resumed:
     """Fill weights and state from the checkpoint that --load names, or else weights from --pretrained-checkpoint.
 
     All ranks call it together. If a checkpoint turns out to be damaged, the one before it is taken, and the log says so.
+
+    Args:
+        in_memory: whether nodes keep state (`kept_state.py`): where it is newer, a run that goes on in its own folder takes it.
 
     Raises:
         ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.
@@ -73,9 +80,11 @@ def resume(
     if checkpoint.load is not None:
         wants_state = checkpoint.load_optim and not checkpoint.finetune
         folder, step = checkpoint.load, checkpoint.ckpt_step
+        own = in_memory and folder == checkpoint.save and step is None and wants_state
 
         def look(damaged: dict[int, str]) -> ChosenCheckpoint | None:
-            return _look(config, folder, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
+            place = LOCATION if own and newer_in_memory(open_storage(folder), damaged) else folder
+            return _look(config, place, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
 
         chosen = fill(config.model, look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
         if chosen is not None:
@@ -189,14 +198,6 @@ def _told_of_averages(optimizer: ShardedOptimizer, *, has: bool, taken: bool) ->
     if has and not optimizer.averages:
         return ["the average of the weights in the checkpoint is left out (no --ema-decay)"]
     return ["the average of the weights begins at the weights of the checkpoint"] if optimizer.averages and not taken else []
-
-
-def note_damaged(path: Place, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
-    """Note that a checkpoint is damaged, so that another is taken; raise the error if there is no other."""
-    iteration = iteration_of(path)
-    if not may_fall_back or iteration is None:
-        raise error
-    damaged[iteration] = str(error).replace("\n  ", " ")
 
 
 def _look(

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.save_folder import iteration_of
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.node_storage import LOCATION
+from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, note_damaged
 from megatron.checkpoint.storage import Place
 from megatron.config.config import Config
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
+from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.training.inputs import RunBatches, RunData
 from megatron.training.progress import BatchSizePlan, Progress
-from megatron.training.resume import ChosenCheckpoint, Resumed, continued, fill, fitting, note_damaged
+from megatron.training.resume import ChosenCheckpoint, Resumed, continued, fill, fitting
 from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.spikes import SpikeError
 from megatron.training.step import TrainStep
@@ -61,10 +64,13 @@ class Rewinds:
         """Those of a run; None where no rewind is asked for.
 
         Args:
-            resumed: the checkpoint that the run goes on from, if it does.
+            resumed: the checkpoint that the run goes on from, if it does. Where that lies in the memory of the nodes, which keeps
+                one, the newest of the save folder takes its place: the run would have gone back to that if it had not stopped.
         """
         if config.spikes.spike_policy != "rewind":
             return None
+        if resumed is not None and str(resumed).startswith(LOCATION):
+            resumed = broadcast_object(_newest(config.checkpoint.save) if context.rank == 0 else None, context.world)
         begins = resumed is not None and config.checkpoint.load_optim
         return cls(config, context, step, schedule, data, [resumed] if begins and resumed is not None else [])
 
@@ -122,6 +128,12 @@ class Rewinds:
             f"are passed over"
         )
         return Rewound(plan, batches, found.account)
+
+
+def _newest(save: str | None) -> Place | None:
+    with suppress(CheckpointError):
+        return None if save is None else find_checkpoint(save, tell=lambda _: None)
+    return None
 
 
 def _go_back(

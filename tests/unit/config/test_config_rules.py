@@ -1235,6 +1235,8 @@ CASES: list[Case] = [
     ("--qk-clip-alpha 0.3", 1, {"--qk-clip-alpha"}, ["only with --qk-clip"], ["--qk-clip"]),
     ("--data-loss-mask", 1, {"--data-loss-mask"}, ["without --mock-data"], []),
     ("--take-over", 1, {"--take-over"}, ["only with --save"], []),
+    ("--memory-save-interval 5", 1, {"--memory-save-interval"}, ["only with --save"], []),
+    ("--save x --replicate-state 1", 1, {"--replicate-state"}, ["only with --memory-save-interval"], []),
     ("--hang-warn-s 0 --straggler-interval 5", 1, {"--straggler-interval"}, ["with a --hang-warn-s other than 0"], []),
     ("--spike-window 50", 1, {"--spike-window"}, ["with --spike-policy warn or skip or rewind"], ["--spike-policy warn"]),
     ("--spike-policy warn --spike-max-rewinds 5", 1, {"--spike-max-rewinds"}, ["only with --spike-policy rewind"], []),
