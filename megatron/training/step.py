@@ -30,7 +30,7 @@ from megatron.moe.balance import BalanceResult
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.collectives import Pending, all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.pipeline_parallel.executor import Executor
@@ -127,6 +127,10 @@ class TrainStep:
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
         self._sums_beside: torch.Tensor
+        self._whole: tuple[Pending, int]
+        """The last step's tokens, and microbatches of a data rank."""
+        self.first_losses: torch.Tensor | None = None
+        """What the last chunk gave for the first microbatch of the last batch; None on a rank without it."""
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -286,19 +290,24 @@ class TrainStep:
         attended = sum(one.attended_sequences(self._attention_shares) for one in documents)
         return attended, sum(one.cut.imbalance for one in documents if one.cut is not None)
 
-    def gradients(self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(
+        self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.
 
         Args:
             batch: this data rank's microbatches.
             inspect: receives this rank's own gradients as they are written. They are then not summed; the shards keep theirs.
+            again: these are some of the microbatches of the step before, so they have that step's count of tokens.
 
         Returns:
             this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
         """
         local_count = self._mask_sum(batch)
         # 1F1B starts backward before later masks are seen, so the count is summed first. Started here, awaited at the first loss.
-        pending = start_all_reduce(local_count.clone(), self.context.world)
+        if not again:
+            self._whole = start_all_reduce(local_count.clone(), self.context.world), len(batch)
+        pending, num_microbatches = self._whole
         scale: list[torch.Tensor] = []
 
         def scaled(loss: torch.Tensor) -> torch.Tensor:
@@ -310,7 +319,7 @@ class TrainStep:
             self._noise.start(measures=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
-        with self._timers("forward-backward", level=1), self._watching(len(batch)):
+        with self._timers("forward-backward", level=1), self._watching(num_microbatches):
             loss_sum, self._sums_beside = self._run(batch, scaled)
         pending.wait()
         if inspect is None:
@@ -383,6 +392,8 @@ class TrainStep:
             out = self.model.chunks[chunk](batch[microbatch], received.get("hidden"))
             if chunk < last:
                 return {"hidden": out}
+            if microbatch == 0:
+                self.first_losses = out.detach()
             if self._counts_loss:
                 totals[: out.numel()].add_(out.detach())
             return {"loss": scaled(out)}
