@@ -1235,6 +1235,7 @@ CASES: list[Case] = [
     ("--qk-clip-alpha 0.3", 1, {"--qk-clip-alpha"}, ["only with --qk-clip"], ["--qk-clip"]),
     ("--data-loss-mask", 1, {"--data-loss-mask"}, ["without --mock-data"], []),
     ("--take-over", 1, {"--take-over"}, ["only with --save"], []),
+    ("--sentinel-action warn", 1, {"--sentinel-action"}, ["only with --sentinel-interval"], []),
     ("--hang-warn-s 0 --straggler-interval 5", 1, {"--straggler-interval"}, ["with a --hang-warn-s other than 0"], []),
     ("--hang-warn-s 0 --hang-kill-s 60", 1, {"--hang-kill-s"}, ["with a --hang-warn-s other than 0"], []),
 ]
@@ -1316,6 +1317,7 @@ VALID = [
     ("--vocab-size None --tokenizer-type ByteTokenizer", 1),
     ("--device cuda --distributed-backend gloo", 1),
     ("--save-trace t --trace-steps 3 --check-replicas-every 2", 1),
+    ("--sentinel-interval 5 --sentinel-action warn", 1),
     ("--tensorboard-dir t --log-timers-to-tensorboard --wandb-project p --wandb-exp-name n", 1),
     ("--wandb-project p --tensorboard-log-interval 5 --log-layer-norms", 1),
     ("--metrics-file f --log-layer-norms", 1),
