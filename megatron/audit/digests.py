@@ -61,7 +61,7 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Likeness:
     """How tensors that were computed twice are compared.
 
     Args:

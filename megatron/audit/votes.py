@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.audit.digests import Comparison
+from megatron.audit.digests import Likeness
 from megatron.audit.replicas import ranks_in_words
 from megatron.parallel.topology import Topology
 
@@ -92,7 +92,7 @@ class Court:
     nodes: Sequence[str]
     names: Sequence[Sequence[str]]
     digests: Sequence[torch.Tensor]
-    comparison: Comparison
+    likeness: Likeness
 
     def disputes(self) -> list[Dispute]:
         """Where blocks differ, and who is wrong."""
@@ -102,7 +102,7 @@ class Court:
         """Pairs of ranks that gave different results in two turns of a block's microbatch, with the rows that differ."""
         count = len(self.blocks)
         pairs = zip(self.blocks[(owner + one) % count], self.blocks[(owner + other) % count], strict=True)
-        rows = {(a, b): self.comparison.apart(self.digests[a][one], self.digests[b][other]).tolist() for a, b in pairs}
+        rows = {(a, b): self.likeness.apart(self.digests[a][one], self.digests[b][other]).tolist() for a, b in pairs}
         return {pair: apart for pair, apart in rows.items() if any(apart)}
 
     def _settled(self, owner: int) -> Dispute:

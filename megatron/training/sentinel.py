@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.attention.documents import Documents
-from megatron.audit.digests import Comparison, bit_digest, rounding_band
+from megatron.audit.digests import Likeness, bit_digest, rounding_band
 from megatron.audit.replicas import raise_audit
 from megatron.audit.votes import Court, blocks_of, data_ranks_of_block, further_turns
 from megatron.config.config import Config
@@ -28,6 +30,7 @@ from megatron.parallel.collectives import all_reduce, gather_objects, passed_obj
 from megatron.parallel.cut import Cut
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Shard
+from megatron.spec.operations import OpKind
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
@@ -40,9 +43,11 @@ class FirstGradients:
     Where a parameter is used several times in a microbatch, the digest is that of their sum.
     """
 
-    def __init__(self, step: TrainStep, comparison: Comparison) -> None:
-        self._executor, self._comparison, self._device = step.executor, comparison, step.context.device
-        self._step = step
+    def __init__(self, step: TrainStep, likeness: Likeness) -> None:
+        self._executor, self._likeness, self._device = step.executor, likeness, step.context.device
+        self._last = step.model.chunks.get(len(step.model.layer_table) - 1)
+        """The last chunk, on a rank that has it: it gives the losses."""
+        self._hook: RemovableHandle | None = None
         sinks = {record.name: sink for provider in step.providers for record, sink in provider.sinks()}
         self._entries = [entry for entry in step.model.params if entry.uses_per_microbatch]
         self._sinks = [sinks[entry.record.name] for entry in self._entries]
@@ -57,11 +62,13 @@ class FirstGradients:
 
     def begin(self) -> None:
         """Take those of the step that comes."""
-        self._found = self._comparison.empty(len(self._entries) + 1, self._device)
+        self._found = self._likeness.empty(len(self._entries) + 1, self._device)
         self._writes: list[list[tuple[int, int]]] = [[] for _ in self._entries]
         self._counting = [sink.on_write for sink in self._sinks]
         for row, sink in enumerate(self._sinks):
             sink.on_write = partial(self._wrote, row, sink, sink.on_write)
+        if self._last is not None:
+            self._hook = self._last.register_forward_hook(self._gave)
 
     def end(self) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
         """Take no more.
@@ -72,9 +79,8 @@ class FirstGradients:
         """
         for sink, counting in zip(self._sinks, self._counting, strict=True):
             sink.on_write = counting
-        losses = self._step.first_losses
-        if losses is not None:
-            self._found[-1] = self._comparison.digest(losses)
+        if self._hook is not None:
+            self._hook.remove()
         return self._found, self._writes
 
     def look(self, entry: ParamEntry, grad: torch.Tensor) -> None:
@@ -83,13 +89,18 @@ class FirstGradients:
         if len(self._writes[row]) < entry.uses_per_microbatch:
             self._sinks[row].main_grad, self._sinks[row].written = grad, True
 
+    def _gave(self, chunk: nn.Module, args: Any, losses: torch.Tensor) -> None:
+        op = self._executor.current
+        if op is not None and op.microbatch == 0 and op.kind is OpKind.FORWARD:
+            self._found[-1] = self._likeness.digest(losses)
+
     def _wrote(self, row: int, sink: GradSink, counting: Callable[[], None]) -> None:
         writes, op = self._writes[row], self._executor.current
         if len(writes) < self._entries[row].uses_per_microbatch:
             assert op is not None and sink.main_grad is not None, "an operation has just written it"
             writes.append((op.microbatch, op.chunk))
             if len(writes) == self._entries[row].uses_per_microbatch:
-                self._found[row] = self._comparison.digest(sink.main_grad)
+                self._found[row] = self._likeness.digest(sink.main_grad)
         counting()
 
 
@@ -127,19 +138,19 @@ class Sentinel(Watcher):
     Args:
         every: steps between comparisons.
         stops: whether a difference ends the run; else it goes on, with the update.
-        comparison: of gradients.
+        likeness: of gradients.
     """
 
-    def __init__(self, step: TrainStep, every: int, *, stops: bool, comparison: Comparison, reporter: Reporter) -> None:
-        self._step, self._every, self._stops, self._comparison, self._reporter = step, every, stops, comparison, reporter
+    def __init__(self, step: TrainStep, every: int, *, stops: bool, likeness: Likeness, reporter: Reporter) -> None:
+        self._step, self._every, self._stops, self._likeness, self._reporter = step, every, stops, likeness, reporter
         self._context = step.context
-        self._gradients = FirstGradients(step, comparison)
+        self._gradients = FirstGradients(step, likeness)
         self._state = StateAtRest(step.optimizer.shards, step.context.device)
         self._blocks = blocks_of(step.context.topology)
         self._data_ranks = data_ranks_of_block(step.context.topology)
         self._nodes = gather_objects(socket.gethostname(), step.context.world)
-        self._at_rest: torch.Tensor | None = None
-        """Digests of the state after the update before a comparison."""
+        self._at_rest = 0, torch.zeros(0, dtype=torch.int64)
+        """Digests of the state after the update before a comparison, and the iteration of that."""
         self._batch: Sequence[ModelInputs] = ()
         self._iteration = 0
         self._found: dict[str, float] | None = None
@@ -153,17 +164,16 @@ class Sentinel(Watcher):
     def of(cls, config: Config, step: TrainStep, every: int, reporter: Reporter) -> Sentinel:
         """That of a run. Gradients are compared in every bit where kernels are deterministic."""
         exact = step.context.device.type == "cpu" or config.training.deterministic_mode
-        comparison = Comparison(None if exact else rounding_band(step.model.dtype))
-        return cls(step, every, stops=config.debug.sentinel_action == "stop", comparison=comparison, reporter=reporter)
+        likeness = Likeness(None if exact else rounding_band(step.model.dtype))
+        return cls(step, every, stops=config.debug.sentinel_action == "stop", likeness=likeness, reporter=reporter)
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
         """See `Watcher`. Begin to take digests, if it is time."""
         if iteration % self._every:
-            self._at_rest = None  # of a step that was left out
             return
         self._batch, self._iteration = batch, iteration
-        if self._at_rest is None:  # the first step of a start
-            self._at_rest = self._state.digests()
+        if self._at_rest[0] != iteration:  # the first step of a start, or the one before was left out
+            self._at_rest = iteration, self._state.digests()
         self._step.before_update.append(self._check)
         self._gradients.begin()
 
@@ -175,9 +185,9 @@ class Sentinel(Watcher):
                 self._gradients.end()
             else:
                 self._reporter.measured(progress, self._found)
-            self._found, self._batch, self._at_rest = None, (), None
+            self._found, self._batch = None, ()
         if (progress.iteration + 1) % self._every == 0:
-            self._at_rest = self._state.digests()
+            self._at_rest = progress.iteration + 1, self._state.digests()
 
     def _check(self, result: StepResult) -> None:
         """Before the update: compare what this rank computes of another's microbatch with what that has computed.
@@ -193,9 +203,8 @@ class Sentinel(Watcher):
         kept = torch.tensor([*comparable, True], device=own.device).unsqueeze(1)
         turns = [torch.where(kept, own, 0), torch.where(kept, again, 0)]
         theirs = passed_tensor(turns[0], self._data_ranks, self._context.data_group)
-        assert self._at_rest is not None
-        changed = self._state.digests() != self._at_rest
-        counts = torch.stack([self._comparison.apart(theirs, turns[1]).any().sum(), changed.any().sum()])
+        changed = self._state.digests() != self._at_rest[1]
+        counts = torch.stack([self._likeness.apart(theirs, turns[1]).any().sum(), changed.any().sum()])
         differs, decays = all_reduce(counts, self._context.world).tolist()
         lines, wrong = [], set[int]()
         if differs:
@@ -203,7 +212,7 @@ class Sentinel(Watcher):
                 turns.append(torch.where(kept, self._again(turn)[0], 0))
             seen = gather_objects((self._gradients.names, torch.stack(turns).cpu()), self._context.world)
             names, digests = zip(*seen, strict=True)
-            court = Court(self._blocks, self._data_ranks, self._nodes, names, digests, self._comparison)
+            court = Court(self._blocks, self._data_ranks, self._nodes, names, digests, self._likeness)
             for dispute in court.disputes():
                 lines.append(dispute.words)
                 wrong.update(dispute.wrong)
@@ -251,17 +260,16 @@ def _on_host(inputs: ModelInputs) -> tuple[ModelInputs, _Bounds | None]:
     """A microbatch that can be sent: its tensors in host memory, and of the bounds of its documents what they are made of."""
     documents = inputs.documents
     bounds = None if documents is None else (documents.bounds, documents.batch, documents.cut)
-    return _moved(replace(inputs, documents=None), torch.device("cpu")), bounds
+    return _moved(replace(inputs, documents=None), torch.Tensor.cpu), bounds
 
 
 def _on_device(sent: tuple[ModelInputs, _Bounds | None], device: torch.device) -> ModelInputs:
-    inputs, bounds = sent
-    documents = None
-    if bounds is not None:
-        documents = Documents(bounds[0], torch.from_numpy(bounds[0]).to(device), *bounds[1:])
-    return replace(_moved(inputs, device), documents=documents)
+    inputs, bounds = _moved(sent[0], lambda one: one.to(device)), sent[1]
+    if bounds is None:
+        return inputs
+    return replace(inputs, documents=Documents(bounds[0], torch.from_numpy(bounds[0]).to(device), *bounds[1:]))
 
 
-def _moved(inputs: ModelInputs, device: torch.device) -> ModelInputs:
-    changes: dict[str, Any] = {name: one.to(device) for name, one in vars(inputs).items() if isinstance(one, torch.Tensor)}
-    return replace(inputs, **changes, ahead=[(labels.to(device), mask.to(device)) for labels, mask in inputs.ahead])
+def _moved(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelInputs:
+    changes: dict[str, Any] = {name: move(one) for name, one in vars(inputs).items() if isinstance(one, torch.Tensor)}
+    return replace(inputs, **changes, ahead=[(move(labels), move(mask)) for labels, mask in inputs.ahead])

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,14 +17,11 @@ from torch import nn
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.buckets import Buckets
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
-from megatron.data_parallel.provider import Inspect, Provider
+from megatron.data_parallel.provider import Inspect
 from megatron.data_parallel.traffic import StepSums
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
-from megatron.model.init import fill
 from megatron.moe.balance import BalanceResult
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
@@ -43,6 +39,7 @@ from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
 from megatron.training.failure import raise_nonfinite, raise_uncounted
 from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
+from megatron.training.providers import make_providers
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,6 @@ class TrainStep:
         self._sums_beside: torch.Tensor
         self._whole: tuple[Pending, int]
         """The last step's tokens, and microbatches of a data rank."""
-        self.first_losses: torch.Tensor | None = None
-        """What the last chunk gave for the first microbatch of the last batch; None on a rank without it."""
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -392,8 +387,6 @@ class TrainStep:
             out = self.model.chunks[chunk](batch[microbatch], received.get("hidden"))
             if chunk < last:
                 return {"hidden": out}
-            if microbatch == 0:
-                self.first_losses = out.detach()
             if self._counts_loss:
                 totals[: out.numel()].add_(out.detach())
             return {"loss": scaled(out)}
@@ -431,28 +424,3 @@ class TrainStep:
             if inputs.loss_mask is not None and self.model.computes_loss and self._counts_loss:
                 total += inputs.loss_mask.sum()
         return total
-
-
-def make_providers(model: Model, context: ParallelContext, config: ParallelConfig) -> list[Provider]:
-    """Make the providers that divide the model's state under the sharding strategy.
-
-    Each gives its parameters memory, of which this rank keeps its part, and initial values where they have none.
-    """
-    values = partial(fill, seed=model.seed)
-    units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
-
-    def buckets(entries: Sequence[ParamEntry], sharding: str) -> Buckets:
-        return Buckets(entries, units, context, config, values, sharding=sharding)
-
-    if config.sharding != "optim_grads_params":
-        return [buckets(list(model.params), config.sharding)]
-    inside = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
-    providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []
-    if inside:
-        from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it
-
-        chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
-        policy = FsdpPolicy.of(config)
-        providers.append(FullyShardedParams(inside, chunks, context, dtype=model.dtype, fill=values, policy=policy))
-    return providers

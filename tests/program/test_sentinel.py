@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.audit.digests import Comparison
+from megatron.audit.digests import Likeness
 from megatron.parallel.accumulate import GradSink
 from megatron.training.reporter import Reporter
 from megatron.training.sentinel import Sentinel
@@ -219,7 +219,7 @@ def test_where_kernels_are_not_deterministic_a_band_is_compared() -> None:
     def banded(plant: Callable[[int], None]) -> Callable[[int], None]:
         def before(rank: int) -> None:
             def of(cls: type[Sentinel], config: Any, step: TrainStep, every: int, reporter: Reporter) -> Sentinel:
-                return cls(step, every, stops=True, comparison=Comparison(1e-3), reporter=reporter)
+                return cls(step, every, stops=True, likeness=Likeness(1e-3), reporter=reporter)
 
             Sentinel.of = classmethod(of)  # type: ignore[assignment, method-assign]
             plant(rank)

@@ -1,8 +1,10 @@
 """Flips single bits in runs that the sentinel watches, and tells what share of them it has found.
 
     python -m tests.support.flips [--flips N] [--only LAYOUT]
+    python -m tests.support.flips --overhead
 
 prints the tables of docs/trust.md: N flips of each bit of each kind of tensor at each layout, in random elements on random ranks.
+Or it tells what a comparison costs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +24,9 @@ from torch import nn
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.topology import Topology
 from megatron.spec.operations import OpKind
+from megatron.training.loop import Loop
 from megatron.training.step import StepResult, TrainStep
-from tests.support.runs import arguments, launch, read_metrics, report
+from tests.support.runs import arguments, launch, read_metrics, report, run
 
 KINDS = ("activations", "gradients", "weights", "moments")
 """Moments with main weights, where these are apart from the weights."""
@@ -257,12 +261,50 @@ def table(rows: Mapping[str, Sequence[Outcome]], column: Callable[[Outcome], str
     return "\n".join(lines)
 
 
+def overhead(microbatches: int, steps: int = 12) -> tuple[float, float]:
+    """The processor time of a step of two data ranks without comparison, and what one adds: seconds of the first rank.
+
+    Args:
+        microbatches: of each data rank.
+    """
+    shape = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 4000}
+    settings = {**shape, "micro_batch_size": 2, "global_batch_size": 4 * microbatches, "train_iters": steps, "bf16": True}
+    least = []
+    for interval in (None, 1):
+        with tempfile.TemporaryDirectory() as name:
+            file = Path(name) / "seconds"
+
+            def before(rank: int, file: Path = file) -> None:
+                advance, took = Loop._advance, list[float]()
+
+                def timed(loop: Loop, *args: Any) -> Any:
+                    began = time.process_time()
+                    result = advance(loop, *args)
+                    took.append(time.process_time() - began)
+                    file.write_text(str(min(took)))
+                    return result
+
+                if rank == 0:
+                    Loop._advance = timed  # type: ignore[assignment, method-assign]
+
+            argv = arguments(**settings, sentinel_interval=interval, use_distributed_optimizer=True)
+            run(argv, 2, before=before, timeout=600)
+            least.append(float(file.read_text()))
+    return least[0], least[1] - least[0]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Make flips at all layouts, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flips", type=int, default=5, help="of each bit of each kind at each layout")
     parser.add_argument("--only", choices=LAYOUTS, help="one layout")
+    parser.add_argument("--overhead", action="store_true", help="the cost of a comparison instead")
     args = parser.parse_args(argv)
+    if args.overhead:
+        for microbatches in (2, 8):
+            step, more = overhead(microbatches)
+            print(f"{microbatches} microbatches: a step takes {step:.3f} s, a comparison {more:.3f} s more, {more / step:.1%}")
+        return
     found: dict[str, list[Outcome]] = {}
     for layout in [args.only] if args.only else LAYOUTS:
         found[layout] = run_flips(layout, draw_flips(layout, args.flips, seed=1))

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from megatron.audit import digests as bits
 from megatron.audit import signature
-from megatron.audit.digests import Comparison, bit_digest, sketch
+from megatron.audit.digests import Likeness, bit_digest, sketch
 from megatron.audit.signature import box_signature, named, placed_signature, signature_of
 from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
@@ -165,12 +165,10 @@ def test_what_is_apart() -> None:
     loss = torch.tensor([3.0])
     changes = [(0, 1e-5, False), (0, 0.1, True), (1, 0.5, False), (2, 1e-5, False), (2, 0.1, True), (2, math.nan, True)]
     for band, differs_by_a_bit in ((1e-3, False), (None, True)):
-        comparison = Comparison(band)
-        before = torch.stack([comparison.digest(x) for x in (big, small, loss)]).view(3, -1)
-        assert before.shape == comparison.empty(3, big.device).shape
+        likeness = Likeness(band)
+        before = torch.stack([likeness.digest(x) for x in (big, small, loss)]).view(3, -1)
+        assert before.shape == likeness.empty(3, big.device).shape
         for row, change, apart in changes:
             after = before.clone()
-            after[row] = comparison.digest((big, small, loss)[row] * (1 + change))
-            assert comparison.apart(before, after).tolist() == [
-                number == row and (apart or differs_by_a_bit) for number in range(3)
-            ]
+            after[row] = likeness.digest((big, small, loss)[row] * (1 + change))
+            assert likeness.apart(before, after).tolist() == [number == row and (apart or differs_by_a_bit) for number in range(3)]

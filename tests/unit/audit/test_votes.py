@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.audit.digests import Comparison
+from megatron.audit.digests import Likeness
 from megatron.audit.votes import Court, blocks_of, data_ranks_of_block, further_turns
 from megatron.parallel.topology import Topology
 
@@ -39,9 +39,7 @@ def settled(topology: Topology, wrong: dict[tuple[int, int], int]) -> list[tuple
                 digests[rank][turn] = 100 + (number - turn) % len(blocks)
                 digests[rank][turn, 1] += wrong.get((rank, turn), 0)
     names = [["first", "second"]] * topology.world_size
-    court = Court(
-        blocks, data_ranks_of_block(topology), [f"n{r}" for r in range(topology.world_size)], names, digests, Comparison()
-    )
+    court = Court(blocks, data_ranks_of_block(topology), [f"n{r}" for r in range(topology.world_size)], names, digests, Likeness())
     return [(one.words, one.wrong) for one in court.disputes()]
 
 
