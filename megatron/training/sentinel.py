@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.attention.documents import Documents
 from megatron.audit.digests import Likeness, bit_digest, rounding_band
 from megatron.audit.replicas import raise_audit
-from megatron.audit.votes import Court, blocks_of, data_ranks_of_block, further_turns
+from megatron.audit.votes import Court, Dispute, blocks_of, data_ranks_of_block, further_turns
 from megatron.config.config import Config
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.accumulate import GradSink
@@ -53,7 +53,7 @@ class FirstGradients:
         self._sinks = [sinks[entry.record.name] for entry in self._entries]
         self._row_of = {entry.record.name: row for row, entry in enumerate(self._entries)}
         self._counting: list[Callable[[], None]] = []
-        """What the sinks call outside of `watch`."""
+        """What the sinks call outside of `begin` and `end`."""
 
     @property
     def names(self) -> list[str]:
@@ -173,7 +173,7 @@ class Sentinel(Watcher):
             return
         self._batch, self._iteration = batch, iteration
         if self._at_rest[0] != iteration:  # the first step of a start, or the one before was left out
-            self._at_rest = iteration, self._state.digests()
+            self._take_state(iteration)
         self._step.before_update.append(self._check)
         self._gradients.begin()
 
@@ -187,7 +187,11 @@ class Sentinel(Watcher):
                 self._reporter.measured(progress, self._found)
             self._found, self._batch = None, ()
         if (progress.iteration + 1) % self._every == 0:
-            self._at_rest = progress.iteration + 1, self._state.digests()
+            self._take_state(progress.iteration + 1)
+
+    def _take_state(self, iteration: int) -> None:
+        self._step.finish_publishing()  # the weights may still be on their way from host memory
+        self._at_rest = iteration, self._state.digests()
 
     def _check(self, result: StepResult) -> None:
         """Before the update: compare what this rank computes of another's microbatch with what that has computed.
@@ -206,26 +210,39 @@ class Sentinel(Watcher):
         changed = self._state.digests() != self._at_rest[1]
         counts = torch.stack([self._likeness.apart(theirs, turns[1]).any().sum(), changed.any().sum()])
         differs, decays = all_reduce(counts, self._context.world).tolist()
-        lines, wrong = [], set[int]()
-        if differs:
-            for turn in further_turns(len(self._blocks)):
-                turns.append(torch.where(kept, self._again(turn)[0], 0))
-            seen = gather_objects((self._gradients.names, torch.stack(turns).cpu()), self._context.world)
-            names, digests = zip(*seen, strict=True)
-            court = Court(self._blocks, self._data_ranks, self._nodes, names, digests, self._likeness)
-            for dispute in court.disputes():
-                lines.append(dispute.words)
-                wrong.update(dispute.wrong)
-        if decays:
-            mine = [name for name, bad in zip(self._state.names, changed.tolist(), strict=True) if bad]
-            for rank, names_of_rank in enumerate(gather_objects(mine, self._context.world)):
-                if names_of_rank:
-                    more = f" and {len(names_of_rank) - 1} more" if len(names_of_rank) > 1 else ""
-                    where = f"rank {rank} on node {self._nodes[rank]}"
-                    lines.append(f"memory of {where} has changed since the update before: {names_of_rank[0]}{more}")
-                    wrong.add(rank)
+        disputes = self._disputes(turns, kept) if differs else []
+        culprits = self._changed(changed) if decays else {}
+        wrong = {rank for dispute in disputes for rank in dispute.wrong} | {*culprits}
+        lines = [*(dispute.words for dispute in disputes), *culprits.values()]
         self._found = {"sentinel_differences": len(lines), "sentinel_rank": min(wrong, default=-1)}
         self._tell(lines)
+
+    def _disputes(self, turns: list[torch.Tensor], kept: torch.Tensor) -> list[Dispute]:
+        """Who differs, and who of them is wrong. All ranks call it together.
+
+        Args:
+            turns: digests of the first two turns of the ring.
+            kept: the rows that are compared, [rows, 1].
+        """
+        more = [torch.where(kept, self._again(turn)[0], 0) for turn in further_turns(len(self._blocks))]
+        seen = gather_objects((self._gradients.names, torch.stack([*turns, *more]).cpu()), self._context.world)
+        names, digests = zip(*seen, strict=True)
+        return Court(self._blocks, self._data_ranks, self._nodes, names, digests, self._likeness).disputes()
+
+    def _changed(self, changed: torch.Tensor) -> dict[int, str]:
+        """The ranks whose memory has changed, with the words. All ranks call it together.
+
+        Args:
+            changed: which tensors of this rank's state.
+        """
+        mine = [name for name, bad in zip(self._state.names, changed.tolist(), strict=True) if bad]
+        found = {}
+        for rank, names in enumerate(gather_objects(mine, self._context.world)):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                where = f"rank {rank} on node {self._nodes[rank]}"
+                found[rank] = f"memory of {where} has changed since the update before: {names[0]}{more}"
+        return found
 
     def _tell(self, lines: Sequence[str]) -> None:
         if self._stops:
