@@ -48,6 +48,7 @@ class FirstGradients:
         self._last = step.model.chunks.get(len(step.model.layer_table) - 1)
         """The last chunk, on a rank that has it: it gives the losses."""
         self._hook: RemovableHandle | None = None
+        self._losses: torch.Tensor | None = None
         sinks = {record.name: sink for provider in step.providers for record, sink in provider.sinks()}
         self._entries = [entry for entry in step.model.params if entry.uses_per_microbatch]
         self._sinks = [sinks[entry.record.name] for entry in self._entries]
@@ -81,6 +82,8 @@ class FirstGradients:
             sink.on_write = counting
         if self._hook is not None:
             self._hook.remove()
+        if self._losses is not None:
+            self._found[-1] = self._likeness.digest(self._losses)
         return self._found, self._writes
 
     def look(self, entry: ParamEntry, grad: torch.Tensor) -> None:
@@ -92,7 +95,7 @@ class FirstGradients:
     def _gave(self, chunk: nn.Module, args: Any, losses: torch.Tensor) -> None:
         op = self._executor.current
         if op is not None and op.microbatch == 0 and op.kind is OpKind.FORWARD:
-            self._found[-1] = self._likeness.digest(losses)
+            self._losses = losses.detach()
 
     def _wrote(self, row: int, sink: GradSink, counting: Callable[[], None]) -> None:
         writes, op = self._writes[row], self._executor.current

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron.audit.votes import blocks_of
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.topology import Topology
 from megatron.spec.operations import OpKind
@@ -71,7 +72,7 @@ class Outcome(NamedTuple):
     flip: Flip
     found: bool
     named: bool
-    """Whether the data rank that is named is that of the flip."""
+    """Whether the data rank (or the block that shares experts) that is named is that of the flip."""
     ended: bool
     """Whether the step gave a number that is not finite, which ends the run anyway."""
 
@@ -193,7 +194,7 @@ def run_flips(layout: str, flips: Sequence[Flip], **changes: Any) -> list[Outcom
     """Make these flips, each in a step of its own of runs that go on. Those that hit nothing are left out."""
     ranks, flags = LAYOUTS[layout]
     sizes = {axis: flags.get(f"{word}_model_parallel_size", 1) for axis, word in (("tp", "tensor"), ("pp", "pipeline"))}
-    topology = Topology.from_world(ranks, **sizes)
+    topology = Topology.from_world(ranks, **sizes, ep=flags.get("expert_model_parallel_size", 1))
     outcomes: list[Outcome] = []
     at = 0
     while at < len(flips):
@@ -232,7 +233,8 @@ def run_flips(layout: str, flips: Sequence[Flip], **changes: Any) -> list[Outcom
 
 def _outcome(flip: Flip, line: dict[str, Any], topology: Topology) -> Outcome:
     found, named = bool(line["sentinel_differences"]), int(line["sentinel_rank"])
-    right = named >= 0 and topology.coordinates(named)["dp"] == topology.coordinates(flip.rank)["dp"]
+    parties = [number for rank in (named, flip.rank) for number, ranks in enumerate(blocks_of(topology)) if rank in ranks]
+    right = named >= 0 and parties[0] == parties[1]
     assert found or named < 0
     return Outcome(flip, found, right, ended=False)
 
