@@ -27,6 +27,7 @@ from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
 from megatron.training.rewind import Rewinds
 from megatron.training.saver import LearningSchedule, Saver
+from megatron.training.sentinel import Sentinel
 from megatron.training.signals import ExitSignals
 from megatron.training.spikes import SpikeError, SpikeJudge, remembered
 from megatron.training.step import Evaluated, StepResult, TrainStep
@@ -86,6 +87,8 @@ class Loop:
             watching.append(PlanReport(self.foretold, self.step, self.account, self.reporter.say))
         if self.config.parallel.straggler_interval is not None and self.context.world.size > 1:
             watching.append(StragglerReports(self.context, self.flight, self.config.parallel.straggler_interval, self.reporter))
+        if self.config.debug.sentinel_interval is not None:  # behind the audit, whose own gradients are none of the step's
+            watching.append(Sentinel.of(self.config, self.step, self.config.debug.sentinel_interval, self.reporter))
         if self.config.speed.compile:
             from megatron.training.compilation import CompilationReports  # imports the compiler
 

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,21 +17,17 @@ from torch import nn
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.buckets import Buckets
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
-from megatron.data_parallel.provider import Inspect, Provider
+from megatron.data_parallel.provider import Inspect
 from megatron.data_parallel.traffic import StepSums
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
-from megatron.model.init import fill
 from megatron.moe.balance import BalanceResult
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.collectives import Pending, all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.partition import recomputed_chunks
@@ -44,6 +39,7 @@ from megatron.tensor_parallel.cross_entropy import minimised
 from megatron.training.failure import raise_uncounted
 from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
 from megatron.training.nonfinite import raise_nonfinite
+from megatron.training.providers import make_providers
 from megatron.training.spikes import Spike
 
 
@@ -131,6 +127,8 @@ class TrainStep:
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
         self._sums_beside: torch.Tensor
+        self._whole: tuple[Pending, int]
+        """The last step's tokens, and microbatches of a data rank."""
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self.look_at_loss: Callable[[int, torch.Tensor], None] = lambda microbatch, loss: None
@@ -296,19 +294,24 @@ class TrainStep:
         attended = sum(one.attended_sequences(self._attention_shares) for one in documents)
         return attended, sum(one.cut.imbalance for one in documents if one.cut is not None)
 
-    def gradients(self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(
+        self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.
 
         Args:
             batch: this data rank's microbatches.
             inspect: receives this rank's own gradients as they are written. They are then not summed; the shards keep theirs.
+            again: these are some of the microbatches of the step before, so they have that step's count of tokens.
 
         Returns:
             this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
         """
         local_count = self._mask_sum(batch)
         # 1F1B starts backward before later masks are seen, so the count is summed first. Started here, awaited at the first loss.
-        pending = start_all_reduce(local_count.clone(), self.context.world)
+        if not again:
+            self._whole = start_all_reduce(local_count.clone(), self.context.world), len(batch)
+        pending, num_microbatches = self._whole
         scale: list[torch.Tensor] = []
 
         def scaled(loss: torch.Tensor) -> torch.Tensor:
@@ -320,7 +323,7 @@ class TrainStep:
             self._noise.start(measures=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
-        with self._timers("forward-backward", level=1), self._watching(len(batch)):
+        with self._timers("forward-backward", level=1), self._watching(num_microbatches):
             loss_sum, self._sums_beside = self._run(batch, scaled)
         pending.wait()
         if inspect is None:
@@ -417,28 +420,3 @@ class TrainStep:
             if inputs.loss_mask is not None and self.model.computes_loss and self._counts_loss:
                 total += inputs.loss_mask.sum()
         return total
-
-
-def make_providers(model: Model, context: ParallelContext, config: ParallelConfig) -> list[Provider]:
-    """Make the providers that divide the model's state under the sharding strategy.
-
-    Each gives its parameters memory, of which this rank keeps its part, and initial values where they have none.
-    """
-    values = partial(fill, seed=model.seed)
-    units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
-
-    def buckets(entries: Sequence[ParamEntry], sharding: str) -> Buckets:
-        return Buckets(entries, units, context, config, values, sharding=sharding)
-
-    if config.sharding != "optim_grads_params":
-        return [buckets(list(model.params), config.sharding)]
-    inside = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
-    providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []
-    if inside:
-        from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it
-
-        chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
-        policy = FsdpPolicy.of(config)
-        providers.append(FullyShardedParams(inside, chunks, context, dtype=model.dtype, fill=values, policy=policy))
-    return providers

@@ -111,6 +111,8 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         replaced.append("--check-replicas-every: not set, as everything is compared here, and to the end")
     if config.spikes.spike_policy != "none":
         replaced.append("--spike-policy: none, as every step is compared")
+    if config.debug.sentinel_interval is not None:
+        replaced.append("--sentinel-interval: not set, as it changes nothing in a run whose devices compute right")
     speed = config.speed
     if not set(kernels_of(speed.attention_backend)) & {"flash", "math"}:
         replaced.append(f"--attention-backend {speed.attention_backend}: auto, as that kernel runs on GPUs only")

@@ -104,6 +104,9 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
         settings["manual_gc_interval"] = one_of(draw, None, 1)
     if chance(draw, 4):
         settings["check_replicas_every"] = 1
+    if chance(draw, 4):
+        settings["sentinel_interval"] = number(draw, 1, 2)
+        settings["sentinel_action"] = one_of(draw, None, "stop")  # it finds nothing
     settings["device"] = one_of(draw, None, None, "cpu")
     if chance(draw, 4):
         settings |= {"attention_backend": one_of(draw, "math", "unfused", "flash", "cudnn"), "device": "cpu"}
