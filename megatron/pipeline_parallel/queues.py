@@ -115,7 +115,7 @@ def stuck(
         stage, queue = queues[number]
         for entry in chain([heads.pop(number)] if number in heads else [], queue):
             _, before, waits, moves = entry
-            if before > computed[stage] or (waits and not passed.issuperset(waits)):
+            if before > computed[stage] or (waits and not (waits[0] in passed and passed.issuperset(waits[1:]))):
                 waits_for = stage if before > computed[stage] else next(message for message in waits if message not in passed)
                 waiting.setdefault(waits_for, []).append(number)
                 heads[number] = entry

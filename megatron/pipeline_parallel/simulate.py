@@ -23,17 +23,16 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
     while ready:
         stage = ready.pop()
         ops = schedule.linked_ops[stage]
-        while position[stage] < len(ops):
-            linked = ops[position[stage]]
-            if linked.needs is not None and linked.needs not in given:
-                waiting[linked.needs] = stage
+        for place in range(position[stage], len(ops)):
+            _, needed, message = linked = ops[place]
+            if needed is not None and needed not in given:
+                waiting[needed] = stage
                 break
-            position[stage] += 1
+            position[stage] = place + 1
             yield stage, linked
-            message = linked.gives
             if message is not None:
                 given.add(message)
-                if message in waiting:
+                if waiting and message in waiting:
                     ready.append(waiting.pop(message))
     stuck = {stage: ops[position[stage]] for stage, ops in enumerate(schedule.ops) if position[stage] < len(ops)}
     if stuck:

@@ -6,6 +6,7 @@ Each line says what is wasted and which nearest settings, all of them valid, wou
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import get_args
 
@@ -152,7 +153,7 @@ def _context_ways(config: Config, world_size: int) -> Iterator[str]:
         return
     tried = [change(cp_comm_type=(way,)) for way in get_args(ContextWay)]
     valid = [one for one in tried if not violations(*one.apply(config, world_size))]
-    least = min(sent(*one.apply(config, world_size)) for one in valid)
+    least = min((sent(*one.apply(config, world_size)) for one in valid), default=math.inf)
     if (now := sent(config, world_size)) > MOST_SENT * least:
         yield (
             f"context ranks send {now / least:.1f} times what they could for the keys and values of these heads"

@@ -1,13 +1,21 @@
 """Results of operations that a plan has run before. On the meta device many operations of torch are written in Python, and take a
 hundred times as long as making a tensor; and layers run the same few of them on the same shapes again and again.
+
+The first of these that runs makes torch import its compiler, which takes as long as all of a plan. So where results follow at once
+from what an operation gets (`simple_ops.py`), torch is not asked at all.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron.planner.simple_ops import simple_result
+
+_COMPILER = "torch._dynamo"
 _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
@@ -34,15 +42,25 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation of torch on tensors without memory, or make tensors such as it made of the like before."""
     key = _key(func, args, kwargs)
     if key is None:
-        return func(*args, **kwargs)
+        return _result(func, args, kwargs)
     if (known := _known.get(key)) is None:
-        out = func(*args, **kwargs)
+        out = _result(func, args, kwargs)
         if (made := _made(out, args)) is not None:
             _known[key] = isinstance(out, tuple), made
         return out
     several, made = known
     tensors = tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta") for one in made)
     return tensors if several else tensors[0]
+
+
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    if (simple := simple_result(func, args, kwargs)) is not None:
+        return simple
+    without_compiler = _COMPILER not in sys.modules
+    out = func(*args, **kwargs)
+    if without_compiler and _COMPILER in sys.modules:
+        gc.collect()  # errors within its import keep the frames of all callers in cycles, and with them tensors that nobody needs
+    return out
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:

@@ -106,17 +106,17 @@ def held_over_step(
     size, overlap = message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
     mail = messages_held(schedule, stage, plans[stage], overlap=overlap, notices=device_type == "cuda")
     ops, host = schedule.ops[stage], HostBuffers()
-    soon = back_soon(ops)
     moves = any(trace.away or trace.leaving or any(trace.fetched.values()) for trace in traces.values())
+    soon, fetches = (back_soon(ops), fetched_during(ops)) if moves else (frozenset[tuple[int, int]](), [None] * len(ops))
 
     def trace_of(op: Op) -> ChunkTrace:
         trace = traces[op.chunk]
         return trace.soon if trace.soon is not None and op[1:] in soon else trace
 
     kept = leaving = to_host = 0
-    for op, following, (before, after) in zip(ops, fetched_during(ops), mail, strict=True):
+    for op, following, (before, after) in zip(ops, fetches, mail, strict=True):
         trace = trace_of(op)
-        if moves and following is not None:
+        if following is not None:
             kept += trace_of(following).fetched[following.kind]
             host.before(following, trace_of(following))
         span = trace.ops[op.kind]

@@ -105,6 +105,11 @@ class StorageLedger(TorchDispatchMode):
         self._work = WorkCounter()
         self._sum: tuple[int, int] | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled while it is entered, and to skip it torch would import its whole compiler."""
+        return False
+
     def cut(self) -> MemorySpan:
         """What happened since the last cut."""
         self._look()

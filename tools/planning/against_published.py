@@ -31,7 +31,7 @@ from megatron.planner.step_time import time_of
 from megatron.planner.step_work import StepWork
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "published"
-_COMMON = "--mock-data --tokenizer-type NullTokenizer --device cuda --lr 1e-4 --train-iters 10".split()
+COMMON = "--mock-data --tokenizer-type NullTokenizer --device cuda --lr 1e-4 --train-iters 10".split()
 _QUANTISING = {"torchtitan": 0.35, "torchtitan-compile": 0.35}
 """The share of the bytes that our quantisation moves which a software moves too."""
 
@@ -45,11 +45,11 @@ def error(row: dict[str, Any], stacks: dict[str, Stack]) -> float:
     """Logarithm of predicted over measured seconds."""
     words = row["flags"].split()
     vocab_size, dry_run = int(words[words.index("--vocab-size") + 1]), DryRun(row["gpus"], row["gpus_per_node"], None)
-    config = load([*words, *_COMMON], row["gpus"]).config
+    config = load([*words, *COMMON], row["gpus"]).config
     work = Planner(config, dry_run, vocab_size, few=True).work()
     if "--fp8-format" in words:
         plain = [word for place, word in enumerate(words) if not ({word, words[place - 1]} & {"--fp8-format", "--fp8-recipe"})]
-        wide = Planner(load([*plain, *_COMMON], row["gpus"]).config, dry_run, vocab_size, few=True).work()
+        wide = Planner(load([*plain, *COMMON], row["gpus"]).config, dry_run, vocab_size, few=True).work()
         work = _mixed(work, wide, _QUANTISING.get(row["stack"], 0.0))
     cluster = load_cluster(row["cluster"])
     if row["network_gb_s"]:
@@ -75,7 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose id begins so")
     only = parser.parse_args().only
-    stacks = {name: Stack(name, **given) for name, given in yaml.safe_load((ROWS / "stacks.yaml").read_text()).items()}
+    given = yaml.safe_load((ROWS / "stacks.yaml").read_text())
+    stacks = {name: Stack(name, **{key: value for key, value in one.items() if key != "memory"}) for name, one in given.items()}
     by = defaultdict[tuple[str, ...], list[float]](list)
     groups = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
     for path in sorted(ROWS.glob("*.json")):
@@ -88,9 +89,9 @@ def main() -> None:
             if not calibrated(row):
                 by[path.stem, row["cluster"], "8 bits" if "--fp8" in row["flags"] else "16 bits", row["stack"]].append(off)
     for names, found in sorted(by.items()):
-        print(f"{', '.join(names):<70} {len(found):4} rows {_summary(found)}")
+        print(f"{', '.join(names):<70} {len(found):4} rows {summary(found)}")
     everything = [off for some in by.values() for off in some]
-    print(f"{'all that were not fitted':<70} {len(everything):4} rows {_summary(everything)}")
+    print(f"{'all that were not fitted':<70} {len(everything):4} rows {summary(everything)}")
     chosen = [(min(some), sorted(some, key=lambda one: one[1])) for some in groups.values() if len(some) > 1]
     third = sum(best in order[:3] for best, order in chosen)
     near = sum(order[0][0] <= 1.03 * best[0] for best, order in chosen)
@@ -99,7 +100,8 @@ def main() -> None:
     )
 
 
-def _summary(found: list[float]) -> str:
+def summary(found: list[float]) -> str:
+    """Median, size of the median and 90th percentile of errors."""
     sizes = sorted(map(abs, found)) or [math.nan]
     most = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
     return f"bias {statistics.median(found or [math.nan]):+6.1%}  median {statistics.median(sizes):6.1%}  90 % below {most:6.1%}"
