@@ -12,6 +12,7 @@ from typing import get_args
 
 from megatron.config.checks.finding import Change, change, data_size, shown, without
 from megatron.config.config import Config
+from megatron.config.given import without_gaps
 from megatron.config.parallel import ContextWay
 from megatron.config.rules import violations
 from megatron.context_parallel.cost import sent_for_attention
@@ -46,6 +47,7 @@ def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int,
     Args:
         idle: their `bubble_share`, where it is known.
     """
+    config = without_gaps(config)  # a plan needs no learning rate, and the rules judge what is proposed
     return [
         *_idle_stages(config, world_size, vocab_size, idle),
         *_uneven_stages(config, vocab_size),
