@@ -1,0 +1,363 @@
+"""Starts the ranks of a node, and starts them again in place when one is lost: with a spare, or with fewer ranks.
+
+    python -m megatron.resilience.supervisor --nproc-per-node 8 pretrain_gpt.py FLAGS                      one node
+    python -m megatron.resilience.supervisor --nproc-per-node 8 --nnodes 3:4 --meet HOST:PORT \\
+        pretrain_gpt.py FLAGS                                                                              on each of several
+    python -m megatron.resilience.supervisor --serve PORT                                                  the store, on any host
+
+docs/survival.md says what happens when. This file is what one node does: it forks ranks, sees how they end, and does what the roll
+of the job (`roll.py`) says, which its envoy (`envoy.py`) reads and changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from megatron.config.cli import parse
+from megatron.config.errors import ConfigError
+from megatron.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices
+from megatron.resilience.roll import REFUSED, JobLimits, Life
+from megatron.resilience.verdict import HANG, NodePlaces, blamed, judge, stops
+
+if TYPE_CHECKING:
+    from megatron.resilience.envoy import Halt, Start
+
+PROGRAM = "supervisor"
+_LOOKS_EVERY_S = 0.1
+"""While a start has not finished its first step."""
+
+
+def settings(words: Sequence[str]) -> argparse.Namespace:
+    """The supervisor's own flags, the script, and its words.
+
+    Raises:
+        SystemExit: 2 if they are wrong, 0 after ``--help``.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}" if __spec__ else PROGRAM, description=(__doc__ or "").split("\n")[0], allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--nproc-per-node", type=_number, default=1, metavar="N", help="ranks that this node can run, each on a device (1)")
+    add("--nnodes", type=_range, default=(1, 1), metavar="N|MIN:MAX", help="nodes that train; further ones are spares (1)")
+    add(
+        "--elastic",
+        type=_range,
+        metavar="MIN:MAX",
+        help="fewest places that must be there, most ranks that train (all of the nodes)",
+    )
+    add("--max-restarts", type=_natural, default=3, metavar="N", help="restarts in a row without a newer state (3)")
+    add("--meet", type=_address, metavar="HOST:PORT", help="store in which several nodes meet; served by HOST if nobody else does")
+    add("--run-id", default="job", metavar="NAME", help="tells jobs in one store apart (job)")
+    add("--local-addr", metavar="HOST", help="this node's name or address for the others; by default found out")
+    add(
+        "--join-at-once", action="store_true", help="coming to a job that runs with fewer nodes than MAX: ask for a restart at once"
+    )
+    add("--last-call-s", type=float, default=30.0, metavar="S", help="wait so long for further nodes once MIN are there (30)")
+    add("--join-timeout-s", type=float, default=600.0, metavar="S", help="give up if MIN nodes do not come in this time (600)")
+    add("--lost-after-s", type=float, default=5.0, metavar="S", help="a node that was not heard for so long is lost (5)")
+    add("--serve", type=_number, metavar="PORT", help="only serve a store for --meet on this port, until SIGTERM")
+    add("program", nargs="?", help="script, such as pretrain_gpt.py")
+    add("flags", nargs=argparse.REMAINDER, help="its flags")
+    found = parser.parse_args(words)
+    nodes, ranks = found.nnodes, found.nproc_per_node
+    found.elastic = found.elastic or (nodes[0] * ranks, nodes[1] * ranks)
+    if found.serve is None and found.program is None:
+        parser.error("the script is missing, such as pretrain_gpt.py")
+    if found.serve is None and not os.path.isfile(found.program):
+        parser.error(f"there is no script {found.program}")
+    if nodes[1] > 1 and found.meet is None:
+        parser.error(f"--nnodes {nodes[1]} needs --meet HOST:PORT, the same on all nodes")
+    return found
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,6}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    return 0 if text == "0" else _number(text)
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    found = _number(least), _number(most or least)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: MIN is above MAX")
+    return found
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def say(text: str) -> None:
+    """A line for the log, on stderr."""
+    with suppress(OSError):
+        sys.stderr.write("".join(f"{PROGRAM}: {line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+
+
+class Supervisor:
+    """One node's ranks, from the first start to the end of the job."""
+
+    def __init__(self, own: argparse.Namespace, stop_code: int) -> None:
+        from megatron.resilience.envoy import EnvoyOrders, start_envoy
+        from megatron.resilience.point import make_book, own_address
+        from megatron.training.life import LIFE_FILE, read_life
+
+        self._own, self._stop_code = own, stop_code
+        self._places = NodePlaces(own.nproc_per_node)
+        self._ranks: LocalRanks | None = None
+        self._start: Start | None = None
+        self._taken: list[int] = []
+        self._stops = 0
+        self._stopping = False  # ranks end because they were asked to, or one of them was
+        self._rejoins = False  # once they have ended
+        self._noticed_at: float | None = None  # when the failure was seen from which this node comes back
+        self._told: list[str] = []
+        handle, self._life_file = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        os.close(handle)
+        os.environ[LIFE_FILE] = self._life_file
+
+        def life() -> Life:
+            found = read_life(self._life_file)
+            return Life() if found is None else Life(*found)
+
+        self._life = life
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        limits = JobLimits(own.nnodes, own.elastic, own.max_restarts, own.last_call_s)
+        address = own.local_addr or own_address(own.meet)
+        orders = EnvoyOrders(
+            self.name, address, tuple(own.flags), limits, own.lost_after_s, own.join_timeout_s, bool(own.join_at_once)
+        )
+        self._hears, tells = os.pipe()
+        self._tells = tells
+        for end in (self._hears, tells):
+            os.set_blocking(end, False)
+        self._envoy, self._pipe = start_envoy(orders, lambda: make_book(own.meet, own.run_id), life)
+        self._enter()
+
+    def run(self) -> int:
+        """Until the job is over; returns its exit code."""
+        from megatron.resilience.envoy import Halt, Over, Say, Start, StopRanks
+
+        signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
+        for number in (*HEARD, signal.SIGCHLD):
+            signal.signal(number, lambda number, frame: None)
+        try:
+            while True:
+                wait_s = None if self._noticed_at is None else _LOOKS_EVERY_S
+                heard, _, _ = select.select([self._pipe.fileno(), self._hears], [], [], wait_s)
+                if self._hears in heard:
+                    for told in os.read(self._hears, 4096):
+                        if told in HEARD:
+                            self._asked_to_stop(signal.Signals(told))
+                if self._pipe.fileno() in heard:
+                    try:
+                        message = self._pipe.recv()
+                    except (EOFError, OSError):
+                        return self._without_envoy()
+                    if isinstance(message, Over):
+                        return self._over(message.code, message.words)
+                    if isinstance(message, Say):
+                        say(message.text)
+                    elif isinstance(message, Start):
+                        self._begin(message)
+                    elif isinstance(message, Halt):
+                        self._halted(message)
+                    elif isinstance(message, StopRanks):
+                        self._stop_ranks(signal.SIGTERM)
+                self._look()
+        finally:
+            self._end_ranks()
+            os.unlink(self._life_file)
+
+    def _enter(self) -> None:
+        from megatron.resilience.envoy import Enter
+
+        self._ranks, self._start, self._stopping, self._rejoins = None, None, False, False
+        self._pipe.send(Enter(len(self._places.available())))
+
+    def _begin(self, start: Start) -> None:
+        """Start this node's ranks."""
+        if self._stops:
+            return
+        plan, own = start.plan, self._own
+        counts = list(plan.counts.values())
+        self._taken = self._places.available()[: counts[start.node]]
+        restarts = start.generation - 1
+        met_at = time.monotonic()
+        if start.node == 0:
+            for note in plan.notes:
+                say(note)
+        os.truncate(self._life_file, 0)
+        variables = [
+            environment(local, counts, start.node, plan.address, plan.port, (restarts, own.max_restarts), own.run_id)
+            for local in range(counts[start.node])
+        ]
+        devices = visible_devices(self._taken, own.nproc_per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if devices is not None:
+            variables = [{**each, "CUDA_VISIBLE_DEVICES": devices} for each in variables]
+        files = (self._pipe.fileno(), self._hears, self._tells)
+        self._start, self._ranks = start, LocalRanks(own.program, [*own.flags, *plan.flags], variables, files)
+        if self._noticed_at is not None:
+            self._told += [f"met after {met_at - self._noticed_at:.2f}", f"forked after {time.monotonic() - self._noticed_at:.2f}"]
+
+    def _look(self) -> None:
+        """See which ranks have ended, and what follows."""
+        from megatron.resilience.envoy import Ended
+
+        ranks, start = self._ranks, self._start
+        if ranks is None or start is None:
+            return
+        if self._noticed_at is not None and self._life().has_steps:
+            took = time.monotonic() - self._noticed_at
+            if start.node == 0:
+                say(f"back after {took:.1f} s ({', '.join(self._told)}, first step after {took:.2f})")
+            self._noticed_at = None
+        if not ranks.look():
+            return
+        if not self._stopping and stops(ranks.ended, self._stop_code):
+            self._stop_ranks(signal.SIGTERM)
+        report = judge(ranks.ended, len(ranks.running), self._stop_code, stopping=self._stopping)
+        if report is None:
+            return
+        if report.kind == "failed":
+            self._failed()
+            return
+        self._end_ranks()
+        self._ranks = None
+        self._pipe.send(Ended(start.generation, report))
+        if self._rejoins:
+            self._enter()
+
+    def _failed(self) -> None:
+        """A rank has failed: end the others, tell it, and enter again."""
+        from megatron.resilience.envoy import Ended
+
+        ranks, start = self._ranks, self._start
+        assert ranks is not None and start is not None
+        self._noticed_at, self._told = time.monotonic(), []
+        first = blamed(ranks.ended, self._stop_code)
+        assert first is not None
+        report = judge(ranks.ended, len(ranks.running), self._stop_code, stopping=False)
+        assert report is not None
+        life = self._life()
+        number = sum(list(start.plan.counts.values())[: start.node]) + first
+        words = f"rank {number} (node {socket.gethostname()}, place {self._taken[first]}) {report.words}"
+        at = f" after iteration {life.finished}" if life.finished is not None else " before training"
+        say(f"{words}{at}: the ranks of this node are ended")
+        failed = [] if ranks.ended[first] == HANG else [self._taken[first]]
+        self._end_ranks()
+        for place in self._places.ended(life, failed, start.may_lose):
+            say(f"place {place} is left out: its rank failed twice without a step between")
+        self._pipe.send(Ended(start.generation, type(report)(report.kind, report.code, words)))
+        self._enter()
+
+    def _halted(self, order: Halt) -> None:
+        """The next round is open."""
+        if self._ranks is None:
+            self._enter()
+            return
+        say(f"{order.why}: the ranks of this node {'save and end' if order.gentle else 'are ended'}")
+        self._noticed_at, self._told = time.monotonic(), []
+        if order.gentle:
+            self._rejoins = True
+            self._stop_ranks(signal.SIGTERM)
+            return
+        self._end_ranks()
+        self._places.ended(self._life(), (), 0)
+        self._enter()
+
+    def _asked_to_stop(self, number: signal.Signals) -> None:
+        from megatron.resilience.envoy import Stop
+
+        self._stops += 1
+        if self._stops == 1:
+            say(f"{number.name}: the job is asked to save and stop; a second signal ends it at once")
+            self._pipe.send(Stop(self._stop_code))
+            self._stop_ranks(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+        elif self._ranks is not None:
+            for pid in self._ranks.running.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _stop_ranks(self, number: signal.Signals) -> None:
+        if self._ranks is not None and not self._stopping:
+            self._stopping = True
+            self._ranks.tell(number)
+
+    def _end_ranks(self) -> None:
+        if self._ranks is None:
+            return
+        for local in self._ranks.kill():
+            say(f"the rank at place {self._taken[local]} does not end though it is killed: its device or storage holds it")
+            self._places.leave_out(self._taken[local])
+        if self._noticed_at is not None:
+            self._told.append(f"others ended after {time.monotonic() - self._noticed_at:.2f}")
+
+    def _over(self, code: int, words: str) -> int:
+        self._end_ranks()
+        os.waitpid(self._envoy, 0)
+        if code and not (self._stops and code == self._stop_code):
+            say(f"{words} (exit code {code})")
+        return code
+
+    def _without_envoy(self) -> int:
+        """The envoy has died, as of a lack of memory: the ranks go on, and cannot be started again."""
+        say("the process that speaks with the other nodes has died. Ranks that run go on; none will be started again")
+        while self._ranks is not None:
+            heard, _, _ = select.select([self._hears], [], [])
+            for number in os.read(self._hears, 4096) if heard else b"":
+                if number in HEARD:
+                    self._stops += 1
+                    self._stop_ranks(signal.SIGTERM) if self._stops == 1 else self._ranks.kill()
+            self._ranks.look()
+            report = judge(self._ranks.ended, len(self._ranks.running), self._stop_code, stopping=self._stopping)
+            if report is not None:
+                return report.code
+        return 1
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit code of the job: 0 when it is done, that of ranks that were asked to stop, 2 for wrong settings, else that of the
+    first failure since there was a newer state."""
+    own = settings(words)
+    if own.nproc_per_node > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; before torch is imported
+    if own.serve is not None:
+        from megatron.resilience.point import serve_until_told
+
+        return serve_until_told(own.serve)
+    try:
+        stop_code = parse(own.flags).training.exit_signal_code
+    except ConfigError as error:
+        sys.stderr.write(f"{os.path.basename(own.program)}: {error}\n")
+        return REFUSED
+    name_process("supervisor")
+    import_what_runs_need()
+    gc.collect()
+    gc.freeze()  # forks then leave what is there alone, and share its memory
+    return Supervisor(own, stop_code).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
