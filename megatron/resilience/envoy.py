@@ -47,6 +47,8 @@ class Ended:
 
     generation: int
     report: NodeReport
+    enters: Enter | None
+    """Whether it wants others at once."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Halt:
-    """To the supervisor: end the ranks, and enter again."""
+    """To the supervisor: end the ranks of the last start, if they run, and enter again."""
 
     why: str
     gentle: bool
@@ -125,7 +127,8 @@ class Envoy:
         self._wishes: list[Enter | Ended | Stop] = []
         self._started = 0
         """The last start in which this node has ranks."""
-        self._in_start = self._running = self._halted = self._entered = self._told_to_stop = False
+        self._in_start = self._running = self._entered = self._told_to_stop = False
+        self._enters_with: Enter | None = None
         self._seen: dict[str, tuple[int, float]] = {}
         self._ready: tuple[str, ...] = ()
         self._unplanned: tuple[str, ...] | None = None
@@ -163,8 +166,10 @@ class Envoy:
             if isinstance(wish, Enter) and me not in roll.members:
                 break  # a job of the same name ends just now
             self._wishes.pop(0)
+            if isinstance(wish, Ended) and wish.enters is not None:
+                self._wishes.insert(0, wish.enters)
             if isinstance(wish, Enter):
-                self._in_start = self._halted = False
+                self._in_start, self._enters_with = False, wish
                 if not self._entered:
                     self._book.begin(me)
                     self._entered = True
@@ -177,7 +182,10 @@ class Envoy:
             self._pipe.send(Over(roll.code, roll.words))
             return True
         if me not in roll.members:
-            self._halt("this node was taken for lost", gentle=False)
+            if self._in_start:
+                self._halt("this node was taken for lost", gentle=False)
+            elif self._enters_with is not None:
+                self._wishes.append(self._enters_with)
         elif roll.phase == "gathering":
             if self._in_start:
                 self._halt(roll.why, gentle=roll.gentle)
@@ -200,9 +208,8 @@ class Envoy:
         return update(self._book, lambda roll: roll.lost(name, self._life(), self._orders.limits))
 
     def _halt(self, why: str, *, gentle: bool) -> None:
-        if not self._halted:
-            self._halted, self._running = True, False
-            self._pipe.send(Halt(why, gentle))
+        self._in_start = self._running = False
+        self._pipe.send(Halt(why, gentle))
 
     def _follow(self, roll: Roll) -> None:
         """A start has begun."""

@@ -131,6 +131,8 @@ class Roll:
         """
         if self.phase == "over":  # a job of the same name is over, and a new one begins once all have seen that
             return self if self.members else Roll().entered(name, seat, limits)
+        if self.phase == "running" and name in self.order and name in self.members and name not in self.reports:
+            return self  # an echo of what it said before this start
         ready = self.ready if name in self.ready else (*self.ready, name)
         found = replace(self, members={**self.members, name: seat}, ready=ready)
         grows = at_once and self.phase == "running" and name not in self.order and len(self.order) < limits.nodes[1]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from megatron.config.cli import parse
 from megatron.config.errors import ConfigError
 from megatron.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices
-from megatron.resilience.roll import REFUSED, JobLimits, Life
+from megatron.resilience.roll import REFUSED, JobLimits, Life, NodeReport
 from megatron.resilience.verdict import HANG, NodePlaces, blamed, judge, stops
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class Supervisor:
         self._rejoins = False  # once they have ended
         self._noticed_at: float | None = None  # when the failure was seen from which this node comes back
         self._told: list[str] = []
+        self._comes_back = False  # the next start has begun
         handle, self._life_file = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         os.close(handle)
         os.environ[LIFE_FILE] = self._life_file
@@ -190,11 +191,21 @@ class Supervisor:
             self._end_ranks()
             os.unlink(self._life_file)
 
-    def _enter(self) -> None:
-        from megatron.resilience.envoy import Enter
+    def _enter(self, after: tuple[int, NodeReport] | None = None) -> None:
+        """Ask for ranks.
+
+        Args:
+            after: the start whose ranks have ended just now, and how.
+        """
+        from megatron.resilience.envoy import Ended, Enter
 
         self._ranks, self._start, self._stopping, self._rejoins = None, None, False, False
-        self._pipe.send(Enter(len(self._places.available())))
+        wish = Enter(len(self._places.available()))
+        self._pipe.send(wish if after is None else Ended(*after, enters=wish))
+
+    def _notice(self) -> None:
+        """Ranks must be started again: measure how long that takes."""
+        self._noticed_at, self._told, self._comes_back = time.monotonic(), [], False
 
     def _begin(self, start: Start) -> None:
         """Start this node's ranks."""
@@ -219,6 +230,7 @@ class Supervisor:
         files = (self._pipe.fileno(), self._hears, self._tells)
         self._start, self._ranks = start, LocalRanks(own.program, [*own.flags, *plan.flags], variables, files)
         if self._noticed_at is not None:
+            self._comes_back = True
             self._told += [f"met after {met_at - self._noticed_at:.2f}", f"forked after {time.monotonic() - self._noticed_at:.2f}"]
 
     def _look(self) -> None:
@@ -228,7 +240,7 @@ class Supervisor:
         ranks, start = self._ranks, self._start
         if ranks is None or start is None:
             return
-        if self._noticed_at is not None and self._life().has_steps:
+        if self._noticed_at is not None and self._comes_back and self._life().has_steps:
             took = time.monotonic() - self._noticed_at
             if start.node == 0:
                 say(f"back after {took:.1f} s ({', '.join(self._told)}, first step after {took:.2f})")
@@ -245,17 +257,16 @@ class Supervisor:
             return
         self._end_ranks()
         self._ranks = None
-        self._pipe.send(Ended(start.generation, report))
         if self._rejoins:
-            self._enter()
+            self._enter((start.generation, report))
+        else:
+            self._pipe.send(Ended(start.generation, report, enters=None))
 
     def _failed(self) -> None:
         """A rank has failed: end the others, tell it, and enter again."""
-        from megatron.resilience.envoy import Ended
-
         ranks, start = self._ranks, self._start
         assert ranks is not None and start is not None
-        self._noticed_at, self._told = time.monotonic(), []
+        self._notice()
         first = blamed(ranks.ended, self._stop_code)
         assert first is not None
         report = judge(ranks.ended, len(ranks.running), self._stop_code, stopping=False)
@@ -269,16 +280,19 @@ class Supervisor:
         self._end_ranks()
         for place in self._places.ended(life, failed, start.may_lose):
             say(f"place {place} is left out: its rank failed twice without a step between")
-        self._pipe.send(Ended(start.generation, type(report)(report.kind, report.code, words)))
-        self._enter()
+        self._enter((start.generation, NodeReport(report.kind, report.code, words)))
 
     def _halted(self, order: Halt) -> None:
         """The next round is open."""
+        if self._start is None:
+            return  # it has left that start already
         if self._ranks is None:
+            say(f"{order.why}: starting again")
+            self._notice()
             self._enter()
             return
         say(f"{order.why}: the ranks of this node {'save and end' if order.gentle else 'are ended'}")
-        self._noticed_at, self._told = time.monotonic(), []
+        self._notice()
         if order.gentle:
             self._rejoins = True
             self._stop_ranks(signal.SIGTERM)
