@@ -45,13 +45,15 @@ def own_address(meet: tuple[str, int] | None) -> str:
 
 def serve_until_told(port: int) -> int:
     """Serve a store until SIGTERM or Ctrl-C."""
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     try:
         store = serve(port)
     except RuntimeError as error:
         sys.stderr.write(f"supervisor: --serve {port}: {str(error).splitlines()[0]}\n")
         return 1
     sys.stderr.write(f"supervisor: serving a store on port {store.port}\n")
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    signal.sigwait(ends)
     return 0
 
 

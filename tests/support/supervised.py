@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import signal
 import sys
 import time
@@ -22,6 +21,16 @@ from tests.support.cli import ROOT, forget_children
 from tests.support.runs import arguments, complete_checkpoints, read_metrics
 
 MARK = "TEST_SUPERVISED"
+
+
+def writers_to(file: Path) -> dict[int, str]:
+    """Processes whose standard output or error is a file, as those of all forks of a process are, with their names."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(file) in (os.readlink(folder / "fd/1"), os.readlink(folder / "fd/2")):
+                found[int(folder.name)] = (folder / "comm").read_text().strip()
+    return found
 
 
 class Node:
@@ -132,6 +141,7 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.nodes: list[Node] = []
         self.port = free_port()
+        self.store: Node | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -159,9 +169,10 @@ class Job:
 
     def serve(self) -> Node:
         """Serve a store apart from all nodes."""
-        self.nodes.append(Node(self.folder / f"node-{len(self.nodes)}", ["--serve", str(self.port)]))
-        self.nodes[-1].wait_for("serving a store")
-        return self.nodes[-1]
+        self.store = Node(self.folder / "store", ["--serve", str(self.port)])
+        self.nodes.append(self.store)
+        self.store.wait_for("serving a store")
+        return self.store
 
     @property
     def meet(self) -> tuple[str, str]:
@@ -179,19 +190,19 @@ class Job:
 
     def left(self) -> list[int]:
         """Processes that any of the supervisors has left behind."""
-        files = {str(node.said_in) for node in self.nodes}
-        marks = {f"{MARK}={file}".encode() for file in files}
-        found = []
+        marks = {f"{MARK}={node.said_in}".encode() for node in self.nodes}
+        found = {pid for node in self.nodes for pid in writers_to(node.said_in)}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                # A fork writes where its parent does; another program also has its environment.
-                writes = any(os.path.exists(link) and os.readlink(link) in files for link in (folder / "fd/1", folder / "fd/2"))
-                if writes or marks.intersection((folder / "environ").read_bytes().split(b"\0")):
-                    found.append(int(folder.name))
-        return found
+                if marks.intersection((folder / "environ").read_bytes().split(b"\0")):
+                    found.add(int(folder.name))
+        return sorted(found)
 
     def assert_nothing_left(self, within_s: float = 20.0) -> None:
-        """All processes of the job end by themselves."""
+        """All processes of the job end by themselves; the store, which is for other jobs too, when it is asked to."""
+        if self.store is not None and self.store.poll() is None:
+            self.store.tell(signal.SIGTERM)
+            assert self.store.ended() == 0
         until = time.monotonic() + within_s
         while left := self.left():
             names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in left if Path(f"/proc/{pid}").exists()]
@@ -215,9 +226,3 @@ def check_samples(metrics: Path, batch: int, last: int, repeated: int) -> None:
         assert line["consumed_samples"] == batch * iteration
         assert before - repeated < iteration <= before + 1, f"iteration {iteration} after {before}"
         before = iteration
-
-
-def kills(seed: int, count: int, ranks: int) -> list[tuple[int, float]]:
-    """Ranks to kill, and seconds to wait before each."""
-    draw = random.Random(seed)
-    return [(draw.randrange(ranks), draw.uniform(0, 1.5)) for _ in range(count)]
