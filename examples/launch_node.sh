@@ -4,8 +4,8 @@
 #
 #   launch_node.sh NODES RANKS_PER_NODE HEAD:PORT NAME PYTHON PROGRAM [flags]
 #
-# SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit; a second one ends them at once. MIN_NODES and MIN_RANKS (on one node) say
-# with how few the job goes on when others are lost. LAUNCHER=torchrun starts the ranks by torchrun, which always needs all of them.
+# SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit; a second one ends them at once. MIN_NODES and MIN_RANKS (on one node)
+# say with how few the job goes on when others are lost. LAUNCHER=torchrun starts the ranks by torchrun, which always needs all.
 set -euo pipefail
 
 nodes=$1 per_node=$2 endpoint=$3 name=$4 python=$5
@@ -26,9 +26,9 @@ if [[ ${LAUNCHER:-supervisor} == supervisor ]]; then
     exec "$python" -m megatron.resilience.supervisor "${meeting[@]}" --nproc-per-node "$per_node" "${restarts[@]}" "$@"
 fi
 
-# A torchrun that gets SIGTERM kills ranks that have not ended after 30 s, which may be in the middle of a save, and after SIGTERM to
-# its ranks it may start them again. So it is told to take no notice of signals but SIGUSR2, and the ranks get them from here, until
-# they have saved and ended.
+# A torchrun that gets SIGTERM kills ranks that have not ended after 30 s, which may be in the middle of a save, and after SIGTERM
+# to its ranks it may start them again. So it is told to take no notice of signals but SIGUSR2, and the ranks get them from here,
+# until they have saved and ended.
 meeting=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$name")
 ((nodes > 1)) || meeting=(--standalone)
 # Otherwise ranks that torchrun starts again would find in its store the addresses of those that have ended, and wait for them.
