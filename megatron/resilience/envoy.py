@@ -59,6 +59,11 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """It was asked to take this node out of the job."""
+
+
+@dataclass(frozen=True)
 class Start:
     """To the supervisor: start these ranks."""
 
@@ -124,7 +129,7 @@ class Envoy:
 
     def __init__(self, orders: EnvoyOrders, book: Book, pipe: Connection, life: Callable[[], Life]) -> None:
         self._orders, self._book, self._pipe, self._life = orders, book, pipe, life
-        self._wishes: list[Enter | Ended | Stop] = []
+        self._wishes: list[Enter | Ended | Stop | Leave] = []
         self._started = 0
         """The last start in which this node has ranks."""
         self._in_start = self._running = self._entered = self._told_to_stop = False
@@ -166,6 +171,8 @@ class Envoy:
             if isinstance(wish, Enter) and me not in roll.members:
                 break  # a job of the same name ends just now
             self._wishes.pop(0)
+            if isinstance(wish, Leave):
+                return True
             if isinstance(wish, Ended) and wish.enters is not None:
                 self._wishes.insert(0, wish.enters)
             if isinstance(wish, Enter):
@@ -194,8 +201,10 @@ class Envoy:
             self._follow(roll)
         return False
 
-    def _wished(self, wish: Enter | Ended | Stop) -> Callable[[Roll], Roll]:
+    def _wished(self, wish: Enter | Ended | Stop | Leave) -> Callable[[Roll], Roll]:
         me, limits = self._orders.name, self._orders.limits
+        if isinstance(wish, Leave):
+            return lambda roll: roll.leaving(me)
         if isinstance(wish, Stop):
             return lambda roll: roll.asked_to_stop(wish.code)
         if isinstance(wish, Ended):

@@ -162,6 +162,14 @@ class Roll:
         found = replace(self, members=members, ready=tuple(other for other in self.ready if other != name))
         return found._resolved(life, limits) if self.phase == "running" else found
 
+    def leaving(self, name: str) -> Roll:
+        """A node goes, and the job is to go on without it. Ranks that run save before."""
+        if name not in self.members or self.phase == "over":
+            return self
+        members = {other: seat for other, seat in self.members.items() if other != name}
+        found = replace(self, members=members, ready=tuple(other for other in self.ready if other != name))
+        return found._opened(f"{name} leaves", gentle=True) if self.phase == "running" and name in self.order else found
+
     def asked_to_stop(self, code: int) -> Roll:
         """A node was asked to stop the job, which ends with this code. Ranks that run save before."""
         if self.phase == "gathering":

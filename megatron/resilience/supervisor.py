@@ -65,6 +65,7 @@ def settings(words: Sequence[str]) -> argparse.Namespace:
     add(
         "--join-at-once", action="store_true", help="coming to a job that runs with fewer nodes than MAX: ask for a restart at once"
     )
+    add("--leave-on-signal", action="store_true", help="a signal takes this node out of the job, which goes on, and stops no other")
     add("--last-call-s", type=float, default=30.0, metavar="S", help="wait so long for further nodes once MIN are there (30)")
     add("--join-timeout-s", type=float, default=600.0, metavar="S", help="give up if MIN nodes do not come in this time (600)")
     add("--lost-after-s", type=float, default=5.0, metavar="S", help="a node that was not heard for so long is lost (5)")
@@ -302,12 +303,14 @@ class Supervisor:
         self._enter()
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
-        from megatron.resilience.envoy import Stop
+        from megatron.resilience.envoy import Leave, Stop
 
         self._stops += 1
         if self._stops == 1:
-            say(f"{number.name}: the job is asked to save and stop; a second signal ends it at once")
-            self._pipe.send(Stop(self._stop_code))
+            whole = not self._own.leave_on_signal
+            what = "the job is asked to save and stop" if whole else "the job saves and goes on without this node"
+            say(f"{number.name}: {what}; a second signal ends {'it' if whole else 'its ranks here'} at once")
+            self._pipe.send(Stop(self._stop_code) if whole else Leave())
             self._stop_ranks(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
         elif self._ranks is not None:
             for pid in self._ranks.running.values():
@@ -336,8 +339,10 @@ class Supervisor:
         return code
 
     def _without_envoy(self) -> int:
-        """The envoy has died, as of a lack of memory: the ranks go on, and cannot be started again."""
-        say("the process that speaks with the other nodes has died. Ranks that run go on; none will be started again")
+        """The envoy has left the job, or has died, as of a lack of memory: ranks go on to their end, and are not started again."""
+        leaves = bool(self._own.leave_on_signal and self._stops)
+        if not leaves:
+            say("the process that speaks with the other nodes has died. Ranks that run go on; none will be started again")
         while self._ranks is not None:
             heard, _, _ = select.select([self._hears], [], [])
             for number in os.read(self._hears, 4096) if heard else b"":
@@ -347,8 +352,8 @@ class Supervisor:
             self._ranks.look()
             report = judge(self._ranks.ended, len(self._ranks.running), self._stop_code, stopping=self._stopping)
             if report is not None:
-                return report.code
-        return 1
+                return self._stop_code if leaves else report.code
+        return self._stop_code if leaves else 1
 
 
 def main(words: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from tests.support.runs import arguments, digest, run, saved_tensors
 from tests.support.supervised import Job, check_samples
 
 STEPS = 32
-SETTINGS: dict[str, Any] = {"save_interval": 4, "fp64": True, "micro_batch_size": 1, "lr_decay_style": "constant"}
+SETTINGS: dict[str, Any] = {"save_interval": 4, "fp64": True, "micro_batch_size": 1, "lr_decay_style": "constant", "lr": 1e-3}
 ENDLESS = {**SETTINGS, "train_iters": 100_000}
 
 
@@ -61,10 +61,10 @@ def test_a_broken_place_is_left_out_and_tried_again(tmp_path: Path) -> None:
 
 
 def test_nodes_are_lost_and_join(tmp_path: Path) -> None:
-    """The store is apart. Of two nodes the first is lost, and the other goes on; a third joins at once; then the other is lost."""
+    """The store is apart. Of two nodes the first is lost, and the other goes on; a third joins at once; then the other leaves."""
     with Job(tmp_path) as job:
         job.serve()
-        own = ("--nnodes", "1:2", *job.meet, "--lost-after-s", "3", "--last-call-s", "60", "--join-at-once")
+        own = ("--nnodes", "1:2", *job.meet, "--last-call-s", "60", "--join-at-once", "--leave-on-signal")
         nodes = [job.node(*own, **ENDLESS) for _ in range(2)]
         nodes[0].wait_for(lambda: job.saved() >= 4)
         first, second = sorted(nodes, key=lambda node: min(node.ranks()))
@@ -73,13 +73,17 @@ def test_nodes_are_lost_and_join(tmp_path: Path) -> None:
         second.wait_for("1 rank in place of 2: 1 data rank, of which each takes 8 microbatches of the same global batch of 8")
         second.wait_for("back after")
         third = job.node(*own, **ENDLESS)
-        second.wait_for("joins: the ranks of this node save and end")
+        second.wait_for("joins")
         second.wait_for(lambda: second.said().count("back after") == 2)
         assert (set(second.ranks()), set(third.ranks())) == ({0}, {1})
-        second.tell(signal.SIGKILL)
+        second.tell(signal.SIGTERM)
+        assert second.ended() == 85, second.said()
+        third.wait_for("leaves")
         third.wait_for("back after")
+        assert set(third.ranks()) == {0}
         third.tell(signal.SIGTERM)
         assert third.ended() == 85, third.said()
+        job.assert_nothing_left(40.0)
         assert_same_run(job, tmp_path / "whole")
 
 

@@ -205,7 +205,7 @@ class Job:
             assert self.store.ended() == 0
         until = time.monotonic() + within_s
         while left := self.left():
-            names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in left if Path(f"/proc/{pid}").exists()]
+            names = [Path(f"/proc/{pid}/status").read_text()[:400] for pid in left if Path(f"/proc/{pid}").exists()]
             assert time.monotonic() < until, f"left behind: {left} {names}"
             time.sleep(0.05)
 

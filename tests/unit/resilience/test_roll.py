@@ -116,6 +116,13 @@ def test_ranks_that_end_with_their_lost_supervisor_do_not_stop_the_job() -> None
     assert (asked.phase, asked.code) == ("over", 85)
 
 
+def test_a_node_that_leaves_lets_all_save_and_does_not_count() -> None:
+    roll = running("a", "b", "c").leaving("a")
+    assert (roll.phase, roll.gentle, roll.stale, set(roll.members)) == ("gathering", True, 0, {"b", "c"})
+    assert entered(roll, "b", "c").can_close(LIMITS, 0.0)
+    assert entered(running("a", "b"), "d").leaving("d").phase == "running", "a spare"
+
+
 def test_a_stop_while_nothing_runs() -> None:
     assert entered(Roll(), "a").asked_to_stop(85).code == 85
 
