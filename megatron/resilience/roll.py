@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megatron.training.life import LOST_CONTACT
+
 Phase = Literal["gathering", "running", "over"]
 Kind = Literal["done", "stopped", "refused", "failed"]
 REFUSED = 2
@@ -146,7 +148,11 @@ class Roll:
         Args:
             life: theirs.
         """
-        if self.phase != "running" or generation != self.generation or name not in self.order:
+        if generation != self.generation or name not in self.order:
+            return self
+        if self.phase == "gathering" and report.kind == "failed" and self.code == LOST_CONTACT:  # here is the cause
+            return replace(self, code=report.code, why=report.words)
+        if self.phase != "running":
             return self
         return replace(self, reports={**self.reports, name: report})._resolved(life, limits)
 

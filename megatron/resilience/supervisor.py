@@ -30,7 +30,7 @@ from megatron.config.cli import parse
 from megatron.config.errors import ConfigError
 from megatron.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices
 from megatron.resilience.roll import REFUSED, JobLimits, Life, NodeReport
-from megatron.resilience.verdict import HANG, NodePlaces, blamed, judge, stops
+from megatron.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge, stops
 
 if TYPE_CHECKING:
     from megatron.resilience.envoy import Halt, Start
@@ -79,6 +79,8 @@ def settings(words: Sequence[str]) -> argparse.Namespace:
         parser.error("the script is missing, such as pretrain_gpt.py")
     if found.serve is None and not os.path.isfile(found.program):
         parser.error(f"there is no script {found.program}")
+    if {"--dry-run", "--plan"}.intersection(found.flags):
+        parser.error(f"a plan needs no ranks: python {found.program} --dry-run --world-size {found.elastic[1]} ...")
     if nodes[1] > 1 and found.meet is None:
         parser.error(f"--nnodes {nodes[1]} needs --meet HOST:PORT, the same on all nodes")
     return found
@@ -277,7 +279,7 @@ class Supervisor:
         words = f"rank {number} (node {socket.gethostname()}, place {self._taken[first]}) {report.words}"
         at = f" after iteration {life.finished}" if life.finished is not None else " before training"
         say(f"{words}{at}: the ranks of this node are ended")
-        failed = [] if ranks.ended[first] == HANG else [self._taken[first]]
+        failed = [self._taken[first]] if is_of_its_place(ranks.ended[first]) else []
         self._end_ranks()
         for place in self._places.ended(life, failed, start.may_lose):
             say(f"place {place} is left out: its rank failed twice without a step between")

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.resilience.roll import REFUSED, Life, NodeReport
+from megatron.training.life import LOST_CONTACT
 
 HANG = 86
 """Exit code of ranks that stood still, all of them, whoever was to blame."""
+_SHARED = {LOST_CONTACT: "it lost contact with another rank", HANG: "it stood still"}
+"""Exit codes that say nothing of the rank's own place."""
 
 
 def judge(ended: Mapping[int, int], running: int, stop_code: int, *, stopping: bool) -> NodeReport | None:
@@ -43,16 +46,22 @@ def stops(ended: Mapping[int, int], stop_code: int) -> bool:
 
 
 def blamed(ended: Mapping[int, int], stop_code: int) -> int | None:
-    """The rank that failed first: one that a signal ended, since the others lose contact with it, else the first with a code that
-    is none of success or stop."""
+    """The rank that failed first: one that a signal ended, since the others lose contact with it, else the first with a code of its
+    own, else the first at all."""
     failed = [rank for rank, code in ended.items() if code not in (0, stop_code)]
-    return next((rank for rank in failed if ended[rank] < 0), failed[0] if failed else None)
+    failed.sort(key=lambda rank: 0 if ended[rank] < 0 else 1 if ended[rank] not in _SHARED else 2)
+    return failed[0] if failed else None
+
+
+def is_of_its_place(code: int) -> bool:
+    """Whether a rank's end may be the fault of its place."""
+    return code not in _SHARED
 
 
 def how(code: int) -> str:
     """How a rank ended, in words."""
     if code >= 0:
-        return f"ended with exit code {code}" + (" (it stood still)" if code == HANG else "")
+        return f"ended with exit code {code}" + (f" ({_SHARED[code]})" if code in _SHARED else "")
     try:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:

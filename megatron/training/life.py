@@ -13,6 +13,8 @@ from megatron.config.launcher import launched
 
 LIFE_FILE = "MEGATRON_LIFE_FILE"
 """Variable of the environment with its path."""
+LOST_CONTACT = 87
+"""Exit code with which a rank tells such a launcher that it only lost contact with another; any other launcher gets 1."""
 _FORM = struct.Struct("<qq")
 
 

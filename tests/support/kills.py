@@ -29,6 +29,7 @@ SETTINGS: dict[str, Any] = {
     "fp64": True,
     "micro_batch_size": 1,
     "lr_decay_style": "constant",
+    "hang_warn_s": 30,
     "lr": 1e-3,
     "keep_last": 2,
 }
@@ -102,6 +103,10 @@ def _nodes_are_lost(job: Job, draw: random.Random, ranks: int, flags: dict[str, 
     settings = {**SETTINGS, **flags, "train_iters": 100_000}
     nodes = [job.node(*own, "--join-at-once", **settings) for _ in range(2)]
     nodes[0].wait_for(lambda: job.saved() >= 3)
+    if draw.random() < 0.4:
+        node = draw.choice(nodes)
+        node.kill_rank(draw.choice(sorted(node.ranks())))
+        _on_its_feet(job, nodes[0])
     spare = draw.random() < 0.5
     if spare:
         nodes.append(job.node(*own, "--join-at-once", **settings))

@@ -134,6 +134,12 @@ def test_a_job_of_the_same_name_begins_when_all_have_left() -> None:
     assert entered(left, "c") == entered(Roll(), "c")
 
 
+def test_the_cause_counts_where_another_node_lost_contact_first() -> None:
+    roll = told(running("a", "b"), "a", "failed", 87)
+    cause = told(roll, "b", "failed", 7)
+    assert (cause.phase, cause.code, cause.why, cause.stale) == ("gathering", 7, "b failed", 1)
+
+
 def test_late_reports_say_nothing() -> None:
     roll = running("a", "b")
     assert roll.reported("a", 0, NodeReport("failed", 1, ""), Life(), LIMITS) == roll

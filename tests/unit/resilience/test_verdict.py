@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from megatron.resilience.roll import Life
-from megatron.resilience.verdict import NodePlaces, blamed, judge
+from megatron.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge
+from megatron.training.life import LOST_CONTACT
 
 STOP = 85
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
@@ -47,6 +48,8 @@ def test_who_is_to_blame() -> None:
     """A rank that a signal ended: the others lost contact with it, even if they were seen first."""
     assert blamed({3: 1, 1: KILLED, 2: 1}, STOP) == 1
     assert blamed({3: 1, 2: 7}, STOP) == 3
+    assert blamed({3: LOST_CONTACT, 2: 7}, STOP) == 2
+    assert blamed({3: LOST_CONTACT, 2: LOST_CONTACT}, STOP) == 3 and not is_of_its_place(LOST_CONTACT)
     assert blamed({0: 0, 1: STOP}, STOP) is None
 
 
