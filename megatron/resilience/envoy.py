@@ -278,8 +278,8 @@ class Envoy:
             return
         if found is None:
             self._unplanned = roll.ready
-        else:
-            self._book.swap(roll, roll.closed(*found))
+        elif self._book.swap(roll, roll.closed(*found)):
+            self._follow(roll.closed(*found))
 
     def _lost(self, roll: Roll) -> list[str]:
         """Nodes whose beats have stopped. The first node watches all, all others watch the first."""

@@ -136,7 +136,7 @@ class Supervisor:
         self._rejoins = False  # once they have ended
         self._noticed_at: float | None = None  # when the failure was seen from which this node comes back
         self._told: list[str] = []
-        self._comes_back = False  # the next start has begun
+        self._comes_back = self._loaded = False  # the next start has begun, and has a state
         handle, self._life_file = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         os.close(handle)
         os.environ[LIFE_FILE] = self._life_file
@@ -233,7 +233,7 @@ class Supervisor:
         files = (self._pipe.fileno(), self._hears, self._tells)
         self._start, self._ranks = start, LocalRanks(own.program, [*own.flags, *plan.flags], variables, files)
         if self._noticed_at is not None:
-            self._comes_back = True
+            self._comes_back, self._loaded = True, False
             self._told += [f"met after {met_at - self._noticed_at:.2f}", f"forked after {time.monotonic() - self._noticed_at:.2f}"]
 
     def _look(self) -> None:
@@ -243,11 +243,8 @@ class Supervisor:
         ranks, start = self._ranks, self._start
         if ranks is None or start is None:
             return
-        if self._noticed_at is not None and self._comes_back and self._life().has_steps:
-            took = time.monotonic() - self._noticed_at
-            if start.node == 0:
-                say(f"back after {took:.1f} s ({', '.join(self._told)}, first step after {took:.2f})")
-            self._noticed_at = None
+        if self._noticed_at is not None and self._comes_back:
+            self._looks_for_steps(self._noticed_at, tells=start.node == 0)
         if not ranks.look():
             return
         if not self._stopping and stops(ranks.ended, self._stop_code):
@@ -264,6 +261,17 @@ class Supervisor:
             self._enter((start.generation, report))
         else:
             self._pipe.send(Ended(start.generation, report, enters=None))
+
+    def _looks_for_steps(self, noticed_at: float, *, tells: bool) -> None:
+        """After a restart: measure how long it took, until the first step is finished."""
+        life, took = self._life(), time.monotonic() - noticed_at
+        if life.began is not None and not self._loaded:
+            self._told.append(f"loaded after {took:.2f}")
+            self._loaded = True
+        if life.has_steps:
+            if tells:
+                say(f"back after {took:.1f} s ({', '.join(self._told)}, first step after {took:.2f})")
+            self._noticed_at = None
 
     def _failed(self) -> None:
         """A rank has failed: end the others, tell it, and enter again."""
