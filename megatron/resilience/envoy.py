@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -23,8 +22,9 @@ from megatron.config.cli import PROGRAM, load
 from megatron.config.errors import ConfigError
 from megatron.resilience import layouts
 from megatron.resilience.book import Book, StoreAway, update
+from megatron.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish
 from megatron.resilience.ranks import bind_to, name_process, own_signals
-from megatron.resilience.roll import REFUSED, JobLimits, Life, NodeReport, Roll, Seat, StartPlan
+from megatron.resilience.roll import REFUSED, Life, Roll, Seat, StartPlan
 
 _LOOK_EVERY_S = 0.2
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
@@ -32,92 +32,6 @@ _STORE_LOST = (
     "the store of the nodes is lost ({}). Ranks that run go on; none can be started again until a store serves at the same address "
     "(--serve)"
 )
-
-
-@dataclass(frozen=True)
-class Enter:
-    """The supervisor has no ranks and wants some."""
-
-    places: int
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Its ranks have ended."""
-
-    generation: int
-    report: NodeReport
-    enters: Enter | None
-    """Whether it wants others at once."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """It was asked to stop the job, which ends with this code."""
-
-    code: int
-
-
-@dataclass(frozen=True)
-class Leave:
-    """It was asked to take this node out of the job."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """To the supervisor: start these ranks."""
-
-    generation: int
-    node: int
-    plan: StartPlan
-    may_lose: int
-    """Places that the job can do without."""
-    why: str
-
-
-@dataclass(frozen=True)
-class Halt:
-    """To the supervisor: end the ranks of the last start, if they run, and enter again."""
-
-    why: str
-    gentle: bool
-
-
-@dataclass(frozen=True)
-class StopRanks:
-    """To the supervisor: another node was asked to stop the job."""
-
-
-@dataclass(frozen=True)
-class Over:
-    """To the supervisor: the job has ended."""
-
-    code: int
-    words: str
-
-
-@dataclass(frozen=True)
-class Say:
-    """To the supervisor: a line for the log."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class EnvoyOrders:
-    """What an envoy needs to know."""
-
-    name: str
-    """This node's, which no other process ever has."""
-    address: str
-    argv: tuple[str, ...]
-    limits: JobLimits
-    lost_after_s: float
-    """Seconds without a beat after which a node is taken for lost."""
-    gives_up_after_s: float
-    """Seconds after which a round that cannot close ends the job."""
-    at_once: bool
-    """Whether a restart is asked for when this node comes to a job that runs."""
 
 
 class Envoy:
@@ -129,7 +43,7 @@ class Envoy:
 
     def __init__(self, orders: EnvoyOrders, book: Book, pipe: Connection, life: Callable[[], Life]) -> None:
         self._orders, self._book, self._pipe, self._life = orders, book, pipe, life
-        self._wishes: list[Enter | Ended | Stop | Leave] = []
+        self._wishes: list[Wish] = []
         self._started = 0
         """The last start in which this node has ranks."""
         self._in_start = self._running = self._entered = self._told_to_stop = False
@@ -201,7 +115,7 @@ class Envoy:
             self._follow(roll)
         return False
 
-    def _wished(self, wish: Enter | Ended | Stop | Leave) -> Callable[[Roll], Roll]:
+    def _wished(self, wish: Wish) -> Callable[[Roll], Roll]:
         me, limits = self._orders.name, self._orders.limits
         if isinstance(wish, Leave):
             return lambda roll: roll.leaving(me)

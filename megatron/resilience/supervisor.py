@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import secrets
 import select
 import signal
@@ -24,91 +23,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from megatron.config.cli import parse
 from megatron.config.errors import ConfigError
+from megatron.resilience.command import settings
+from megatron.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks
 from megatron.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices
 from megatron.resilience.roll import REFUSED, JobLimits, Life, NodeReport
 from megatron.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge, stops
-
-if TYPE_CHECKING:
-    from megatron.resilience.envoy import Halt, Start
+from megatron.training.life import LIFE_FILE, read_life
 
 PROGRAM = "supervisor"
 _LOOKS_EVERY_S = 0.1
 """While a start has not finished its first step."""
-
-
-def settings(words: Sequence[str]) -> argparse.Namespace:
-    """The supervisor's own flags, the script, and its words.
-
-    Raises:
-        SystemExit: 2 if they are wrong, 0 after ``--help``.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__spec__.name}" if __spec__ else PROGRAM, description=(__doc__ or "").split("\n")[0], allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--nproc-per-node", type=_number, default=1, metavar="N", help="ranks that this node can run, each on a device (1)")
-    add("--nnodes", type=_range, default=(1, 1), metavar="N|MIN:MAX", help="nodes that train; further ones are spares (1)")
-    add(
-        "--elastic",
-        type=_range,
-        metavar="MIN:MAX",
-        help="fewest places that must be there, most ranks that train (all of the nodes)",
-    )
-    add("--max-restarts", type=_natural, default=3, metavar="N", help="restarts in a row without a newer state (3)")
-    add("--meet", type=_address, metavar="HOST:PORT", help="store in which several nodes meet; served by HOST if nobody else does")
-    add("--run-id", default="job", metavar="NAME", help="tells jobs in one store apart (job)")
-    add("--local-addr", metavar="HOST", help="this node's name or address for the others; by default found out")
-    add(
-        "--join-at-once", action="store_true", help="coming to a job that runs with fewer nodes than MAX: ask for a restart at once"
-    )
-    add("--leave-on-signal", action="store_true", help="a signal takes this node out of the job, which goes on, and stops no other")
-    add("--last-call-s", type=float, default=30.0, metavar="S", help="wait so long for further nodes once MIN are there (30)")
-    add("--join-timeout-s", type=float, default=600.0, metavar="S", help="give up if MIN nodes do not come in this time (600)")
-    add("--lost-after-s", type=float, default=5.0, metavar="S", help="a node that was not heard for so long is lost (5)")
-    add("--serve", type=_number, metavar="PORT", help="only serve a store for --meet on this port, until SIGTERM")
-    add("program", nargs="?", help="script, such as pretrain_gpt.py")
-    add("flags", nargs=argparse.REMAINDER, help="its flags")
-    found = parser.parse_args(words)
-    nodes, ranks = found.nnodes, found.nproc_per_node
-    found.elastic = found.elastic or (nodes[0] * ranks, nodes[1] * ranks)
-    if found.serve is None and found.program is None:
-        parser.error("the script is missing, such as pretrain_gpt.py")
-    if found.serve is None and not os.path.isfile(found.program):
-        parser.error(f"there is no script {found.program}")
-    if {"--dry-run", "--plan"}.intersection(found.flags):
-        parser.error(f"a plan needs no ranks: python {found.program} --dry-run --world-size {found.elastic[1]} ...")
-    if nodes[1] > 1 and found.meet is None:
-        parser.error(f"--nnodes {nodes[1]} needs --meet HOST:PORT, the same on all nodes")
-    return found
-
-
-def _number(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,6}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    return 0 if text == "0" else _number(text)
-
-
-def _range(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    found = _number(least), _number(most or least)
-    if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: MIN is above MAX")
-    return found
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def say(text: str) -> None:
@@ -122,9 +49,8 @@ class Supervisor:
     """One node's ranks, from the first start to the end of the job."""
 
     def __init__(self, own: argparse.Namespace, stop_code: int) -> None:
-        from megatron.resilience.envoy import EnvoyOrders, start_envoy
+        from megatron.resilience.envoy import start_envoy
         from megatron.resilience.point import make_book, own_address
-        from megatron.training.life import LIFE_FILE, read_life
 
         self._own, self._stop_code = own, stop_code
         self._places = NodePlaces(own.nproc_per_node)
@@ -137,32 +63,23 @@ class Supervisor:
         self._noticed_at: float | None = None  # when the failure was seen from which this node comes back
         self._told: list[str] = []
         self._comes_back = self._loaded = False  # the next start has begun, and has a state
-        handle, self._life_file = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        os.close(handle)
-        os.environ[LIFE_FILE] = self._life_file
-
-        def life() -> Life:
-            found = read_life(self._life_file)
-            return Life() if found is None else Life(*found)
-
-        self._life = life
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        # All forks have the file, and it goes with the last of them.
+        self._life_file, name = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        os.unlink(name)
+        os.environ[LIFE_FILE] = f"/dev/fd/{self._life_file}"
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         limits = JobLimits(own.nnodes, own.elastic, own.max_restarts, own.last_call_s)
         address = own.local_addr or own_address(own.meet)
-        orders = EnvoyOrders(
-            self.name, address, tuple(own.flags), limits, own.lost_after_s, own.join_timeout_s, bool(own.join_at_once)
-        )
+        orders = EnvoyOrders(name, address, tuple(own.flags), limits, own.lost_after_s, own.join_timeout_s, bool(own.join_at_once))
         self._hears, tells = os.pipe()
         self._tells = tells
         for end in (self._hears, tells):
             os.set_blocking(end, False)
-        self._envoy, self._pipe = start_envoy(orders, lambda: make_book(own.meet, own.run_id), life)
+        self._envoy, self._pipe = start_envoy(orders, lambda: make_book(own.meet, own.run_id), self._life)
         self._enter()
 
     def run(self) -> int:
         """Until the job is over; returns its exit code."""
-        from megatron.resilience.envoy import Halt, Over, Say, Start, StopRanks
-
         signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
         for number in (*HEARD, signal.SIGCHLD):
             signal.signal(number, lambda number, frame: None)
@@ -192,7 +109,10 @@ class Supervisor:
                 self._look()
         finally:
             self._end_ranks()
-            os.unlink(self._life_file)
+
+    def _life(self) -> Life:
+        found = read_life(os.environ[LIFE_FILE])
+        return Life() if found is None else Life(*found)
 
     def _enter(self, after: tuple[int, NodeReport] | None = None) -> None:
         """Ask for ranks.
@@ -200,8 +120,6 @@ class Supervisor:
         Args:
             after: the start whose ranks have ended just now, and how.
         """
-        from megatron.resilience.envoy import Ended, Enter
-
         self._ranks, self._start, self._stopping, self._rejoins = None, None, False, False
         wish = Enter(len(self._places.available()))
         self._pipe.send(wish if after is None else Ended(*after, enters=wish))
@@ -222,7 +140,7 @@ class Supervisor:
         if start.node == 0:
             for note in plan.notes:
                 say(note)
-        os.truncate(self._life_file, 0)
+        os.ftruncate(self._life_file, 0)
         variables = [
             environment(local, counts, start.node, plan.address, plan.port, (restarts, own.max_restarts), own.run_id)
             for local in range(counts[start.node])
@@ -238,8 +156,6 @@ class Supervisor:
 
     def _look(self) -> None:
         """See which ranks have ended, and what follows."""
-        from megatron.resilience.envoy import Ended
-
         ranks, start = self._ranks, self._start
         if ranks is None or start is None:
             return
@@ -313,8 +229,6 @@ class Supervisor:
         self._enter()
 
     def _asked_to_stop(self, number: signal.Signals) -> None:
-        from megatron.resilience.envoy import Leave, Stop
-
         self._stops += 1
         if self._stops == 1:
             whole = not self._own.leave_on_signal

@@ -257,7 +257,7 @@ def test_flags_exist(name: str) -> None:
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
-    supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron/resilience/supervisor.py").read_text())
+    supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron/resilience/command.py").read_text())
     known = {*flags(), *others, *launcher, *supervisor, *scripts, *tools, *told, "seeds"}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"

@@ -6,7 +6,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from megatron.data.indexed_writer import write_dataset
 from tests.support.equality import tensor_differences
+from tests.support.kills import lose_some
 from tests.support.runs import arguments, digest, run, saved_tensors
 from tests.support.supervised import Job, check_samples
 
@@ -98,3 +103,28 @@ def test_what_is_not_started_again(tmp_path: Path) -> None:
         wrong = job.node("--nproc-per-node", "2", **ENDLESS, num_attention_heads=3)
         assert wrong.ended() == 2 and wrong.said().count("num-attention-heads") and "back after" not in wrong.said()
         job.assert_nothing_left()
+
+
+def test_a_run_that_always_fails_is_given_up(tmp_path: Path) -> None:
+    """One rank reads a token that is not in the vocabulary, whenever it comes there; nothing was saved."""
+    with write_dataset(str(tmp_path / "ids"), np.uint16) as writer:
+        for document in range(60):
+            writer.add_documents(np.full(17, 99 if document == 57 else 7))
+    data = {"mock_data": None, "data_path": tmp_path / "ids", "split": "1,0,0", "train_iters": 20}
+    with Job(tmp_path) as job:
+        node = job.node("--nproc-per-node", "2", "--max-restarts", "1", **{**SETTINGS, **data, "save_interval": 100})
+        assert node.ended() == 1, node.said()
+        said = node.said()
+        assert (
+            said.count("on cpu (gloo)") == 2 and "started again 1 times without a newer state (--max-restarts). Giving up" in said
+        )
+        job.assert_nothing_left()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(100) if metafunc.config.getoption("--full") else ())
+
+
+def test_any_loss_at_any_layout(tmp_path: Path, seed: int) -> None:
+    lose_some(seed, tmp_path)

@@ -81,7 +81,7 @@ WITHOUT_TORCH = [
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/progress.py",
     "megatron/training/life.py",
-    *(f"megatron/resilience/{name}.py" for name in ("roll", "verdict", "layouts", "ranks", "supervisor")),
+    *(f"megatron/resilience/{name}.py" for name in ("roll", "verdict", "layouts", "ranks", "command", "messages", "supervisor")),
     *(f"megatron/flight/{name}.py" for name in ("record", "diagnosis", "watcher")),
     *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
     "megatron/data/order.py",
