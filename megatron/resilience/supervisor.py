@@ -131,6 +131,7 @@ class Supervisor:
     def _begin(self, start: Start) -> None:
         """Start this node's ranks."""
         if self._stops:
+            self._pipe.send(Ended(start.generation, NodeReport("stopped", self._stop_code, "stopped"), enters=None))
             return
         plan, own = start.plan, self._own
         counts = list(plan.counts.values())
