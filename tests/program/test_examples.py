@@ -290,6 +290,22 @@ def test_a_start_under_slurm(tmp_path: Path) -> None:
     assert not started.noted("requeue|scancel")
 
 
+def test_fewer_nodes_are_enough_and_torchrun_is_there(tmp_path: Path) -> None:
+    """Slurm then leaves the other nodes alone."""
+    started = start_in_slurm(tmp_path / "fewer", SAVES, MIN_NODES="1")
+    assert started.ended() == (0, "")
+    assert "--nnodes 1:2 --meet node0:20084 " in started.noted("resilience.supervisor")[0]
+    assert all("--kill-on-bad-exit=0 --no-kill" in line for line in started.noted("^srun"))
+    torchrun = start(EXAMPLES / SINGLE, tmp_path / "torchrun", SAVES, LAUNCHER="torchrun", SKIP_CHECK="1")
+    assert torchrun.ended() == (0, "") and not torchrun.noted("resilience.supervisor")
+    assert torchrun.noted("torch.distributed.run")[0].startswith("-m torch.distributed.run --standalone --nproc-per-node 8 ")
+    wrong = start(EXAMPLES / SINGLE, tmp_path / "wrong", SAVES, LAUNCHER="mpirun", MIN_RANKS="9")
+    status, said = wrong.ended()
+    assert (
+        status == 2 and "LAUNCHER must be supervisor or torchrun" in said and "MIN_RANKS must be a whole number from 1 to 8" in said
+    )
+
+
 def test_a_start_ends_where_the_dry_run_or_the_check_does(tmp_path: Path) -> None:
     wrong = start(EXAMPLES / SINGLE, tmp_path / "wrong", SAVES, DRY_STATUS="2")
     assert wrong.ended() == (2, "") and len(wrong.noted("")) == 1

@@ -105,11 +105,11 @@ def test_what_is_not_started_again(tmp_path: Path) -> None:
         job.assert_nothing_left()
 
 
-def test_a_run_that_always_fails_is_given_up(tmp_path: Path) -> None:
+def test_a_run_that_always_fails_is_given_up(tmp_path: Path, broken: int) -> None:
     """One rank reads a token that is not in the vocabulary, whenever it comes there; nothing was saved."""
     with write_dataset(str(tmp_path / "ids"), np.uint16) as writer:
         for document in range(60):
-            writer.add_documents(np.full(17, 99 if document == 57 else 7))
+            writer.add_documents(np.full(17, 99 if document == broken else 7))
     data = {"mock_data": None, "data_path": tmp_path / "ids", "split": "1,0,0", "train_iters": 20}
     with Job(tmp_path) as job:
         node = job.node("--nproc-per-node", "2", "--max-restarts", "1", **{**SETTINGS, **data, "save_interval": 100})
@@ -122,8 +122,9 @@ def test_a_run_that_always_fails_is_given_up(tmp_path: Path) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(100) if metafunc.config.getoption("--full") else ())
+    for name, values in (("seed", range(100)), ("broken", [57])):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values if metafunc.config.getoption("--full") else ())
 
 
 def test_any_loss_at_any_layout(tmp_path: Path, seed: int) -> None:
