@@ -36,6 +36,8 @@ from megatron.training.life import LIFE_FILE, read_life
 PROGRAM = "supervisor"
 _LOOKS_EVERY_S = 0.1
 """While a start has not finished its first step."""
+_SETTLES_S = 0.3
+"""Where ranks only lost contact with another: time in which that one may be seen to have ended."""
 
 
 def say(text: str) -> None:
@@ -196,6 +198,11 @@ class Supervisor:
         assert ranks is not None and start is not None
         self._notice()
         first = blamed(ranks.ended, self._stop_code)
+        until = time.monotonic() + _SETTLES_S
+        while first is not None and not is_of_its_place(ranks.ended[first]) and time.monotonic() < until:
+            time.sleep(0.01)  # what others notice at once, the system tells of a process that has ended a little later
+            ranks.look()
+            first = blamed(ranks.ended, self._stop_code)
         assert first is not None
         report = judge(ranks.ended, len(ranks.running), self._stop_code, stopping=False)
         assert report is not None
@@ -292,15 +299,17 @@ def main(words: Sequence[str]) -> int:
 
         return serve_until_told(own.serve)
     try:
-        stop_code = parse(own.flags).training.exit_signal_code
+        config = parse(own.flags)
     except ConfigError as error:
         sys.stderr.write(f"{os.path.basename(own.program)}: {error}\n")
         return REFUSED
+    if config.checkpoint.load is None:
+        say("without --load, ranks that are started again begin the run anew")
     name_process("supervisor")
     import_what_runs_need()
     gc.collect()
     gc.freeze()  # forks then leave what is there alone, and share its memory
-    return Supervisor(own, stop_code).run()
+    return Supervisor(own, config.training.exit_signal_code).run()
 
 
 if __name__ == "__main__":
