@@ -27,7 +27,7 @@ from contextlib import suppress
 from megatron.config.cli import parse
 from megatron.config.errors import ConfigError
 from megatron.resilience.command import settings
-from megatron.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks
+from megatron.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish
 from megatron.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices
 from megatron.resilience.roll import REFUSED, JobLimits, Life, NodeReport
 from megatron.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge, stops
@@ -124,7 +124,11 @@ class Supervisor:
         """
         self._ranks, self._start, self._stopping, self._rejoins = None, None, False, False
         wish = Enter(len(self._places.available()))
-        self._pipe.send(wish if after is None else Ended(*after, enters=wish))
+        self._tell(wish if after is None else Ended(*after, enters=wish))
+
+    def _tell(self, wish: Wish) -> None:
+        with suppress(BrokenPipeError):  # the envoy has gone: what it said last comes first, or the end of the pipe
+            self._pipe.send(wish)
 
     def _notice(self) -> None:
         """Ranks must be started again: measure how long that takes."""
@@ -133,7 +137,7 @@ class Supervisor:
     def _begin(self, start: Start) -> None:
         """Start this node's ranks."""
         if self._stops:
-            self._pipe.send(Ended(start.generation, NodeReport("stopped", self._stop_code, "stopped"), enters=None))
+            self._tell(Ended(start.generation, NodeReport("stopped", self._stop_code, "stopped"), enters=None))
             return
         plan, own = start.plan, self._own
         counts = list(plan.counts.values())
@@ -179,7 +183,7 @@ class Supervisor:
         if self._rejoins:
             self._enter((start.generation, report))
         else:
-            self._pipe.send(Ended(start.generation, report, enters=None))
+            self._tell(Ended(start.generation, report, enters=None))
 
     def _looks_for_steps(self, noticed_at: float, *, tells: bool) -> None:
         """After a restart: measure how long it took, until the first step is finished."""
@@ -242,12 +246,10 @@ class Supervisor:
             whole = not self._own.leave_on_signal
             what = "the job is asked to save and stop" if whole else "the job saves and goes on without this node"
             say(f"{number.name}: {what}; a second signal ends {'it' if whole else 'its ranks here'} at once")
-            self._pipe.send(Stop(self._stop_code) if whole else Leave())
+            self._tell(Stop(self._stop_code) if whole else Leave())
             self._stop_ranks(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
         elif self._ranks is not None:
-            for pid in self._ranks.running.values():
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+            self._ranks.tell(signal.SIGKILL)
 
     def _stop_ranks(self, number: signal.Signals) -> None:
         if self._ranks is not None and not self._stopping:
@@ -280,7 +282,9 @@ class Supervisor:
             for number in os.read(self._hears, 4096) if heard else b"":
                 if number in HEARD:
                     self._stops += 1
-                    self._stop_ranks(signal.SIGTERM) if self._stops == 1 else self._ranks.kill()
+                    self._stop_ranks(signal.SIGTERM)
+                    if self._stops > 1:
+                        self._ranks.tell(signal.SIGKILL)
             self._ranks.look()
             report = judge(self._ranks.ended, len(self._ranks.running), self._stop_code, stopping=self._stopping)
             if report is not None:
