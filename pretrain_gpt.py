@@ -109,6 +109,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     from megatron.model.build import model_of
     from megatron.parallel.context import connect, disconnect
     from megatron.training import startup
+    from megatron.training.goodput import Goodput
     from megatron.training.inputs import open_data
     from megatron.training.loop import Loop
     from megatron.training.memory_report import MemoryAccount
@@ -117,6 +118,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     from megatron.training.progress import BatchSizePlan
     from megatron.training.rehearsal import Rehearsal, choose_layers, full_plan, with_layers
     from megatron.training.resume import resume
+    from megatron.training.rewind import Rewinds
     from megatron.training.saver import Saver
     from megatron.training.step import TrainStep
 
@@ -132,7 +134,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     context = connect(config.parallel)
     watching = ExitStack()
     flight = watching.enter_context(watched(context, config.parallel, stack_folder(config.checkpoint.save)))
-    explanations.code_asked_for = flight.code_asked_for
+    explanations.code_asked_for, explanations.lost = flight.code_asked_for, flight.lost
     check_backend(config, on_cuda=context.device.type == "cuda")
     startup.set_logging(context.rank)
     plan = BatchSizePlan(config.training, context.data_group.size)
@@ -150,7 +152,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.optimizer.shards, context)
 
     schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
-    resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size)
+    resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size, in_memory=saver.keeps_in_memory)
     plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
     batches = data.at(resumed.progress, plan, context)
     step.finish_publishing()  # weights of a checkpoint
@@ -192,6 +194,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
             foretold=foretold,
             draw=draw,
             flight=flight,
+            goodput=Goodput(resumed.account, time.time() - (time.monotonic() - started_at)),
+            rewinds=Rewinds.of(config, context, step, resumed.schedule, data, resumed.path),
         ).run(resumed.progress)
         reporter.close()
     watching.close()

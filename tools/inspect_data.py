@@ -234,7 +234,7 @@ def _show_run(given: argparse.Namespace) -> int:
         if given.json:
             print(json.dumps({"sample": number, "pieces": [vars(piece) for piece in pieces]}))
             continue
-        print(f"sample {number:,}")
+        print(f"sample {number:,}{' (passed over after a loss spike)' if lineage.passed_over(number) else ''}")
         for piece in pieces:
             print(f"  {_place(piece)}")
         if given.sample is not None:

@@ -85,6 +85,10 @@ class RunLineage:
             raise ValueError(f"--sample {sample}: the run reads samples 0 to {self.total_samples() - 1:,} ({self.origin}).")
         return max(at for at, phase in enumerate(self.phases) if phase.first_sample <= sample)
 
+    def passed_over(self, sample: int) -> bool:
+        """Whether a sample belongs to no step, since the run went back behind it after a loss spike."""
+        return any(phase.first_sample - phase.passed_over <= sample < phase.first_sample for phase in self.phases)
+
     def source(self, phase: int) -> SampleSource:
         """The samples of a phase, by their numbers in the run.
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron.audit.digests import rounding_band
 from megatron.audit.partial_sums import LEFT_OUT, PartialSums, summed_axes
 from megatron.audit.replicas import MOST_LINES, ranks_in_words
 from megatron.audit.signature import box_signature, placed_signature, shard_signatures
@@ -140,7 +141,7 @@ def audit(
     sums = all_reduce(torch.stack([own.addends(), found, *own.partial_sums.signatures]), context.world).cpu()
     spread = own.spread_over_tensor_ranks().tolist()
     wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    band = max(1e4 * wide, 4 * torch.finfo(dtype).eps)
+    band = rounding_band(dtype)
     # A gradient that is zero but for rounding (of the bias of a norm of the keys) is not the same twice.
     least = 1e-3 * math.sqrt(float(sums[0, :, NUM_SIGNS].sum()))
     problems = dict(uncounted)

@@ -1,22 +1,18 @@
 """Checks that weights on several ranks are equal in every bit: on tensor ranks, data ranks, and both holders of a tied embedding.
 
 One small reduction for each group compares digests. If one differs, ranks tell each other what they have, then all raise one error.
-
-A digest is a wrapping 64-bit sum of a tensor's words, each times an odd weight, computed where the tensor is. One changed word
-always changes it, since an odd weight times a difference is not 0. Other changes are missed once in about 2^63.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.audit.digests import bit_digest
 from megatron.parallel.boxes import Box
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import Group, ParallelContext
@@ -51,50 +47,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) > MOST_LINES:
         return f"ranks {', '.join(shown)} and {len(ranks) - MOST_LINES} more"
     return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
-
-
-_ROW = 1 << 14
-"""Words in a row. Each word of a row has a weight, and each row has a further weight."""
-
-_ROWS_AT_ONCE = 64
-
-
-def bit_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar on the tensor's device: the same for the same bytes in the same order, at any address."""
-    words = _words(tensor)
-    weights, row_weights = _weights(tensor.device), _odd_numbers(-(-len(words) // _ROW))
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
-    for start in range(0, len(whole), _ROWS_AT_ONCE):
-        rows = (whole[start : start + _ROWS_AT_ONCE] * weights).sum(1)
-        total += (rows * row_weights[start : start + len(rows)].to(tensor.device)).sum()
-    rest = words[whole.numel() :]
-    if len(rest):
-        total += (rest * weights[: len(rest)]).sum() * int(row_weights[-1])
-    return total
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes as 64-bit words, padded with zeros."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if raw.numel() % 8 or raw.storage_offset() % 8:
-        padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
-        padded[: raw.numel()] = raw
-        raw = padded
-    return raw.view(torch.int64)
-
-
-@functools.lru_cache(maxsize=8)
-def _weights(device: torch.device) -> torch.Tensor:
-    """Weights of the words of a row: int64 [16384]."""
-    return _odd_numbers(_ROW).to(device)
-
-
-@functools.lru_cache(maxsize=64)
-def _odd_numbers(count: int) -> torch.Tensor:
-    """Fixed random odd numbers: int64 [count], in host memory. A longer list begins with a shorter one."""
-    drawn = np.random.Generator(np.random.Philox(stable_seed("bits"))).bytes(8 * count)
-    return torch.from_numpy(np.frombuffer(drawn, dtype=np.int64) | 1)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Heartbeat:
         self._ended = threading.Event()
         self.taken_by: str | None = None
         """Who has taken the folder over, in words."""
-        self._who = {"host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid()), "token": token}
+        self._who = {"host": socket.gethostname(), "pid": os.getpid(), "process": process_of(os.getpid()), "token": token}
         storage = open_storage(location)
         _write(storage, {**self._who, "beat": 0})
         self._thread = threading.Thread(target=self._beat, args=(storage,), daemon=True, name="heartbeat")
@@ -91,7 +91,7 @@ class Heartbeat:
 
 def _lives(storage: Storage, found: dict[str, Any], tell: Callable[[str], None], patience_s: float) -> bool:
     if found["host"] == socket.gethostname() and found.get("process", "").partition(" ")[0] == _namespace():
-        return bool(_process(found["pid"]) == found["process"])
+        return bool(process_of(found["pid"]) == found["process"])
     tell(
         f"the last run in {storage.location}, on {found['host']}, did not end by itself: "
         f"waiting up to {patience_s:.0f} s to see whether it lives"
@@ -129,7 +129,7 @@ def _namespace() -> str:
         return ""
 
 
-def _process(pid: int) -> str:
+def process_of(pid: int) -> str:
     """A process so that no later one of the same number is taken for it; the namespace alone where there is none."""
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

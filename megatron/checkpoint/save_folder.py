@@ -14,6 +14,7 @@ What is being written or removed has other names; see `local_storage.py` and `ob
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -117,6 +118,14 @@ def iteration_of(path: Place) -> int | None:
     return int(match[1]) if match else None
 
 
+def note_damaged(path: Place, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
+    """Note that a checkpoint is damaged, so that another is taken; raise the error if there is no other."""
+    iteration = iteration_of(path)
+    if not may_fall_back or iteration is None:
+        raise error
+    damaged[iteration] = str(error).replace("\n  ", " ")
+
+
 def fault_of(inside: Storage) -> str | None:
     """Why a checkpoint is not complete, or None if it is. Looks at the manifest and the sizes of the files."""
     try:
@@ -194,6 +203,9 @@ def read_json(inside: Storage, name: str, manifest: Manifest | None = None) -> d
 COUNTS = ("iteration", "consumed_samples", "updated_samples", "skipped_iterations")
 """Names of the counts of a run's progress, in its state."""
 _MOST = 1 << 60
+RECENT = "recent"
+"""Name of the loss and gradient norm of the last steps in a run's progress, [[loss, norm], ...]."""
+_MOST_RECENT = 1 << 12
 
 
 def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
@@ -214,8 +226,15 @@ def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
             raise ValueError(f"{name} is {str(value)[:40]}")
     if iteration is not None and found["iteration"] != iteration:
         raise ValueError(f"iteration is {found['iteration']}, in the checkpoint of iteration {iteration}")
+    recent = state["progress"].get(RECENT, [])
+    if not isinstance(recent, list) or len(recent) > _MOST_RECENT or not all(map(_are_two_numbers, recent)):
+        raise ValueError(f"{RECENT} is {str(recent)[:40]}")
     if found["updated_samples"] > found["consumed_samples"] or found["skipped_iterations"] > found["iteration"]:
         raise ValueError("more samples updated than consumed, or more iterations skipped than done")
+
+
+def _are_two_numbers(step: object) -> bool:
+    return isinstance(step, list) and len(step) == 2 and all(type(each) in (int, float) and math.isfinite(each) for each in step)
 
 
 def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:

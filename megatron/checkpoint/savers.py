@@ -46,11 +46,12 @@ class RunSaver:
     Args:
         storage: the save folder, on a file system that all ranks share; made if it does not exist.
         group: the ranks that save.
+        token: that of the run, by default a new one. Only the first rank's counts.
     """
 
-    def __init__(self, storage: Storage, group: Group) -> None:
+    def __init__(self, storage: Storage, group: Group, token: str | None = None) -> None:
         self._storage, self._group = storage, group
-        self._token = secrets.token_hex(4)  # the first rank's token is the run's
+        self._token = token or secrets.token_hex(4)
         self._held: list[HeldTensor] | None = None
         self._part = RankPart(group.index, ())
         self._world: list[list[HeldTensor]] = []
@@ -193,13 +194,15 @@ class BackgroundSaver(RunSaver):
     """Saves checkpoints, at most one at a time.
 
     Args:
-        storage, group: see `RunSaver`.
+        storage, group, token: see `RunSaver`.
         retention: which checkpoints stay.
         patience_s: see `RankWriter`; less than the ranks wait for each other in a collective.
     """
 
-    def __init__(self, storage: Storage, group: Group, retention: Retention, patience_s: float = PATIENCE_S) -> None:
-        super().__init__(storage, group)
+    def __init__(
+        self, storage: Storage, group: Group, retention: Retention, patience_s: float = PATIENCE_S, token: str | None = None
+    ) -> None:
+        super().__init__(storage, group, token)
         self._writer = RankWriter(storage, group.index, group.size, retention, patience_s)
         self._told: Committed | None = None
         """On the first rank: the last result of a save that was logged."""
@@ -245,6 +248,16 @@ class BackgroundSaver(RunSaver):
             self._tell(say)
             if (line := self._writer.stall()) is not None:
                 say(line)
+
+    def settle(self, say: Say) -> None:
+        """Wait until the last save is a checkpoint, or has failed, which is no error here; all ranks call it together."""
+        asked = time.monotonic()
+
+        def settle(statuses: list[_Status]) -> list[None]:
+            self._settle(statuses, asked, say)
+            return [None] * len(statuses)
+
+        decide(self._group, "cannot wait for the last save", lambda: self._status(None), settle)
 
     def finish(self, say: Say) -> None:
         """Wait for the last save, and end the processes; all ranks call it together.

@@ -1,5 +1,5 @@
-"""The interface of storages for saving and loading: a local folder (`local_storage.py`), or an object store through fsspec
-(`object_storage.py`). It knows nothing of tensors."""
+"""The interface of storages for saving and loading: a local folder (`local_storage.py`), an object store through fsspec
+(`object_storage.py`), or the memory of the nodes (`node_storage.py`). It knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Draft(Protocol):
 
 
 def is_url(location: str) -> bool:
-    """Whether the location is opened by fsspec."""
+    """Whether the location is no local path."""
     return "://" in location and not location.startswith("file://")
 
 
@@ -170,15 +170,19 @@ def open_storage(location: str | os.PathLike[str]) -> Storage:
     """The folder with this path or URL, which need not exist.
 
     Args:
-        location: a local path, also as `file:///path`; a URL that fsspec knows, such as `s3://bucket/folder`.
+        location: a local path, also as `file:///path`; a URL that fsspec knows, such as `s3://bucket/folder`; or
+            `nodes://state`, the memory of the nodes of this job.
 
     Raises:
         ValueError: fsspec, or the package that it needs for this kind of URL, is not installed, or it knows no such kind.
     """
     from megatron.checkpoint.local_storage import LocalStorage
+    from megatron.checkpoint.node_storage import LOCATION, NodeStorage
     from megatron.checkpoint.object_storage import ObjectStorage
 
     text = os.fspath(location)
+    if text.startswith(LOCATION):
+        return NodeStorage.at_url(text)
     if not is_url(text):
         return LocalStorage(Path(text.removeprefix("file://")))
     files, root = filesystem(text)

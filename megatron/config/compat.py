@@ -118,7 +118,8 @@ tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tp-comm-bootstrap-backend disable-t
     product overlaps is not a setting.
 *cuda-graph*: CUDA graphs are not built yet.
 ckpt-* dist-ckpt-* distrib-optim-*: There is one checkpoint format, which fits every layout.
-non-persistent-* replication*: There is one kind of checkpoint (--save, --save-interval, --keep-last).
+non-persistent-*: Use --memory-save-interval, which keeps the state in the memory of the nodes.
+replication*: Use --replicate-state, the number of nodes that get a copy.
 nccl-* use-nccl-* *sharp*: NCCL is configured in the environment (NCCL_...).
 *straggler*: Ranks that compute longer than their peers are told with --straggler-interval N; timers of all ranks are shown with
     --timing-log-level 2 --timing-log-option all.
@@ -166,7 +167,7 @@ vocab-extra-ids tokenizer-metadata trust-remote-code legacy-tokenizer: The token
 skip-train: Only training with evaluations in between is built (--eval-interval, --eval-iters).
 decrease-batch-size-if-needed: The global batch size never changes by itself; set --global-batch-size for the layout.
 no-check-for-nan-in-loss-and-grad: A loss or gradient that is not a number always stops the run; leave it out.
-check-for-spiky-loss check-for-large-grads: Only a loss or gradient that is not a number stops the run.
+check-for-spiky-loss check-for-large-grads: Use --spike-policy, which judges loss and gradient norm by those of the steps before.
 empty-unused-memory-level: Buffers are allocated once, so the memory cache is never emptied.
 use-mup mup-base-hidden-size mup-width-mult: Use --mup-base-width, the hidden size at which the rates were tuned.
 mup-base-head-dim mup-attn-scale-power: Use --mup-base-kv-channels; scores are then divided by the size of a head.

@@ -11,7 +11,7 @@ from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.speed import SpeedConfig
-from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.config.training import OptimizerConfig, SpikeConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -29,6 +29,11 @@ class CheckpointConfig:
     """Keep every checkpoint whose iteration is a multiple of this, beside the newest."""
     async_save: bool = setting(False, acts=_SAVE)
     """Write checkpoints in the background: training waits only for a copy into host memory."""
+    memory_save_interval: int | None = setting(None, at_least=1, unit="steps", acts=_SAVE)
+    """Steps between copies of the state into the memory of the nodes (/dev/shm), in the background. A restart by the same launcher
+    goes on from there (with --load as --save); when the job ends without one, the newest is written to --save."""
+    replicate_state: int = setting(0, at_least=0, unit="nodes", acts=acts_with(memory_save_interval=GIVEN))
+    """Other nodes that get a copy of what --memory-save-interval keeps of a node, so that it is there when the node is lost."""
     keep_last: int | None = setting(None, at_least=1, unit="checkpoints", acts=_SAVE)
     """Keep only this many newest checkpoints (and those of --save-retain-interval)."""
     ckpt_step: int | None = setting(None, at_least=0, unit="number of a step, from 1 on", acts=_LOAD)
@@ -122,12 +127,18 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Comparison of replicas, an audit of the first step, and the trace of a run."""
+    """Comparison of replicas, an audit of the first step, the sentinel, and the trace of a run."""
 
     check_replicas_every: int | None = setting(None, at_least=1, unit="steps")
     """Steps between comparisons of the parameters that must be equal on several tensor or data ranks; a difference in any bit ends
     the run. The first step that makes an update is audited too: every parameter has a gradient, summed over the right ranks and
     counted once in the norm."""
+    sentinel_interval: int | None = setting(None, at_least=1, unit="steps")
+    """Steps between checks for devices that compute wrong without a sign: before the update each data rank computes a microbatch of
+    another one again and compares the gradients; a third says who is wrong. The optimizer's state is compared with what it was
+    after the update before."""
+    sentinel_action: Literal["stop", "warn"] = setting("stop", acts=acts_with(sentinel_interval=GIVEN))
+    """What a difference does: stop ends the run before the update, warn goes on."""
     save_trace: str | None = None
     """Write a trace of the run to this file: for each step the loss, and of each parameter the norm and a signature of gradient and
     weight, the same at every layout. tools/verify_layout.py finds where two runs part."""

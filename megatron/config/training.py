@@ -59,6 +59,29 @@ class TrainingConfig:
         return self.global_batch_size or self.micro_batch_size * data_size
 
 
+_SPIKES = acts_with(spike_policy=("warn", "skip", "rewind"))
+_REWINDS = acts_with(spike_policy="rewind")
+
+
+@dataclass(frozen=True)
+class SpikeConfig:
+    """What becomes of steps whose loss or gradient norm stands far above those before."""
+
+    spike_policy: Literal["none", "warn", "skip", "rewind"] = "none"
+    """On a loss spike: warn tells it in the log, skip also makes no update, rewind goes back to the newest checkpoint of this run
+    and passes over the data from there to behind the spike. docs/spikes.md defines each."""
+    spike_window: int = setting(128, at_least=4, at_most=4096, unit="steps", acts=_SPIKES)
+    """Steps before, with whose medians a step is compared; none is judged before half of them are there (128 in OLMo-core's
+    SkipStepOptimizer)."""
+    spike_threshold: float = setting(6.0, above=0, unit="robust standard deviations", acts=_SPIKES)
+    """A step is a spike whose loss or gradient norm is so many robust standard deviations (1.4826 x the median absolute deviation)
+    above the median (6 in OLMo-core's SkipStepOptimizer, of plain ones above the mean)."""
+    spike_batches_beyond: int = setting(100, at_least=0, unit="global batches", acts=_REWINDS)
+    """Batches behind that of the spike that a rewind passes over too (PaLM: 200 to 500 in all, from about 100 before it)."""
+    spike_max_rewinds: int = setting(3, at_least=1, unit="rewinds in a row", acts=_REWINDS)
+    """Rewinds to the same checkpoint, after which the next spike ends the run."""
+
+
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 
 _SHARE_OF_WEIGHT = "share of a weight taken off in an update, in units of the rate"

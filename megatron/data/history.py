@@ -38,6 +38,10 @@ class BlendPart:
         return self.fingerprint, self.first_document, self.num_documents
 
 
+_PLACE = ("first_iteration", "first_sample", "passed_over")
+"""Where a phase begins, which is no setting."""
+
+
 @dataclass(frozen=True)
 class Phase:
     """A stretch of the run in which the data settings stayed the same."""
@@ -56,10 +60,12 @@ class Phase:
     blending: Blending = "none"
     num_samples: int | None = None
     """Length of the run in samples, where the order depends on it (megatron)."""
+    passed_over: int = 0
+    """Samples before the phase that belong to no step: they were passed over after a loss spike."""
 
     def settings(self) -> dict[str, Any]:
         """The settings whose change begins a new phase, by name."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("first_iteration", "first_sample")}
+        fields = {name: value for name, value in vars(self).items() if name not in _PLACE}
         total = sum(part.weight for part in self.parts)
         return fields | {"parts": tuple((part.key, part.weight / total) for part in self.parts)}
 
@@ -94,6 +100,20 @@ def go_on(before: Sequence[Phase], now: Phase) -> list[Phase]:
     return [*kept, now]
 
 
+def pass_over(phases: Sequence[Phase], iteration: int, sample: int, count: int) -> list[Phase]:
+    """The phases of a run that goes back to an iteration and reads on behind samples that it then passes over.
+
+    These count as given: each dataset goes on behind them.
+
+    Args:
+        phases: those up to there, whose last holds for what comes too.
+        iteration: number of iterations that stay.
+        sample: the first sample that is passed over.
+        count: how many are.
+    """
+    return [*phases, replace(phases[-1], first_iteration=iteration, first_sample=sample + count, passed_over=count)]
+
+
 def readings(phases: Sequence[Phase]) -> list[Phase]:
     """Phases, joined where only the batches changed: these do not begin a blend anew."""
     found: list[Phase] = []
@@ -118,8 +138,18 @@ def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
 
 
 def describe_phases(phases: Sequence[Phase]) -> list[str]:
-    """Lines of the start-up log for a run whose data settings were changed; empty where they were not."""
+    """Lines of the start-up log for a run whose data settings were changed, or that passed samples over; else empty."""
     joined = readings(phases)
+    passed = [
+        f"samples {phase.first_sample - phase.passed_over:,} to {phase.first_sample - 1:,} were passed over after a loss spike "
+        f"(behind iteration {phase.first_iteration:,})"
+        for phase in phases
+        if phase.passed_over
+    ]
+    return passed + _describe_changes(joined)
+
+
+def _describe_changes(joined: Sequence[Phase]) -> list[str]:
     if len(joined) < 2:
         return []
     now = joined[-1]

@@ -3,9 +3,9 @@
 A *channel* is what ranks call together: a group for collectives, or one direction between two ranks of it. The rank counts its
 calls on each. A rank whose count is behind is what others wait for; `diagnosis.py` makes use of that.
 
-Layout of the file: the state at 0, the exit code that the watcher asks for at 512, the number of bytes of the description (JSON:
-who the rank is, and its channels) at 1,024 with that description behind it, and from 64 KiB on two numbers for each channel: calls,
-and what the last one was.
+Layout of the file: the state at 0, the exit code that the watcher asks for at 512, whether it asks for torch's trace of calls at
+520, the number of bytes of the description (JSON: who the rank is, and its channels) at 1,024 with that description behind it, and
+from 64 KiB on two numbers for each channel: calls, and what the last one was.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PHASES = ("starting", "reading data", "in a step", "evaluating", "saving", "between steps", "ended")
+PHASES = ("starting", "reading data", "in a step", "evaluating", "saving", "rewinding", "between steps", "ended")
 CALLS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "barrier", "send", "receive", "collective")
 
 _STATE = struct.Struct("<dqqqqqd")  # time of the last change, phase, iteration, steps done, operation, waiting, seconds waited
 _CODE, _LENGTH, _CHANNEL = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<qq")
-_CODE_AT, _LENGTH_AT, _TEXT_AT, _CHANNELS_AT, _SIZE = 512, 1024, 1032, 1 << 16, 1 << 17
+_CODE_AT, _TRACE_AT, _LENGTH_AT, _TEXT_AT, _CHANNELS_AT, _SIZE = 512, 520, 1024, 1032, 1 << 16, 1 << 17
 _MOST_CHANNELS = (_SIZE - _CHANNELS_AT) // _CHANNEL.size
 
 
@@ -139,6 +139,12 @@ class FlightRecord:
         """The exit code with which the watcher asks the rank to end; 0 as long as it does not."""
         return int(_CODE.unpack_from(self._memory, _CODE_AT)[0])
 
+    def trace_asked_for(self) -> bool:
+        """Whether the watcher has asked for torch's trace of calls since this was asked last."""
+        asked = bool(_CODE.unpack_from(self._memory, _TRACE_AT)[0])
+        _CODE.pack_into(self._memory, _TRACE_AT, 0)
+        return asked
+
     def _put(self) -> None:
         now = time.monotonic()
         state = (self._phase, self._iteration, self._steps, self._operation, self._waiting)
@@ -177,9 +183,18 @@ def read_record(path: Path) -> Snapshot | None:
 
 def ask_to_end(path: Path, code: int) -> None:
     """Ask a rank to end with an exit code."""
+    _write(path, _CODE_AT, code)
+
+
+def ask_for_trace(path: Path) -> None:
+    """Ask a rank to write torch's trace of its calls."""
+    _write(path, _TRACE_AT, 1)
+
+
+def _write(path: Path, at: int, number: int) -> None:
     with path.open("rb+") as file:
-        file.seek(_CODE_AT)
-        file.write(_CODE.pack(code))
+        file.seek(at)
+        file.write(_CODE.pack(number))
 
 
 def process_state(pid: int) -> str:

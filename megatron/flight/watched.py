@@ -16,20 +16,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
 from megatron.flight.hooks import counted_calls
-from megatron.flight.record import FlightRecord
-from megatron.flight.watcher import STACKS, Orders
+from megatron.flight.record import FlightRecord, read_record
+from megatron.flight.watcher import CALLS_SUFFIX, STACKS, Orders
+from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.meeting import own_address
 from megatron.spec.operations import Op
 
 _MEMORY = "/dev/shm"
+_LOOK_EVERY_S = 0.5
+_GONE_WITHIN_S = 1.0
 _HEARD_WITHIN_S = 1.0
 """From the moment a rank is asked to end to its end. So all are asked before one of them loses contact with another that ended."""
 
@@ -39,10 +44,11 @@ class Flight:
 
     Args:
         record: None where nobody watches.
+        nodes: name and address of each rank's node.
     """
 
-    def __init__(self, record: FlightRecord | None = None) -> None:
-        self._record = record
+    def __init__(self, record: FlightRecord | None = None, nodes: Sequence[tuple[str, str]] = ()) -> None:
+        self._record, self._nodes = record, nodes
 
     def phase(self, name: str, iteration: int | None = None) -> None:
         """Say what the rank is about (one of `record.PHASES`)."""
@@ -57,6 +63,31 @@ class Flight:
     def code_asked_for(self) -> int:
         """The exit code with which the watcher asks the rank to end; 0 as long as it does not."""
         return 0 if self._record is None else self._record.code_asked_for()
+
+    def lost(self, reason: str) -> str | None:
+        """Which rank contact is lost with, as far as this node can tell; None if it cannot.
+
+        Args:
+            reason: what torch says; it may name the address of the other end.
+        """
+        if self._record is None:
+            return None
+        until = time.monotonic() + _GONE_WITHIN_S  # connections end before the process does
+        while not (gone := self._gone()) and time.monotonic() < until:
+            time.sleep(0.05)
+        if gone:
+            more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+            return f"rank {gone[0]} (node {self._nodes[gone[0]][0]}){more}, whose process is gone"
+        mine = self._nodes[self._record.rank][1]
+        there = [rank for rank, (_, address) in enumerate(self._nodes) if address != mine and f"[{address}]" in reason]
+        return f"a rank of {there[0]} to {there[-1]} (node {self._nodes[there[0]][0]})" if there else None
+
+    def _gone(self) -> list[int]:
+        """Ranks of this node whose process is gone, the one that moved last longest ago first."""
+        assert self._record is not None
+        found = [read_record(path) for path in self._record.path.parent.glob("rank-*.record")]
+        gone = [one for one in found if one is not None and one.process == "gone"]
+        return [one.rank for one in sorted(gone, key=lambda one: -one.quiet_s)]
 
     def operation(self, op: Op) -> None:
         """Say which operation of the schedule it begins."""
@@ -85,12 +116,13 @@ def watched(context: ParallelContext, config: ParallelConfig, stacks: str | None
         store.set(f"folder/{node}", str(folder))
     folder = Path(store.get(f"folder/{node}").decode())
     record = FlightRecord(folder / f"rank-{rank}.record", rank)
+    nodes = gather_objects((socket.gethostname(), own_address()), context.world)
     with (folder / f"rank-{rank}.stack").open("w") as file:
         faulthandler.register(STACKS, file, all_threads=True)
-        threading.Thread(target=_end_when_asked, args=(record,), daemon=True, name="flight").start()
+        threading.Thread(target=_obey, args=(record,), daemon=True, name="flight").start()
         try:
             with counted_calls(record):
-                yield Flight(record)
+                yield Flight(record, nodes)
             record.phase("ended")
         finally:
             faulthandler.unregister(STACKS)
@@ -124,10 +156,24 @@ def _start_watcher(orders: Orders, rank: int, store: dist.Store) -> None:
         store.set("head", f"{os.environ.get('MASTER_ADDR') or socket.gethostname()}:{port} {orders.token}")
 
 
-def _end_when_asked(record: FlightRecord) -> None:
+def _obey(record: FlightRecord) -> None:
+    """Do what the watcher asks for, while the main thread waits for others."""
     while True:
-        time.sleep(1.0)
+        time.sleep(_LOOK_EVERY_S)
+        if record.trace_asked_for():
+            _write_trace(record.path.with_suffix(CALLS_SUFFIX))
         code = record.code_asked_for()
         if code:
             time.sleep(_HEARD_WITHIN_S)
             os._exit(code)
+
+
+def _write_trace(path: Path) -> None:
+    """Write the trace of torch's flight recorder: the last calls of NCCL's groups, and where it has no NCCL of gloo's."""
+    found = [getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")]
+    dump = next((one for one in found if one is not None), None)
+    if dump is not None:
+        with suppress(RuntimeError, OSError):
+            new = path.with_suffix(".new")
+            new.write_bytes(dump())
+            new.replace(path)

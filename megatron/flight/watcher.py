@@ -30,12 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.flight.diagnosis import Departure, find_departed
-from megatron.flight.record import Channel, Snapshot, ask_to_end, process_state, read_record
+from megatron.flight.record import Channel, Snapshot, ask_for_trace, ask_to_end, process_state, read_record
 
 HANG_EXIT_CODE = 86
+"""That of a job that is ended because it hangs."""
 _LONGEST_LINE = 1 << 24
 """Characters of a message of another node, at the most; a record has some hundred."""
-"""That of a job that is ended because it hangs."""
+CALLS_SUFFIX = ".calls.json"
+"""End of the name of the file with torch's trace of a rank's calls."""
+_TRACES_WITHIN_S = 2.0
 STACKS = signal.SIGRTMIN + 3
 """The signal on which a rank writes the stacks of its threads."""
 _EVERY_S = 0.5
@@ -197,7 +200,7 @@ class NodeWatcher:
             for line in self._stack_of(finding.culprit):
                 self._say(f"    {line}")
         if self._orders.stacks is not None:
-            self._say(f"the stacks of all ranks are in {self._orders.stacks}")
+            self._say(f"the stacks and last calls of all ranks are in {self._orders.stacks}")
 
     def _command(self, command: dict[str, Any]) -> None:
         self._commands.append(command)
@@ -207,13 +210,16 @@ class NodeWatcher:
         mine = [one for one in self.read() if one.phase != "ended" and one.process != "gone"]
         if command.get("stacks"):
             for one in mine:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+                with contextlib.suppress(OSError):
                     os.kill(one.pid, STACKS)
-            time.sleep(_EVERY_S)
+                    ask_for_trace(self._folder / f"rank-{one.rank}.record")
+            until = time.monotonic() + _TRACES_WITHIN_S
+            while time.monotonic() < until and len([*self._folder.glob(f"*{CALLS_SUFFIX}")]) < len(mine):
+                time.sleep(_EVERY_S)
             if self._orders.stacks is not None:
                 with contextlib.suppress(OSError):
                     os.makedirs(self._orders.stacks, exist_ok=True)
-                    for path in self._folder.glob("rank-*.stack"):
+                    for path in [*self._folder.glob("rank-*.stack"), *self._folder.glob(f"*{CALLS_SUFFIX}")]:
                         shutil.copy(path, self._orders.stacks)
         elif "end" in command:
             for one in mine:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
+import torch
+
+from megatron.config.config import Config
 from megatron.config.training import OptimizerConfig
+from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.state_layout import Bytes, ShardSize, StateMemory
 from megatron.optimizer.matrix_plan import STAGE_AXES
 from megatron.optimizer.placement import choose_offloaded
@@ -15,6 +20,7 @@ from megatron.optimizer.rules import rules_of
 from megatron.optimizer.statistics import plan_numbers
 from megatron.parallel.boxes import aligned
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.params import global_records
 from megatron.parallel.shards import DividedParam
 
 
@@ -62,6 +68,21 @@ class OptimizerState:
 
     def _average(self, shard: ShardSize, *, on_host: bool) -> Bytes:
         return _buffer(shard.numel, shard.main_dtype.itemsize, on_host=on_host) if self._averages else Bytes()
+
+
+def saved_bytes(config: Config, vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes of all tensors in a checkpoint: weights, their average, and moments, none of them twice and none padded.
+
+    Args:
+        vocab_size: rows of the word embedding, without padding.
+        dtype: the model's.
+    """
+    rule_of, main, total = rules_of(config.optimizer), main_grad_dtype(dtype), 0
+    for record in global_records(config.model, vocab_size).values():
+        total += (1 + (config.optimizer.ema_decay is not None)) * math.prod(record.shape) * main.itemsize
+        for state in rule_of(record).states(record) if config.checkpoint.save_optim else ():
+            total += math.prod(state.shape.shape(record.shape)) * (state.dtype or main).itemsize
+    return total
 
 
 def stage_size(params: Sequence[DividedParam], config: OptimizerConfig, context: ParallelContext) -> StageSize:

@@ -6,6 +6,7 @@ are contiguous. Reductions are sums; any scaling is the caller's and explicit. N
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,6 +170,37 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values
+
+
+def passed_tensor(tensor: torch.Tensor, by: int, group: Group) -> torch.Tensor:
+    """The tensor, contiguous and of the same shape on all, of the rank `by` places before in the group's ring."""
+    if by % group.size == 0:
+        return tensor
+    received = torch.empty_like(tensor)
+    start_exchange(received.view(-1), tensor.view(-1), _around(group, by, tensor.numel(), tensor.numel()), group).wait()
+    return received
+
+
+def passed_object(value: Any, by: int, group: Group, device: torch.device) -> Any:
+    """The Python value of the rank `by` places before in the group's ring. Tensors in it must be in host memory.
+
+    Args:
+        device: that of the group's tensors.
+    """
+    if by % group.size == 0:
+        return value
+    sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = int(passed_tensor(torch.full((1,), len(sent), device=device), by, group))
+    received = sent.new_empty(size)
+    start_exchange(received, sent, _around(group, by, size, len(sent)), group).wait()
+    return pickle.loads(received.cpu().numpy().tobytes())
+
+
+def _around(group: Group, by: int, come: int, go: int) -> tuple[list[int], list[int]]:
+    """The counts of an exchange in which each rank sends to one rank, `by` places further in the ring."""
+    source, to = (group.index - by) % group.size, (group.index + by) % group.size
+    places = range(group.size)
+    return [come * (place == source) for place in places], [go * (place == to) for place in places]
 
 
 def broadcast_object(value: Any, group: Group) -> Any:

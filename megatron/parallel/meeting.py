@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -69,6 +70,16 @@ def address(variables: Mapping[str, str], job: Launched) -> tuple[str, int]:
             found = f"is {value[:40]!r}" if name in variables else "is not set"
             raise ValueError(f"{name} in the environment {found}. It must be {what}. A launcher such as torchrun sets it.")
     return host, int(port)
+
+
+def own_address() -> str:
+    """This node's address, as the way to the first node shows it; its name where there is no such way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+            return str(probe.getsockname()[0])
+        except (OSError, KeyError, ValueError):
+            return socket.gethostname()
 
 
 def _open(store: dist.Store, job: Launched, until: float) -> str:

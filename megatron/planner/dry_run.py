@@ -14,7 +14,7 @@ from megatron.context_parallel.cost import most_held
 from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS, axes_in_words, noise_traffic
 from megatron.model.build import Model, model_dtype, model_of, overlaps
-from megatron.optimizer.state_size import OptimizerState
+from megatron.optimizer.state_size import OptimizerState, saved_bytes
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.cut import balanced, token_costs
 from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory
@@ -204,6 +204,7 @@ class Planner:
                 f"attention is taken to be computed by {' and '.join(attention)}",
                 *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
                 *self._of_context_ranks(),
+                *self._of_saves(),
                 *(["layers are planned as without --compile: compiled, they keep as much or less"] * config.speed.compile),
                 *_NOTES,
             ),
@@ -239,6 +240,19 @@ class Planner:
             shares = attention_shares(self._config.model)
             cut = balanced(token_costs(self._config.model.seq_length, shares), self._topology.cp)
             yield f"context ranks share attention evenly: the busiest computes {cut.imbalance:.3f} x the mean"
+
+    def _of_saves(self) -> Iterator[str]:
+        """What a checkpoint takes, on the storage and in host memory."""
+        saves = self._config.checkpoint
+        if saves.save is None:
+            return
+        total = saved_bytes(self._config, self._vocab_size, model_dtype(self._config.precision))
+        nodes = max(1, self._dry_run.world_size // self._dry_run.gpus_per_node)
+        copies = int(saves.async_save)
+        if saves.memory_save_interval is not None:
+            copies += 1 + 2 * (1 + saves.replicate_state)
+        held = f"; a node holds {amount(copies * total / nodes)} for copies in its memory" if copies else ""
+        yield f"a checkpoint has {amount(total)} of tensors{held}"
 
     def work(self) -> StepWork:
         """What operations do and send. Its kinds are those of the first and last of stages that look alike, the fullest among

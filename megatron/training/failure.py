@@ -5,11 +5,10 @@ In each case there is one clear message, an exit code that says how it went, and
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
@@ -23,6 +22,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.training.life import LIFE_FILE, LOST_CONTACT
 from megatron.training.lost_contact import lost_contact
+from megatron.training.spikes import SpikeError
 
 T = TypeVar("T")
 
@@ -48,49 +48,18 @@ def together(context: ParallelContext, action: Callable[[], T]) -> T:
             failures.setdefault(message, []).append(rank)
     if failures:
         everywhere = len(failures) == 1 and len(next(iter(failures.values()))) == context.world.size
-        raise SetupError("\n".join(message if everywhere else f"{_ranks(ranks)}: {message}" for message, ranks in failures.items()))
+        raise SetupError(
+            "\n".join(message if everywhere else f"{ranks_in_words(ranks)}: {message}" for message, ranks in failures.items())
+        )
     return result  # type: ignore[return-value]
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
     return f"rank {listed([str(rank) for rank in ranks])}"
 
 
 class NonFiniteError(RuntimeError):
     """Loss or gradient is NaN or infinite in a precision without a loss scale."""
-
-
-def raise_nonfinite(
-    iteration: int, loss_sum: float, bad: Sequence[str], again: Sequence[str], context: ParallelContext
-) -> NoReturn:
-    """Gather what every rank found and raise the same error everywhere. All ranks call it together.
-
-    Args:
-        bad: parameters whose gradient is not finite on this rank after the sums over ranks.
-        again: the same when the step is run again, before any sum over ranks: these show where it began.
-
-    Raises:
-        NonFiniteError: always.
-    """
-    seen = gather_objects((math.isfinite(loss_sum), list(bad), list(again)), context.world)
-    lines = [f"iteration {iteration}: the loss or the gradient is not finite, so training stops before the update."]
-    lossy = [rank for rank, (finite, _, _) in enumerate(seen) if not finite]
-    if lossy:
-        lines.append(f"  loss not finite on {_ranks(lossy)}")
-    repeats = any(names for _, _, names in seen)
-    named: dict[str, list[int]] = {}
-    for rank, (_, summed, own) in enumerate(seen):
-        for name in own if repeats else summed:
-            named.setdefault(name, []).append(rank)
-    if named:
-        lines.append("  " + listed([f"gradient of {name} not finite on {_ranks(ranks)}" for name, ranks in named.items()], "\n  "))
-    if named and not repeats:
-        lines.append("  (after the sums over ranks; the step run again is finite: a passing fault, as of hardware)")
-    if not named and not lossy:
-        lines.append("  every gradient is finite by itself, but their squares overflow: the norm exceeds the range of the dtype")
-    lines.append("  Resume from the last checkpoint with a lower --lr or a smaller --clip-grad, or leave the batch out with")
-    lines.append(f"  --iterations-to-skip {iteration}.")
-    raise NonFiniteError("\n".join(lines))
 
 
 def raise_uncounted(iteration: int) -> NoReturn:
@@ -108,7 +77,7 @@ def raise_uncounted(iteration: int) -> NoReturn:
 
 
 # Raised on every rank with the same words, so one rank prints them.
-_SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError)
+_SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError, SpikeError)
 
 
 @dataclass
@@ -117,6 +86,8 @@ class Explanations:
 
     known: list[tuple[Callable[[BaseException], bool], Callable[[BaseException], str]]] = field(default_factory=list)
     """Which errors these are, and the words for each."""
+    lost: Callable[[str], str | None] = lambda reason: None
+    """Which rank contact is lost with, if that is known, from what torch says."""
     code_asked_for: Callable[[], int] = lambda: 0
     """The exit code that somebody else has asked this rank to end with; 0 where nobody has. What fails then is a consequence."""
 
@@ -172,7 +143,8 @@ def _words(error: BaseException, explanations: Explanations) -> str:
         where = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in where if "megatron" in frame.filename] or list(where)
         call = f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} in {ours[-1].name}"
-        return f"rank {rank}: lost contact with another rank at {call}: {reason.rstrip('.')}. The rank that failed first says why."
+        other = explanations.lost(reason) or "another rank"
+        return f"rank {rank}: lost contact with {other}, at {call}: {reason.rstrip('.')}. The rank that failed first says why."
     return f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from megatron.config.config import Config
 from megatron.config.data import DataConfig, has_own_splits, parse_split, split_words
 from megatron.config.model import ModelConfig
 from megatron.data.datasets import Datasets, open_datasets
-from megatron.data.history import Phase, describe_phases, go_on
+from megatron.data.history import Phase, describe_phases, go_on, pass_over
 from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
@@ -254,9 +254,12 @@ class RunData:
     """The datasets; None on a rank whose stage reads no samples."""
     has_test: bool
 
-    def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext) -> RunBatches:
+    def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext, *, passed_over: int = 0) -> RunBatches:
         """The batches of the rest of the run. What was consumed before stays consumed; `progress.phases` is updated. All ranks call
         it together.
+
+        Args:
+            passed_over: how many of the samples that `progress` has consumed last belong to no step, after a loss spike.
 
         Raises:
             SetupError: an index cannot be made.
@@ -265,7 +268,11 @@ class RunData:
         def make() -> Sources:
             if self.datasets is None:
                 return Sources()
-            progress.phases = go_on(progress.phases, self._phase(self.datasets, progress, plan))
+            now = self._phase(self.datasets, progress, plan)
+            before = progress.consumed_samples - passed_over
+            progress.phases = go_on(progress.phases, replace(now, first_sample=before))
+            if passed_over:
+                progress.phases = pass_over(progress.phases, progress.iteration, before, passed_over)
             valid, test = self.datasets.valid, self.datasets.test
             evaluation = self.config.training.eval_iters * plan.final_global_batch_size
             # As many evaluations as Megatron-LM counts; its order of the validation samples depends on it.

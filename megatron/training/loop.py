@@ -18,6 +18,7 @@ from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import NonFiniteError, together
+from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches
 from megatron.training.life import LifeNote
 from megatron.training.memory_report import MemoryAccount
@@ -25,20 +26,23 @@ from megatron.training.plan_report import PlanReport, StepPlan
 from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter, layer_norms, params_norm, places
+from megatron.training.rewind import Rewinds
 from megatron.training.saver import LearningSchedule, Saver
+from megatron.training.sentinel import Sentinel
 from megatron.training.signals import ExitSignals
+from megatron.training.spikes import SpikeError, SpikeJudge, remembered
 from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.stragglers import StragglerReports
 from megatron.training.watch import Watcher, watchers
 
 _ON_SIGNAL = "on a signal"
-_SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError)
+_SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError, SpikeError)
 """Errors that a step raises on every rank at once."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loop:
-    """Everything that the loop needs."""
+    """Everything that the loop needs. A rewind changes plan and training steps."""
 
     config: Config
     context: ParallelContext
@@ -64,6 +68,10 @@ class Loop:
     """What --plan-report compares the first steps with."""
     flight: Flight = field(default_factory=Flight)
     """Takes what this rank is about."""
+    goodput: Goodput = field(default_factory=Goodput)
+    """The account of the run's time."""
+    rewinds: Rewinds | None = None
+    """Takes the run back where it meets a loss spike, if that is asked for."""
 
     def run(self, progress: Progress) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
@@ -80,10 +88,13 @@ class Loop:
             watching.append(PlanReport(self.foretold, self.step, self.account, self.reporter.say))
         if self.config.parallel.straggler_interval is not None and self.context.world.size > 1:
             watching.append(StragglerReports(self.context, self.flight, self.config.parallel.straggler_interval, self.reporter))
+        if self.config.debug.sentinel_interval is not None:  # behind the audit, whose own gradients are none of the step's
+            watching.append(Sentinel.of(self.config, self.step, self.config.debug.sentinel_interval, self.reporter))
         if self.config.speed.compile:
             from megatron.training.compilation import CompilationReports  # imports the compiler
 
             watching.append(CompilationReports(self.config.speed, self.reporter))
+        self.goodput.spent("start-up")
         with self.signals.noted():
             try:
                 stopped = self._train(progress, watching)
@@ -119,6 +130,11 @@ class Loop:
                 life.finished(progress.iteration)
                 self.flight.phase("between steps")
                 self.saver.poll(self.reporter.say)
+                if result is not None and result.spike is not None and self._rewound(progress, watching):
+                    batches.close()  # type: ignore[attr-defined]
+                    batches = self.train_batches(progress.consumed_samples)
+                    stopped = self._voted_exit(result)
+                    continue
                 stopped = self._between_steps(progress, watching) or self._exit_reason(progress, result)
             batches.close()  # type: ignore[attr-defined]
         return stopped
@@ -136,14 +152,26 @@ class Loop:
             for watcher in watching:
                 watcher.before_step(batch, iteration)
             result = self.step.run(
-                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, own_rates=own, exit_votes=exit_votes
+                batch,
+                iteration=iteration,
+                learning_rate=rate,
+                weight_decay=decay,
+                own_rates=own,
+                exit_votes=exit_votes,
+                judge=SpikeJudge(self.config.spikes, progress.recent),
             )
         progress.iteration = iteration
         progress.consumed_samples += samples
+        if result is not None:
+            progress.recent = remembered(progress.recent, result.loss, result.grad_norm, self.config.spikes)
+            if result.spike is not None:
+                last = range(progress.consumed_samples - samples, progress.consumed_samples)
+                self.reporter.say(result.spike.words(iteration, last))
         if result is None or result.skipped:
             progress.skipped_iterations += 1
         else:
             progress.updated_samples += samples
+        self.goodput.spent("steps that do not count" if result is None or result.skipped else "steps")
         self.reporter.step(progress, result, rate, samples, lambda: self._extras(result))
         if result is not None:
             for watcher in watching:
@@ -152,7 +180,7 @@ class Loop:
 
     def _extras(self, result: StepResult | None) -> dict[str, float]:
         """Further numbers of a log line. All ranks call it together."""
-        found: dict[str, float] = {}
+        found = {"goodput": self.goodput.share}
         shards, logging, model = self.step.counted_shards, self.config.logging, self.config.model
         if logging.log_params_norm:
             found["params_norm"] = params_norm(shards, self.context)
@@ -169,16 +197,38 @@ class Loop:
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
+        if progress.is_multiple_of(self.config.checkpoint.memory_save_interval):
+            self._keep(progress)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
             gc.collect()
         return None
 
+    def _rewound(self, progress: Progress, watching: list[Watcher]) -> bool:
+        """Go back behind a loss spike, if that is asked for and there is a checkpoint; returns whether it was done."""
+        if self.rewinds is None:
+            return False
+        self.flight.phase("rewinding")
+        with self.reporter.paused():
+            found = self.rewinds.rewind(progress, self.plan, self.saver, self.reporter.say)
+            if found is not None:
+                self.plan, self.train_batches = found.plan, found.batches.training
+                self.goodput.went_back(found.account)
+                for watcher in watching:
+                    watcher.after_rewind(progress)
+        self.flight.phase("between steps")
+        return found is not None
+
+    def _voted_exit(self, result: StepResult) -> str | None:
+        if result.exit_votes[0]:
+            return _ON_SIGNAL
+        if result.exit_votes[1]:
+            return f"after {self.config.training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
+        return None
+
     def _exit_reason(self, progress: Progress, result: StepResult | None) -> str | None:
         training = self.config.training
-        if result is not None and result.exit_votes[0]:
-            return _ON_SIGNAL
-        if result is not None and result.exit_votes[1]:
-            return f"after {training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
+        if result is not None and (voted := self._voted_exit(result)) is not None:
+            return voted
         done = progress.iteration == self.plan.total_iterations
         if progress.is_multiple_of(training.exit_interval) and not done:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
@@ -192,6 +242,7 @@ class Loop:
                 done = self._evaluate(progress, self.valid_batches, "validation")
             if done and self.test_batches is not None:
                 self._evaluate(progress, self.test_batches, "test")
+        self.reporter.say(self.goodput.words())
         why = self.signals.words() if stopped == _ON_SIGNAL else stopped
         self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}")
 
@@ -207,6 +258,7 @@ class Loop:
                 self.reporter.evaluation(progress, *found, split)
             if self.config.training.manual_gc:
                 gc.collect()
+        self.goodput.spent("evaluations")
         return found is not None
 
     def _save(self, progress: Progress, watching: list[Watcher]) -> None:
@@ -217,9 +269,22 @@ class Loop:
                 for watcher in watching:
                     watcher.before_save(progress)
             with self.timers("save-checkpoint", level=0):
-                self.saver.save(progress, self.step.optimizer, self.step.scaler, self.schedule, self.reporter.say)
+                account, schedule = self.goodput.to_json(), self.schedule
+                place = self.saver.save(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)
+                if self.rewinds is not None:
+                    self.rewinds.saved(place)
             if self.config.training.manual_gc:
                 gc.collect()
+        self.goodput.spent("saves")
+
+    def _keep(self, progress: Progress) -> None:
+        """Copy the state into the memory of the nodes."""
+        self.flight.phase("saving")
+        with self.reporter.paused(), self.timers("keep-state", level=0):
+            self.step.finish_publishing()
+            account, schedule = self.goodput.to_json(), self.schedule
+            self.saver.keep(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)
+        self.goodput.spent("saves")
 
     def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checkpoint.save_folder import COUNTS
+from megatron.checkpoint.save_folder import COUNTS, RECENT
 from megatron.config.training import TrainingConfig
 from megatron.data.history import Phase
 
@@ -28,6 +28,9 @@ class Progress:
     skipped_iterations: int = 0
     """Steps without an update."""
 
+    recent: list[tuple[float, float]] = field(default_factory=list)
+    """Loss and gradient norm of the last steps, the window by which --spike-policy judges the next; empty without it."""
+
     phases: list[Phase] = field(default_factory=list)
     """Data settings since the start of the run; filled on ranks that read samples."""
 
@@ -37,13 +40,17 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """The counts as a checkpoint holds them."""
-        return {name: getattr(self, name) for name in COUNTS} | {"phases": [phase.to_json() for phase in self.phases]}
+        window = {RECENT: [list(step) for step in self.recent]} if self.recent else {}
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return counts | {"phases": [phase.to_json() for phase in self.phases]} | window
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> Progress:
         """The counts that a checkpoint holds."""
         return cls(
-            **{name: int(state[name]) for name in COUNTS}, phases=[Phase.from_json(saved) for saved in state.get("phases", ())]
+            **{name: int(state[name]) for name in COUNTS},
+            recent=[(float(loss), float(norm)) for loss, norm in state.get(RECENT, ())],
+            phases=[Phase.from_json(saved) for saved in state.get("phases", ())],
         )
 
 

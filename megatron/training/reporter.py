@@ -41,6 +41,7 @@ class _Interval:
     attended: float = 0.0
     """How many whole sequences need as much attention."""
     skipped: int = 0
+    spikes: int = 0
     nans: int = 0
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Reporter:
         total_iterations: number of steps of the whole run.
         peak: FLOP/s of one device, if known.
         resumed: continue the metrics file instead of beginning it.
+        judges: whether steps are judged as loss spikes, so that their number is logged.
         settings: saved with the curves where the sink can.
     """
 
@@ -74,8 +76,10 @@ class Reporter:
         speaks: bool,
         peak: float | None = None,
         resumed: bool = False,
+        judges: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        self._judges = judges
         self._config, self._model, self._context, self._timers = config, model, context, timers
         self._total_iterations, self._speaks, self._peak = total_iterations, speaks, peak
         self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
@@ -102,6 +106,7 @@ class Reporter:
         sums.skipped += result is None or result.skipped
         if result is not None:
             sums.nans += math.isnan(result.loss)
+            sums.spikes += result.spike is not None
             if not result.skipped:
                 sums.losses.append(result.loss)
                 sums.z_losses += [] if result.z_loss is None else [result.z_loss]
@@ -202,6 +207,7 @@ class Reporter:
             "learning_rate": learning_rate,
             "global_batch_size": batch,
             "skipped": sums.skipped,
+            **({"spikes": sums.spikes} if self._judges else {}),
             "elapsed_ms": elapsed_ms,
             "tokens_per_s": sums.samples * self._model.config.seq_length / seconds,
             "tflops_per_device": tflops,
@@ -237,6 +243,7 @@ class Reporter:
             "learning_rate": learning_rate,
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
+            **({"spikes": int(result.spike is not None)} if self._judges else {}),
             "elapsed_ms": 1000 * seconds,
             "tflops_per_device": self._tflops(batch, _attended(result, batch), seconds),
         }

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
-from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, read_config, read_state
+from megatron.checkpoint.node_storage import LOCATION
+from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_config, read_state
 from megatron.checkpoint.source import FOREIGN, kind_of
 from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
@@ -24,8 +25,9 @@ from megatron.spec.layer_pattern import pattern_text
 from megatron.spec.mlps import experts_of, has_experts
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
+from megatron.training.kept_state import newer_in_memory
 from megatron.training.progress import Progress
-from megatron.training.saver import LearningSchedule, global_tensors, with_defaults
+from megatron.training.saver import ACCOUNT, LearningSchedule, global_tensors, with_defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +39,11 @@ class Resumed:
     path: Place | None
     """The checkpoint; None for a run that begins, also with the weights of another run."""
     notes: Sequence[str] = ()
+    account: Any = None
+    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
 
 
-class _Chosen(NamedTuple):
+class ChosenCheckpoint(NamedTuple):
     """A checkpoint that fits the run."""
 
     path: Place
@@ -47,6 +51,8 @@ class _Chosen(NamedTuple):
     notes: list[str]
     begin: frozenset[str] = frozenset()
     """Parameters that it lacks and that begin with their initial values."""
+    account: Any = None
+    """See `Resumed`."""
 
 
 def resume(
@@ -56,10 +62,15 @@ def resume(
     scaler: GradScaler,
     schedule: LearningSchedule,
     vocab_size: int,
+    *,
+    in_memory: bool = False,
 ) -> Resumed:
     """Fill weights and state from the checkpoint that --load names, or else weights from --pretrained-checkpoint.
 
     All ranks call it together. If a checkpoint turns out to be damaged, the one before it is taken, and the log says so.
+
+    Args:
+        in_memory: whether nodes keep state (`kept_state.py`): where it is newer, a run that goes on in its own folder takes it.
 
     Raises:
         ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.
@@ -69,15 +80,17 @@ def resume(
     if checkpoint.load is not None:
         wants_state = checkpoint.load_optim and not checkpoint.finetune
         folder, step = checkpoint.load, checkpoint.ckpt_step
+        own = in_memory and folder == checkpoint.save and step is None and wants_state
 
-        def look(damaged: dict[int, str]) -> _Chosen | None:
-            return _look(config, folder, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
+        def look(damaged: dict[int, str]) -> ChosenCheckpoint | None:
+            place = LOCATION if own and newer_in_memory(open_storage(folder), damaged) else folder
+            return _look(config, place, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
 
-        chosen = _fill(config.model, look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
+        chosen = fill(config.model, look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
         if chosen is not None:
             if checkpoint.finetune:
                 return _begun(chosen, schedule, "--finetune")
-            return _continued(chosen, optimizer, scaler, schedule, wants_state=wants_state)
+            return continued(chosen, optimizer, scaler, schedule, wants_state=wants_state)
         # A user who wants a part of a checkpoint needs one.
         needs = {
             "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
@@ -90,7 +103,7 @@ def resume(
         notes = [f"{'' if usual else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0"]
     if checkpoint.pretrained_checkpoint is not None:
         base = checkpoint.pretrained_checkpoint
-        chosen = _fill(
+        chosen = fill(
             config.model,
             lambda damaged: _look_base(config, base, vocab_size, damaged),
             context,
@@ -103,11 +116,11 @@ def resume(
     return Resumed(Progress(), schedule, None, notes)
 
 
-def _continued(
-    chosen: _Chosen, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
+def continued(
+    chosen: ChosenCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
 ) -> Resumed:
     """Take over the counts, and agree on the schedules."""
-    path, state, notes, _ = chosen
+    path, state, notes, _, account = chosen
     try:
         if wants_state:
             optimizer.num_updates = int(state["optimizer_updates"])
@@ -115,28 +128,28 @@ def _continued(
         else:
             notes = [*notes, "moments start from zero (--no-load-optim)"]
         progress = Progress.from_json(state["progress"])
-        return Resumed(progress, agreed_schedule(schedule, state["schedule"], path), path, notes)
+        return Resumed(progress, agreed_schedule(schedule, state["schedule"], path), path, notes, account)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"the state.json of {path} is not that of a run of this program ({error!r}): add --finetune to take its weights alone"
         ) from error
 
 
-def _begun(chosen: _Chosen, schedule: LearningSchedule, flag: str, notes: Sequence[str] = ()) -> Resumed:
+def _begun(chosen: ChosenCheckpoint, schedule: LearningSchedule, flag: str, notes: Sequence[str] = ()) -> Resumed:
     """A run that begins with the weights of another."""
     told = f"weights of {chosen.path}; counting starts from iteration 0 ({flag})"
     return Resumed(Progress(), schedule, None, [*notes, *chosen.notes, told])
 
 
-def _fill(
+def fill(
     model: ModelConfig,
-    look: Callable[[dict[int, str]], _Chosen | None],
+    look: Callable[[dict[int, str]], ChosenCheckpoint | None],
     context: ParallelContext,
     optimizer: ShardedOptimizer,
     *,
     wants_state: bool,
     may_fall_back: bool,
-) -> _Chosen | None:
+) -> ChosenCheckpoint | None:
     """Load the first checkpoint that is sound to its last byte; the notes then say what was compared.
 
     Args:
@@ -172,7 +185,7 @@ def _fill(
                 ),
             )
         except DamagedCheckpointError as error:  # on every rank the same
-            _pass_over(chosen.path, error, damaged, may_fall_back)
+            note_damaged(chosen.path, error, damaged, may_fall_back)
             continue
         optimizer.publish()
         if not averages:
@@ -187,17 +200,9 @@ def _told_of_averages(optimizer: ShardedOptimizer, *, has: bool, taken: bool) ->
     return ["the average of the weights begins at the weights of the checkpoint"] if optimizer.averages and not taken else []
 
 
-def _pass_over(path: Place, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
-    """Note that a checkpoint is damaged, so that another is taken; raise the error if there is no other."""
-    iteration = iteration_of(path)
-    if not may_fall_back or iteration is None:
-        raise error
-    damaged[iteration] = str(error).replace("\n  ", " ")
-
-
 def _look(
     config: Config, folder: str, step: int | None, vocab_size: int, damaged: dict[int, str], *, goes_on: bool
-) -> _Chosen | None:
+) -> ChosenCheckpoint | None:
     """The checkpoint of a run to take, with its content beside tensors; checks that it fits."""
     while True:
         told: list[str] = []
@@ -210,9 +215,9 @@ def _look(
             _refuse_foreign(folder)
             return None
         try:
-            return _fitting(config, path, vocab_size, [f"WARNING: {text}" for text in told], goes_on=goes_on)
+            return fitting(config, path, vocab_size, [f"WARNING: {text}" for text in told], goes_on=goes_on)
         except DamagedCheckpointError as error:
-            _pass_over(path, error, damaged, may_fall_back=step is None)
+            note_damaged(path, error, damaged, may_fall_back=step is None)
 
 
 def _refuse_foreign(folder: str) -> None:
@@ -229,13 +234,13 @@ def _refuse_foreign(folder: str) -> None:
         )
 
 
-def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> _Chosen:
+def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> ChosenCheckpoint:
     """The checkpoint whose weights to begin with: `base` itself, or the newest in it."""
     storage = open_storage(base)
     if storage.size(MANIFEST) is not None:
         if damaged:  # there is no other
             raise DamagedCheckpointError("; ".join(damaged.values()))
-        return _fitting(config, storage.place, vocab_size, [], goes_on=False)
+        return fitting(config, storage.place, vocab_size, [], goes_on=False)
     found = _look(config, base, None, vocab_size, damaged, goes_on=False)
     if found is None:
         raise CheckpointError(
@@ -245,7 +250,7 @@ def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, st
     return found
 
 
-def _fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, goes_on: bool) -> _Chosen:
+def fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, goes_on: bool) -> ChosenCheckpoint:
     state = read_state(path)
     record = read_config(path)
     notes = notes + check_model(config, record, vocab_size, path, goes_on=goes_on)
@@ -257,7 +262,7 @@ def _fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, 
         raise CheckpointError(
             f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
         )
-    return _Chosen(path, state, notes, frozenset(one.name for one in begin))
+    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin), record.get(ACCOUNT))
 
 
 def _told(loaded: Loaded) -> str:

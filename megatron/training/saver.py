@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, GlobalTensor
+from megatron.checkpoint.node_storage import LOCATION
 from megatron.checkpoint.owner import Heartbeat, refuse_living_owner
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.save_folder import RUN, Retention, check_for_strangers, check_writable, checkpoint_name, retain
@@ -27,10 +28,13 @@ from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together
+from megatron.training.kept_state import NodeMemory, keep_state
 from megatron.training.progress import Progress
 
 _VISIBLE_WITHIN_S = 10.0
 """Seconds within which a file of the first rank must be seen on all: network file systems show new names late."""
+ACCOUNT = "goodput"
+"""Name of the account of a run's time in `config.json`: not in the state, which is the same for runs that took other times."""
 _SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -113,6 +117,8 @@ class Saver:
         self._last: int | None = None
         self._background: BackgroundSaver | None = None
         self._heartbeat: Heartbeat | None = None
+        self._kept: NodeMemory | None = None
+        self._memory: BackgroundSaver | None = None
         if config.save is None:
             return
         self._storage: Storage = together(context, lambda: open_storage(str(config.save)))
@@ -122,6 +128,15 @@ class Saver:
                 raise ValueError(f"--save {config.save}: --async-save writes in another process, which does not see this memory")
             self._background = BackgroundSaver(self._storage, context.world, self._retention, patience_s)
         together(context, lambda: self._prepare() if context.rank == 0 else None)
+        if config.memory_save_interval is not None:
+            self._kept = keep_state(self._storage.location, config.replicate_state, context)
+            token = (self._background or self._direct).token
+            self._memory = BackgroundSaver(open_storage(LOCATION), context.world, Retention(keep_last=1), patience_s, token)
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether the nodes keep state in their memory."""
+        return self._kept is not None
 
     def _prepare(self) -> None:
         check_writable(self._storage)
@@ -141,6 +156,8 @@ class Saver:
                 together(self._context, lambda: self._begin() if self._context.rank == 0 else None)
                 together(self._context, self._check_shared)
             yield
+            if self._kept is not None:
+                self._kept.end()
         finally:
             if self._heartbeat is not None:
                 self._heartbeat.end()
@@ -148,6 +165,8 @@ class Saver:
     def _begin(self) -> None:
         saver = self._background or self._direct
         saver.begin(self._record)
+        if self._memory is not None:
+            self._memory.begin(self._record)
         self._heartbeat = Heartbeat(self._storage.location, saver.token)
 
     def _check_shared(self) -> None:
@@ -161,7 +180,13 @@ class Saver:
             time.sleep(0.1)
 
     def save(
-        self, progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, say: Say
+        self,
+        progress: Progress,
+        optimizer: ShardedOptimizer,
+        scaler: GradScaler,
+        schedule: LearningSchedule,
+        say: Say,
+        account: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
 
@@ -169,6 +194,7 @@ class Saver:
 
         Args:
             say: writes a line into the log, on the first rank.
+            account: of the run's time, up to now.
 
         Returns:
             the checkpoint's folder (or its URL), None if there was nothing to do.
@@ -178,26 +204,56 @@ class Saver:
         """
         if self._config.save is None or self._last == progress.iteration:
             return None
-        state = {
-            "progress": progress.to_json(),
-            "optimizer_updates": optimizer.num_updates,
-            "scaler": scaler.state_dict(),
-            "schedule": schedule.to_json(),
-            "has_optimizer": self._config.save_optim,
-            "ema_decay": schedule.optimizer.ema_decay,
-        }
+        state = self._state(progress, optimizer, scaler, schedule, has_optimizer=self._config.save_optim)
+        record = {**self._record, ACCOUNT: account}
         tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
         self._last = progress.iteration
         location = self._storage.at(checkpoint_name(progress.iteration))
         if self._background is not None:
-            self._background.save(progress.iteration, tensors, self._record, state, say)
+            self._background.save(progress.iteration, tensors, record, state, say)
             return location
         began = time.monotonic()
-        digest = self._direct.save(progress.iteration, tensors, self._record, state)
+        digest = self._direct.save(progress.iteration, tensors, record, state)
         if self._context.rank == 0:
             say(f"saved {location} in {time.monotonic() - began:.1f} s, digest {digest[:16]}")
             retain(self._storage, self._retention)
         return location
+
+    def keep(
+        self,
+        progress: Progress,
+        optimizer: ShardedOptimizer,
+        scaler: GradScaler,
+        schedule: LearningSchedule,
+        say: Say,
+        account: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy the whole state into the memory of the nodes; it is there a little later. All ranks call it together.
+
+        Args:
+            account: see `save`.
+
+        Raises:
+            CheckpointError: on all ranks, if the state cannot be saved at all. That a copy fails is told in the log.
+        """
+        if self._memory is not None:
+            state = self._state(progress, optimizer, scaler, schedule, has_optimizer=True)
+            record = {**self._record, ACCOUNT: account}
+            self._memory.save(progress.iteration, global_tensors(optimizer, self._context), record, state, _unless_fine(say))
+
+    @staticmethod
+    def _state(
+        progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, has_optimizer: bool
+    ) -> dict[str, Any]:
+        """What `state.json` holds."""
+        return {
+            "progress": progress.to_json(),
+            "optimizer_updates": optimizer.num_updates,
+            "scaler": scaler.state_dict(),
+            "schedule": schedule.to_json(),
+            "has_optimizer": has_optimizer,
+            "ema_decay": schedule.optimizer.ema_decay,
+        }
 
     def poll(self, say: Say) -> None:
         """Called after each step, on every rank: log how a save in the background has ended, if it has. It does not wait.
@@ -215,6 +271,21 @@ class Saver:
             )
         if self._background is not None:
             self._background.poll(say)
+        if self._memory is not None:
+            self._memory.poll(_unless_fine(say))
+
+    def settle(self, say: Say) -> None:
+        """Wait for the save under way, before a checkpoint is loaded. All ranks call it together.
+
+        Args:
+            say: writes a line into the log, on the first rank.
+        """
+        if self._background is not None:
+            self._background.settle(say)
+
+    def went_back(self, iteration: int) -> None:
+        """The run went back to its checkpoint of an iteration: what it saved behind that it will save again."""
+        self._last = iteration
 
     def finish(self, say: Say) -> None:
         """Called at the end of the run: wait for the save in the background. All ranks call it together.
@@ -225,7 +296,15 @@ class Saver:
         Raises:
             CheckpointError: on all ranks, if the last save has failed.
         """
+        if self._memory is not None:
+            with suppress(CheckpointError):  # which the log has told; the storage is about to get the state
+                self._memory.finish(_unless_fine(say))
         if self._background is not None:
             self._background.finish(say)
         if self._config.save is not None and self._context.rank == 0:
             retain(self._storage, self._retention)  # an earlier start may have been killed between its last save and this
+
+
+def _unless_fine(say: Say) -> Say:
+    """Leave out of the log that a copy in memory is begun and made: it is every few steps."""
+    return lambda line: None if line.startswith(("saving ", "saved ")) else say(line)

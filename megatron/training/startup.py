@@ -253,6 +253,7 @@ def make_reporter(
             speaks=context.rank == 0,
             peak=device_peak(context, model),
             resumed=resumed,
+            judges=config.spikes.spike_policy != "none",
             settings=to_dict(config),
         ),
     )

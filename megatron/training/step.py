@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,21 +17,17 @@ from torch import nn
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.buckets import Buckets
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
-from megatron.data_parallel.provider import Inspect, Provider
+from megatron.data_parallel.provider import Inspect
 from megatron.data_parallel.traffic import StepSums
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
-from megatron.model.init import fill
 from megatron.moe.balance import BalanceResult
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.parallel.collectives import all_reduce, start_all_reduce
+from megatron.parallel.collectives import Pending, all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
 from megatron.pipeline_parallel.partition import recomputed_chunks
@@ -41,8 +36,11 @@ from megatron.spec.groups import RateEnds
 from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
-from megatron.training.failure import raise_nonfinite, raise_uncounted
+from megatron.training.failure import raise_uncounted
 from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
+from megatron.training.nonfinite import raise_nonfinite
+from megatron.training.providers import make_providers
+from megatron.training.spikes import Spike
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class StepResult:
     """Global norm of the unscaled gradient, before clipping."""
     num_zeros: float | None
     skipped: bool
-    """Whether the update was skipped because the gradient overflowed."""
+    """Whether the update was skipped, because the gradient overflowed or the step is a loss spike."""
     loss_scale: float
     """The scale that this step used."""
     z_loss: float | None = None
@@ -74,6 +72,8 @@ class StepResult:
     """What the busiest context rank attends to in a microbatch, as a multiple of the mean over these; a mean over microbatches."""
     balance: BalanceResult | None = None
     """How evenly experts were chosen, where there are some."""
+    spike: Spike | None = None
+    """What the step stands out from, if it is a loss spike."""
     exit_votes: tuple[bool, bool] = (False, False)
     """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
 
@@ -127,8 +127,12 @@ class TrainStep:
         self._wide = torch.promote_types(model.dtype, torch.float32)
         self._timers = timers or Timers(level=0)
         self._sums_beside: torch.Tensor
+        self._whole: tuple[Pending, int]
+        """The last step's tokens, and microbatches of a data rank."""
         self.before_update: list[Callable[[StepResult], None]] = []
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
+        self.look_at_loss: Callable[[int, torch.Tensor], None] = lambda microbatch, loss: None
+        """Receives the number of each microbatch, from 0 on, and its loss, on the last stage."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._attention_shares = attention_shares(model.config)
         self.providers = make_providers(model, context, parallel)
@@ -180,6 +184,7 @@ class TrainStep:
         weight_decay: float,
         own_rates: Mapping[RateEnds, float] = MappingProxyType({}),
         exit_votes: tuple[bool, bool] = (False, False),
+        judge: Callable[[float, float], Spike | None] = lambda loss, grad_norm: None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -188,6 +193,7 @@ class TrainStep:
             iteration: counted from 1, for error messages.
             own_rates: the learning rates of groups whose course ends elsewhere (`optimizer.own_ends`).
             exit_votes: this rank's; they travel with the step's sums, so agreeing costs nothing.
+            judge: says of loss and gradient norm whether the step is a spike. It must say the same on every rank.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and no overflow is to be skipped, or no token counts in the loss.
@@ -201,8 +207,9 @@ class TrainStep:
         loss, norm = sums.loss / sums.mask, math.sqrt(sums.squares) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
-            bad = sorted(set().union(*(provider.nonfinite() for provider in self.providers)))
-            raise_nonfinite(iteration, float(loss_sum), bad, self._own_nonfinite_gradients(batch), self.context)
+            raise_nonfinite(self, batch, iteration, float(loss_sum))
+        spike = None if overflow else judge(loss, norm)
+        skipped = overflow or (spike is not None and spike.skips)
         result = StepResult(
             loss,
             sums.mask,
@@ -210,16 +217,17 @@ class TrainStep:
             num_zeros=sums.zeros if self._count_zeros else None,
             z_loss=sums.z_loss / sums.mask if self.model.loss.z_coeff else None,
             mtp_loss=sums.mtp_loss / sums.mask / self.model.loss.mtp_factor if self.model.config.mtp_num_layers else None,
-            skipped=overflow,
+            skipped=skipped,
             loss_scale=scale,
             noise=self._noise_of(sums, batch, scale),
             max_attention_logit=sums.max_logit if self.model.largest is not None else None,
             attended_sequences=sums.attended if batch[0].documents is not None else None,
             context_imbalance=sums.context_imbalance / (len(batch) * self.context.data_group.size) or None,
             balance=None if self.model.balance is None else self.model.balance.result(sums.of_experts),
+            spike=spike,
             exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
         )
-        if not overflow:
+        if not skipped:
             for look in self.before_update:
                 look(result)
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
@@ -286,19 +294,24 @@ class TrainStep:
         attended = sum(one.attended_sequences(self._attention_shares) for one in documents)
         return attended, sum(one.cut.imbalance for one in documents if one.cut is not None)
 
-    def gradients(self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(
+        self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.
 
         Args:
             batch: this data rank's microbatches.
             inspect: receives this rank's own gradients as they are written. They are then not summed; the shards keep theirs.
+            again: these are some of the microbatches of the step before, so they have that step's count of tokens.
 
         Returns:
             this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
         """
         local_count = self._mask_sum(batch)
         # 1F1B starts backward before later masks are seen, so the count is summed first. Started here, awaited at the first loss.
-        pending = start_all_reduce(local_count.clone(), self.context.world)
+        if not again:
+            self._whole = start_all_reduce(local_count.clone(), self.context.world), len(batch)
+        pending, num_microbatches = self._whole
         scale: list[torch.Tensor] = []
 
         def scaled(loss: torch.Tensor) -> torch.Tensor:
@@ -310,7 +323,7 @@ class TrainStep:
             self._noise.start(measures=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
-        with self._timers("forward-backward", level=1), self._watching(len(batch)):
+        with self._timers("forward-backward", level=1), self._watching(num_microbatches):
             loss_sum, self._sums_beside = self._run(batch, scaled)
         pending.wait()
         if inspect is None:
@@ -343,20 +356,6 @@ class TrainStep:
         for provider in self.providers:
             provider.before_remake(modules)
 
-    def _own_nonfinite_gradients(self, batch: Sequence[ModelInputs]) -> list[str]:
-        """Names of parameters with a gradient that is not finite on this rank before the sum over ranks.
-
-        For that the step is run again (it is a function of its inputs, dropout included).
-        """
-        bad: set[str] = set()
-
-        def look(entry: ParamEntry, grad: torch.Tensor) -> None:
-            if not torch.isfinite(grad).all():
-                bad.add(entry.record.name)
-
-        self.gradients(batch, inspect=look)
-        return sorted(bad)
-
     def evaluate(self, batch: Sequence[ModelInputs], *, exit_vote: bool = False) -> Evaluated:
         """Evaluate one global batch, without gradients.
 
@@ -383,6 +382,7 @@ class TrainStep:
             out = self.model.chunks[chunk](batch[microbatch], received.get("hidden"))
             if chunk < last:
                 return {"hidden": out}
+            self.look_at_loss(microbatch, out)
             if self._counts_loss:
                 totals[: out.numel()].add_(out.detach())
             return {"loss": scaled(out)}
@@ -420,28 +420,3 @@ class TrainStep:
             if inputs.loss_mask is not None and self.model.computes_loss and self._counts_loss:
                 total += inputs.loss_mask.sum()
         return total
-
-
-def make_providers(model: Model, context: ParallelContext, config: ParallelConfig) -> list[Provider]:
-    """Make the providers that divide the model's state under the sharding strategy.
-
-    Each gives its parameters memory, of which this rank keeps its part, and initial values where they have none.
-    """
-    values = partial(fill, seed=model.seed)
-    units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
-
-    def buckets(entries: Sequence[ParamEntry], sharding: str) -> Buckets:
-        return Buckets(entries, units, context, config, values, sharding=sharding)
-
-    if config.sharding != "optim_grads_params":
-        return [buckets(list(model.params), config.sharding)]
-    inside = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
-    providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []
-    if inside:
-        from megatron.data_parallel.fsdp import FullyShardedParams  # a second of imports, only for those who need it
-
-        chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
-        policy = FsdpPolicy.of(config)
-        providers.append(FullyShardedParams(inside, chunks, context, dtype=model.dtype, fill=values, policy=policy))
-    return providers

@@ -37,6 +37,9 @@ class Watcher:
     def before_save(self, progress: Progress) -> None:
         """Called before a checkpoint is written."""
 
+    def after_rewind(self, progress: Progress) -> None:
+        """Called after the run went back to a checkpoint; `progress` is that of the place where it goes on."""
+
     def close(self) -> None:
         """Called when the run ends."""
 
@@ -86,6 +89,11 @@ class RunChecks(Watcher):
 
     def before_save(self, progress: Progress) -> None:
         """Compare, so that what is saved was compared."""
+        self._compare(progress.iteration)
+
+    def after_rewind(self, progress: Progress) -> None:
+        """Compare, since all weights are others now."""
+        self._compared = None
         self._compare(progress.iteration)
 
     def close(self) -> None:
@@ -138,19 +146,21 @@ class Tracing(Watcher):
         self._recorder = TraceRecorder(step.optimizer.shards, records, context)
         self._look = lambda result: self._recorder.gradients(result.loss_scale)
         step.before_update.append(self._look)
+        self._header = TraceHeader(
+            settings=to_dict(config),
+            layout={axis: context.topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
+            layers=[(chunk.stage, list(chunk.layers)) for chunk in model.layer_table],
+            dtype=dtype_name(model.dtype),
+            torch=torch.__version__,
+            vocab_size=model.vocab_size,
+            parameters={name: list(record.shape) for name, record in records.items()},
+        )
+        self._begin(progress)
+
+    def _begin(self, progress: Progress) -> None:
         weights = self._recorder.collect()[1]
         if self._writer is not None:
-            self._writer.header(
-                TraceHeader(
-                    settings=to_dict(config),
-                    layout={axis: context.topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
-                    layers=[(chunk.stage, list(chunk.layers)) for chunk in model.layer_table],
-                    dtype=dtype_name(model.dtype),
-                    torch=torch.__version__,
-                    vocab_size=model.vocab_size,
-                    parameters={name: list(record.shape) for name, record in records.items()},
-                )
-            )
+            self._writer.header(self._header)
             self._writer.start(progress.iteration, weights)
 
     @property
@@ -182,6 +192,11 @@ class Tracing(Watcher):
             )
         if progress.iteration >= self._last:
             self.close()
+
+    def after_rewind(self, progress: Progress) -> None:
+        """Go on as a start from that checkpoint would."""
+        if not self.ended:
+            self._begin(progress)
 
     def close(self) -> None:
         """Stop observing the step, and close the file."""

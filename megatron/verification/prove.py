@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
+from megatron.config.training import SpikeConfig
 from megatron.data.samples import DocumentRules
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.model.build import build_model, overlaps
@@ -108,6 +109,10 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         replaced.append(f"--adam-eps: {LEAST_EPS:g}, so that rounding of gradients that are truly zero makes no update")
     if config.debug.check_replicas_every is not None:
         replaced.append("--check-replicas-every: not set, as everything is compared here, and to the end")
+    if config.spikes.spike_policy != "none":
+        replaced.append("--spike-policy: none, as every step is compared")
+    if config.debug.sentinel_interval is not None:
+        replaced.append("--sentinel-interval: not set, as it changes nothing in a run whose devices compute right")
     speed = config.speed
     if not set(kernels_of(speed.attention_backend)) & {"flash", "math"}:
         replaced.append(f"--attention-backend {speed.attention_backend}: auto, as that kernel runs on GPUs only")
@@ -120,6 +125,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
             attention_dropout=(model.attention_dropout or DROPOUT) * dropout,
         ),
         training=dataclasses.replace(training, exit_interval=steps, exit_duration_in_mins=None),
+        spikes=SpikeConfig(),
         parallel=dataclasses.replace(config.parallel, device="cpu", distributed_backend="gloo"),
         speed=dataclasses.replace(speed, compile_backend="aot_eager", compile_mode="default"),
         optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, LEAST_EPS)),

@@ -85,6 +85,7 @@ _WANTED = [
         "constant",
         "train_samples",
         "iterations_to_skip",
+        "skip",
     ),
     *(
         "loss_chunk_tokens",
@@ -105,6 +106,7 @@ def _looked_for(config: Config) -> Iterator[str]:
     yield from (config.precision.fp8_recipe, config.precision.fp8_format or "")
     yield from (optimizer.optimizer, optimizer.lr_decay_style, config.model.normalization, config.model.position_embedding_type)
     yield config.model.softmax_type
+    yield config.spikes.spike_policy
     for topic in (parallel, optimizer, config.model, config.training, config.precision, config.memory, config.speed, config.data):
         yield from (field for field, value in vars(topic).items() if value)
 

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,24 +230,25 @@ LAYOUTS = {"tp2": (2, TP2), "pp2": (2, PP2), "dp2": (2, {}), "tp2-pp2": (4, {**T
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("victim", [0, -1])
 def test_a_rank_that_dies(tmp_path: Path, layout: str, victim: int) -> None:
-    """Killed without a word in the middle of the run: the other ranks end by themselves and say that they lost contact."""
+    """Killed without a word in the middle of the run: the other ranks end by themselves and say with whom they lost contact."""
     world_size, settings = LAYOUTS[layout]
     victim %= world_size
     ended = launch(
-        arguments(**settings, train_iters=1000, save=tmp_path, save_interval=2),
+        arguments(**settings, train_iters=1000, save=tmp_path, save_interval=2, hang_warn_s=60),
         world_size,
         before=on_rank(victim, 3, lambda _: os.kill(os.getpid(), signal.SIGKILL)),
     )
-    _assert_survivors_say_so(ended, victim)
+    _assert_survivors_say_so(ended, victim, named=True)
     assert complete_checkpoints(tmp_path) == ["iter_0000002"]
 
 
-def _assert_survivors_say_so(ended: list[Ended], victim: int) -> None:
+def _assert_survivors_say_so(ended: list[Ended], victim: int, *, named: bool = False) -> None:
+    other = f"rank {victim} (node {socket.gethostname()})" if named else "another rank"
     assert ended[victim].code == -signal.SIGKILL, report(ended)
     for rank, end in enumerate(ended):
         if rank != victim:
             assert end.code == 1, report(ended)
-            assert f"rank {rank}: lost contact with another rank" in end.stderr and "Traceback" not in end.stderr, report(ended)
+            assert f"rank {rank}: lost contact with {other}" in end.stderr and "Traceback" not in end.stderr, report(ended)
 
 
 def _dies_in(owner: Any, method: str, victim: int) -> Callable[[int], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.flight.watched import Flight
@@ -117,8 +119,14 @@ def _hangs(tmp_path: Path, layout: int, name: str, culprit: int, iteration: int)
     codes = [end.code for end in ended]
     wanted = -signal.SIGKILL if name == "stopped" else HANG_EXIT_CODE
     assert codes == [wanted if rank == culprit else HANG_EXIT_CODE for rank in range(ranks)], report(ended)
-    stacks = sorted(path.name for path in (tmp_path / "run" / "stacks").iterdir())
-    assert stacks == [f"rank-{rank}.stack" for rank in range(ranks)]
+    folder = tmp_path / "run" / "stacks"
+    assert sorted(path.name for path in folder.glob("*.stack")) == [f"rank-{rank}.stack" for rank in range(ranks)]
+    for rank in range(ranks):  # torch's own trace, of all that can still write one
+        traced = folder / f"rank-{rank}.calls.json"
+        assert traced.exists() == (
+            hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json") and (name != "stopped" or rank != culprit)
+        )
+        assert not traced.exists() or json.loads(traced.read_text())["entries"]
     if name == "lost message":
         return
     waits = next(rank for rank in range(ranks) if rank != culprit)

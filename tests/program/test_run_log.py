@@ -24,6 +24,7 @@ STEP_KEYS = {
     "elapsed_ms",
     "tokens_per_s",
     "tflops_per_device",
+    "goodput",
 }
 
 LINE = re.compile(

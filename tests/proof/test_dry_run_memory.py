@@ -15,7 +15,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import count_parameters
-from megatron.training.step import make_providers
+from megatron.training.providers import make_providers
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
 from tests.support.planned import kind_of, plans_of, real_context, real_model, real_step, settings, topology_of

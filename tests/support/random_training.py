@@ -104,10 +104,17 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
         settings["manual_gc_interval"] = one_of(draw, None, 1)
     if chance(draw, 4):
         settings["check_replicas_every"] = 1
+    if chance(draw, 4):
+        settings["sentinel_interval"] = number(draw, 1, 2)
+        settings["sentinel_action"] = one_of(draw, None, "stop")  # it finds nothing
     settings["device"] = one_of(draw, None, None, "cpu")
     if chance(draw, 4):
         settings |= {"attention_backend": one_of(draw, "math", "unfused", "flash", "cudnn"), "device": "cpu"}
-    return settings | switches(draw, "log_memory", one_in=10)
+    settings |= switches(draw, "log_memory", one_in=10)
+    if chance(draw, 6):
+        settings |= {"spike_policy": one_of(draw, "warn", "skip"), "spike_window": number(draw, 4, 5)}
+        settings["spike_threshold"] = one_of(draw, None, 0.1)
+    return settings
 
 
 def _draw_batch(draw: Draw, dp: int) -> dict[str, Any]:

@@ -68,7 +68,7 @@ TINY: dict[str, Any] = {
 }
 """Settings of a run that takes about 10 ms for a microbatch. The vocabulary (61 with the end of document) divides by nothing."""
 
-_TIMES = ("elapsed_ms", "tokens_per_s", "tflops_per_device")
+_TIMES = ("elapsed_ms", "tokens_per_s", "tflops_per_device", "goodput")
 
 
 def arguments(**settings: Any) -> list[str]:

@@ -132,6 +132,25 @@ def skipped_iterations_exist(config: Config, world_size: int) -> Iterator[Findin
         )
 
 
+@rule("spike_policy", "save", "save_interval", "save_optim", "data_order")
+def rewinds_have_somewhere_to_go(config: Config, world_size: int) -> Iterator[Finding]:
+    """A rewind takes a whole checkpoint that the run has saved, and reads behind what the run was to read."""
+    checkpoint = config.checkpoint
+    if config.spikes.spike_policy != "rewind":
+        return
+    other, policy = change(spike_policy="skip"), "--spike-policy rewind"
+    missing = [field for field in ("save", "save_interval") if not getattr(checkpoint, field)]
+    if missing:
+        message = f"{policy} needs {' and '.join(map(typed, missing))}."
+        yield Finding(message, [other], fields=("spike_policy", *missing))
+    if checkpoint.save and not checkpoint.save_optim:
+        message = f"{policy} needs the optimizer state that --no-save-optim leaves out."
+        yield Finding(message, [other, change(save_optim=True)], fields=("spike_policy", "save_optim"))
+    if config.data.data_order == "megatron":
+        message = f"{policy} does not go with --data-order megatron, whose order depends on how many samples are read."
+        yield Finding(message, [other, change(data_order="epoch")], fields=("spike_policy", "data_order"))
+
+
 @rule("profile_step_start", "profile_step_end", "profile", reads=("profile_pipeline", "train_iters"))
 def profile_window_opens(config: Config, world_size: int) -> Iterator[Finding]:
     """The profiler's window is not empty, and what is recorded begins within the run."""

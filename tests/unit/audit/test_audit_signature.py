@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron.audit import replicas, signature
-from megatron.audit.replicas import bit_digest
+from megatron.audit import digests as bits
+from megatron.audit import signature
+from megatron.audit.digests import Likeness, bit_digest, sketch
 from megatron.audit.signature import box_signature, named, placed_signature, signature_of
 from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
@@ -128,10 +129,10 @@ def test_the_digest_is_of_bits_not_of_places_in_memory() -> None:
 
 def test_the_digest_sees_order_in_long_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words, rows of words, and blocks of rows."""
-    monkeypatch.setattr(replicas, "_ROWS_AT_ONCE", 2)
-    tensor = random_tensor(5 * replicas._ROW + 77)
+    monkeypatch.setattr(bits, "_ROWS_AT_ONCE", 2)
+    tensor = random_tensor(5 * bits._ROW + 77)
     digests = {int(bit_digest(tensor))}
-    for i, j in ((0, 1), (3, 3 + replicas._ROW), (3, 3 + 2 * replicas._ROW), (4, 4 + 5 * replicas._ROW)):
+    for i, j in ((0, 1), (3, 3 + bits._ROW), (3, 3 + 2 * bits._ROW), (4, 4 + 5 * bits._ROW)):
         other = tensor.clone()
         other[i], other[j] = tensor[j], tensor[i]
         digests.add(int(bit_digest(other)))
@@ -139,3 +140,35 @@ def test_the_digest_sees_order_in_long_tensors(monkeypatch: pytest.MonkeyPatch) 
     assert int(bit_digest(torch.tensor([0.0]))) != int(bit_digest(torch.tensor([-0.0])))
     nan = torch.tensor([math.nan])
     assert torch.equal(bit_digest(nan), bit_digest(nan.clone()))
+
+
+# ---- values up to rounding
+
+
+@pytest.mark.parametrize("rows", [0.01, 2, 3.4])
+def test_sketches_estimate_how_far_tensors_are_apart(monkeypatch: pytest.MonkeyPatch, rows: float) -> None:
+    """With signs of elements, rows and blocks of rows: the mean over many tensors comes near the true square."""
+    monkeypatch.setattr(bits, "_ROWS_AT_ONCE", 2)
+    size, ratios = int(rows * bits._ROW), []
+    for seed in range(60):
+        torch.manual_seed(seed)
+        x, y = torch.randn(size), torch.randn(size)
+        found = (sketch(x) - sketch(y))[:4].square().mean() / (x - y).double().square().sum()
+        ratios.append(float(found))
+        assert torch.allclose(sketch(x)[4], x.double().square().sum())
+    assert 0.7 < sum(ratios) / len(ratios) < 1.3
+
+
+def test_what_is_apart() -> None:
+    """A gradient that moved by more than the band; rounding of one that is nearly zero is none. NaN is apart."""
+    big, small = random_tensor(500), 1e-7 * random_tensor(500)
+    loss = torch.tensor([3.0])
+    changes = [(0, 1e-5, False), (0, 0.1, True), (1, 0.5, False), (2, 1e-5, False), (2, 0.1, True), (2, math.nan, True)]
+    for band, differs_by_a_bit in ((1e-3, False), (None, True)):
+        likeness = Likeness(band)
+        before = torch.stack([likeness.digest(x) for x in (big, small, loss)]).view(3, -1)
+        assert before.shape == likeness.empty(3, big.device).shape
+        for row, change, apart in changes:
+            after = before.clone()
+            after[row] = likeness.digest((big, small, loss)[row] * (1 + change))
+            assert likeness.apart(before, after).tolist() == [number == row and (apart or differs_by_a_bit) for number in range(3)]

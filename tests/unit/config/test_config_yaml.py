@@ -115,7 +115,7 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("bf16: true\nno-bf16: true\n", ["bf16 was already set"]),
         ("model: {lr: 1}\n", ["lr belongs under optimizer, not model"]),
         ("model: {no-save-optim: true}\n", ["save_optim belongs under checkpoint, not model"]),
-        ("modle: {lr: 1}\n", ["modle is not a setting", "model, training, optimizer"]),
+        ("modle: {lr: 1}\n", ["modle is not a setting", "model, training, spikes"]),
         ("lr: {a: 1}\n", ["lr is not a setting"]),
         ("data_path: [[a]]\n", ["data_path is not a setting"]),
         ("[1]: 2\n", ["the key is not a setting"]),

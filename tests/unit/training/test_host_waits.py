@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.attention.documents import Documents, samples
+from megatron.audit.digests import Likeness
 from megatron.config.config import Config
 from megatron.memory.host import HostMemory
 from megatron.model.gpt import ModelInputs
@@ -21,6 +22,7 @@ from megatron.parallel.cut import mirrored
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.topology import Topology
 from megatron.planner.kernel_memory import CudaKernels
+from megatron.training.sentinel import FirstGradients
 from megatron.training.step import TrainStep
 from tests.support.activation_runs import build, settings
 from tests.support.host_waits import host_waits
@@ -217,6 +219,26 @@ def test_a_step_waits_once(case: str) -> None:
         assert (first, second) == ("step 1", "step 2")
         assert len(one) == 1 and one[0].startswith("_to_copy to the host (training/step.py:") and "_sums" in one[0], one
         assert other == one[0]
+
+
+@pytest.mark.parametrize("band", [None, 0.01])
+def test_nobody_waits_for_digests_of_gradients(band: float | None) -> None:
+    """Those of the sentinel are taken in the loop over microbatches. (Weights of a digest are copied to the device once.)"""
+    config = settings(4, num_layers=2, global_batch_size=4 * MICROBATCHES, bf16=True, **PIPELINE)
+    context = connect_fake(_topology(config), 0)
+    try:
+        step = TrainStep.of(config, build(config, context), context)
+        step.prepare(MICROBATCHES)
+        gradients, batch = FirstGradients(step, Likeness(band)), [_inputs(config, number) for number in range(MICROBATCHES)]
+        for _ in range(2):
+            gradients.begin()
+            with CudaKernels(), host_waits() as found:
+                step.run(batch, iteration=1, learning_rate=1e-3, weight_decay=0.1)
+            _, writes = gradients.end()
+        assert len(found) == 1 and "_sums" in found[0], found
+        assert writes == [[(0, 0)]] * len(writes), "those of the first microbatch alone"
+    finally:
+        disconnect()
 
 
 @pytest.mark.parametrize("ep", [1, 2])

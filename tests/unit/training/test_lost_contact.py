@@ -85,15 +85,17 @@ def test_a_rank_that_lost_contact_says_so_in_words(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(failure, "_parallel", lambda: True)
     monkeypatch.setenv("RANK", "3")
 
-    def words(kind: type[Exception], text: str) -> str:
+    def words(kind: type[Exception], text: str, known: Explanations | None = None) -> str:
         try:
             raise kind(text)
         except kind as error:
-            return failure._words(error, Explanations())
+            return failure._words(error, known or Explanations())
 
     told = words(dist.DistBackendError, ABORTED + STACK)
-    assert told.startswith("rank 3: lost contact with another rank at test_lost_contact.py:") and "frame #" not in told
+    assert told.startswith("rank 3: lost contact with another rank, at test_lost_contact.py:") and "frame #" not in told
     assert told.endswith("before timing out. The rank that failed first says why.") and "\n" not in told
+    known = Explanations(lost=lambda reason: "rank 5 (node b)" if "timing out" in reason else None)
+    assert "rank 3: lost contact with rank 5 (node b), at " in words(dist.DistBackendError, ABORTED + STACK, known)
     assert "Traceback" in words(dist.DistBackendError, OTHERS[1])
     assert "Traceback" in words(KeyError, "connection refused")
 

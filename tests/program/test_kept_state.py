@@ -1,0 +1,224 @@
+"""The state in the memory of the nodes: a restart goes on from it, it outlives a lost node, and it ends up in the save folder.
+
+Nodes are made up: each has a process of its own for its launcher, with which its keeper lives.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint import keeper
+from megatron.checkpoint.node_storage import FOLDER_VARIABLE, STATE_FOLDER
+from megatron.checkpoint.safetensors_file import DTYPES
+from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
+from megatron.checkpoint.storage import open_storage
+from megatron.config.cli import load
+from megatron.config.given import DryRun
+from megatron.model.build import model_dtype
+from megatron.optimizer.state_size import saved_bytes
+from megatron.planner.dry_run import Planner
+from megatron.planner.state_report import amount
+from megatron.training import kept_state
+from megatron.training.step import TrainStep
+from tests.program.test_run_spikes import REWINDS, bad_batches
+from tests.support.runs import (
+    arguments,
+    at_iteration,
+    checkpoint,
+    complete_checkpoints,
+    digest,
+    launch,
+    losses,
+    report,
+    run,
+    saved_state,
+)
+
+STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+
+
+class Nodes:
+    """Launchers of a job, one a node."""
+
+    def __init__(self, count: int) -> None:
+        self._sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
+
+    def before(self, ranks: int, and_then: Callable[[int], None] | None = None) -> Callable[[int], None]:
+        """For `launch`: put the ranks onto the nodes, as many on each."""
+        each = ranks // len(self._sleepers)
+
+        def prepare(rank: int) -> None:
+            os.environ |= {"LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
+            pid = self._sleepers[rank // each].pid
+            kept_state.launcher = lambda: pid
+            if and_then is not None:
+                and_then(rank)
+
+        return prepare
+
+    def end(self, node: int | None = None) -> None:
+        """End the launcher of a node, or all."""
+        for sleeper in self._sleepers if node is None else [self._sleepers[node]]:
+            sleeper.kill()
+            sleeper.wait()
+
+    def lose(self, node: int, save: Path) -> None:
+        """Lose a node with all that is in its memory; another comes for it."""
+        folder = self.folder(node, save)
+        found = keeper._read(folder)
+        assert found is not None
+        os.kill(found.pid, signal.SIGKILL)
+        while found.lives:
+            time.sleep(0.01)
+        shutil.rmtree(folder)
+        self.end(node)
+        self._sleepers[node] = subprocess.Popen(["sleep", "600"])
+
+    def folder(self, node: int, save: Path) -> Path:
+        """Where the keeper of a node has its files."""
+        pid = self._sleepers[node].pid
+        return keeper._folder_of(keeper.Keeper(str(save), pid, keeper.process_of(pid), False))
+
+
+@pytest.fixture
+def nodes() -> Iterator[Callable[[int], Nodes]]:
+    made: list[Nodes] = []
+
+    def make(count: int) -> Nodes:
+        made.append(Nodes(count))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def _killed(tmp_path: Path, nodes: Nodes, ranks: int, at: int, **flags: Any) -> dict[str, Any]:
+    """A run whose ranks are killed before a step, when the copy of the one before last is made; returns its settings."""
+    settings = {"save": tmp_path / "run", "load": tmp_path / "run", "memory_save_interval": 2, **flags}
+
+    def die(step: TrainStep) -> None:
+        folder = Path(os.environ[FOLDER_VARIABLE]) / STATE_FOLDER / checkpoint_name((at - 1) // 2 * 2)
+        while not folder.exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # until it has its name on every node
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ended = launch(arguments(train_iters=9, **settings), ranks, before=nodes.before(ranks, lambda rank: at_iteration(at, die)))
+    assert [end.code for end in ended] == [-signal.SIGKILL] * ranks, report(ended)
+    return settings
+
+
+def _gone(*folders: Path) -> None:
+    until = time.monotonic() + 30
+    while any(folder.exists() for folder in folders):
+        assert time.monotonic() < until, folders
+        time.sleep(0.02)
+
+
+def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+    """Bit for bit, with nothing on the storage, and nothing stays behind in memory."""
+    node = nodes(1)
+    run(arguments(train_iters=9, save=tmp_path / "whole", **STAGES), 4)
+    settings = _killed(tmp_path, node, 4, 8, **STAGES)
+    assert complete_checkpoints(tmp_path / "run") == []
+    said = run(arguments(train_iters=9, **settings), 4, before=node.before(4))
+    assert "resuming from nodes://state/iter_0000006 at iteration 6" in said, said
+    assert digest(tmp_path / "run", 9) == digest(tmp_path / "whole", 9)
+    _gone(node.folder(0, tmp_path / "run"))
+
+
+def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+    """Memory keeps one copy, of iteration 6; behind the loss spike of iteration 8 both runs go back to the storage's of 4."""
+    node, spike = nodes(1), bad_batches(56)
+    flags = {**REWINDS, "save_interval": 4}
+    run(arguments(**flags, train_iters=9, save=tmp_path / "whole"), 2, before=spike)
+    settings = _killed(tmp_path, node, 2, 7, **flags)
+    said = run(arguments(train_iters=9, **settings), 2, before=node.before(2, spike))
+    assert "resuming from nodes://state/iter_0000006 at iteration 6" in said, said
+    assert f"rewound to {checkpoint(tmp_path / 'run', 4)} (iteration 4); samples 32 to 79 are passed over" in said
+    assert digest(tmp_path / "run", 9) == digest(tmp_path / "whole", 9)
+
+
+def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+    """The checkpoint is the one that a save would have made, and the next launch goes on from it."""
+    node = nodes(1)
+    run(arguments(train_iters=9, exit_interval=6, save=tmp_path / "whole"), 2)
+    settings = _killed(tmp_path, node, 2, 7)
+    folder = node.folder(0, tmp_path / "run")
+    node.end()
+    _gone(folder)
+    assert complete_checkpoints(tmp_path / "run") == ["iter_0000006"]
+    assert digest(tmp_path / "run", 6) == digest(tmp_path / "whole", 6)
+    assert saved_state(tmp_path / "run", 6) == saved_state(tmp_path / "whole", 6)
+    said = run(arguments(train_iters=9, **settings), 2, before=nodes(1).before(2))
+    assert "iter_0000006 at iteration 6" in said
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[[int], Nodes], ranks: int) -> None:
+    """Another node takes its place, or the ranks that are left go on at another layout."""
+    pair = nodes(2)
+    settings = _killed(tmp_path, pair, 4, 6, replicate_state=1, fp64=True, **TENSOR)
+    pair.lose(0, tmp_path / "run")
+    metrics = tmp_path / "metrics"
+    settings |= {"metrics_file": metrics, "replicate_state": 1 if ranks == 4 else 0}
+    left = pair if ranks == 4 else nodes(1)
+    if ranks == 2:
+        left._sleepers = [pair._sleepers[1]]
+    said = run(arguments(train_iters=9, **settings), ranks, before=left.before(ranks))
+    assert "resuming from nodes://state/iter_0000004 at iteration 4" in said, said
+    run(arguments(train_iters=9, fp64=True, metrics_file=tmp_path / "whole"), 1)
+    assert losses(metrics) == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-10)
+
+
+def test_a_lost_node_without_a_copy_is_told(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+    """The run goes on from the storage."""
+    pair = nodes(2)
+    settings = _killed(tmp_path, pair, 2, 8, save_interval=3)
+    pair.lose(1, tmp_path / "run")
+    ended = launch(arguments(train_iters=9, **settings), 2, before=pair.before(2))
+    assert [end.code for end in ended] == [0, 0], report(ended)
+    assert "the state in the memory of the nodes is not whole" in ended[0].stderr
+    assert f"resuming from {tmp_path / 'run' / 'iter_0000006'}" in ended[0].stdout
+
+
+def test_more_copies_than_nodes_are_refused(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"save": tmp_path, "memory_save_interval": 1, "replicate_state": 1}
+    ended = launch(arguments(train_iters=1, **flags), 1)
+    assert ended[0].code == 1 and "give --replicate-state 0" in ended[0].stderr, report(ended)
+
+
+def test_the_plan_knows_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
+    """Exactly, with moments of any shape, and what a node holds for copies of it."""
+    styles: list[dict[str, Any]] = [
+        {"bf16": True, "ema_decay": 0.9},
+        {"optimizer": "adafactor"},
+        {"optimizer": "muon", "untie_embeddings_and_output_weights": True},
+        {"optimizer": "adam8bit", "adam_8bit_block_size": 7},
+        {"fp64": True, "no_save_optim": True},
+    ]
+    for number, style in enumerate(styles):
+        save = tmp_path / str(number)
+        flags = arguments(train_iters=1, save=save, async_save=True, memory_save_interval=1, replicate_state=2, **style)
+        run([*flags, "--replicate-state", "0"])
+        found = sum(
+            DTYPES[tensor.dtype].itemsize * box.box.numel
+            for tensor in manifest_in(open_storage(checkpoint(save, 1))).tensors.values()
+            for box in tensor.boxes
+        )
+        config = load(flags, 1).config
+        assert saved_bytes(config, 61, model_dtype(config.precision)) == found, style
+    config = load([*flags, "--global-batch-size", "32"], 16).config
+    notes = Planner(config, DryRun(16, 8, None), 61).plan().notes
+    assert f"a checkpoint has {amount(found)} of tensors; a node holds {amount(8 * found / 2)} for copies in its memory" in notes

@@ -1,0 +1,138 @@
+"""Files in the memory of several nodes, made up in one process: what each sees, what is copied where, and who is let in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import keeper
+from megatron.checkpoint.node_link import NodeLink, NodeLost, serve
+from megatron.checkpoint.node_storage import STATE_FOLDER, Nodes, NodeStorage
+from megatron.checkpoint.storage import MANIFEST
+
+
+def nodes(folder: Path, count: int, copies: int) -> list[NodeStorage]:
+    """The storage as each of several nodes sees it."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
+    found = []
+    for index, listener in enumerate(listeners):
+        mine = folder / str(index)
+        (mine / STATE_FOLDER).mkdir(parents=True)
+        Nodes(addresses, index, copies, "token").write(mine)
+        serve(mine / STATE_FOLDER, listener, lambda: "token")
+        found.append(NodeStorage(mine))
+    return found
+
+
+def test_every_node_sees_the_files_of_all(tmp_path: Path) -> None:
+    first, second, third = nodes(tmp_path, 3, copies=1)
+    data = os.urandom(9 << 20)  # several pieces
+    second.child("a").make()
+    with second.child("a").create("data") as file:
+        file.write(data)
+    second.child("a").write("small", b"x")
+    for storage in (first, second, third):
+        assert storage.child("a").names() == ["data", "small"] and storage.size("a/data") == len(data)
+        assert storage.read("a/small") == b"x" and storage.size("a/none") is None
+        with storage.open("a/data") as found:
+            assert found.read(0, len(data)) == data and found.read(len(data) - 3, 3) == data[-3:]
+            with pytest.raises(OSError, match="truncated"):
+                found.read(len(data) - 3, 4)
+        with pytest.raises(FileNotFoundError), storage.open("a/none"):
+            pass
+    there = [(tmp_path / str(index) / STATE_FOLDER / "a" / "data").exists() for index in range(3)]
+    assert there == [False, True, True], "on its own node and the next"
+    assert [one.first_holder("a/data") for one in (first, second, third)] == [1, 1, 1]
+    first.remove("a")
+    assert third.names() == []
+
+
+def test_a_checkpoint_gets_its_name_on_all_nodes(tmp_path: Path) -> None:
+    storages = nodes(tmp_path, 3, copies=1)
+    drafts = [storage.draft("iter_0000004", "ab") for storage in storages]
+    drafts[0].make()
+    for index, draft in enumerate(drafts):
+        draft.join()
+        with draft.storage.create(f"rank_{index}") as file:
+            file.write(bytes(index))
+    drafts[0].publish({MANIFEST: b"{}"})
+    for storage in storages:
+        assert storage.names() == ["iter_0000004"]
+        assert storage.child("iter_0000004").names() == [MANIFEST, "rank_0", "rank_1", "rank_2"]
+    storages[1].draft("iter_0000006", "ab").join()
+    storages[0].sweep("cd")
+    assert storages[1].names() == ["iter_0000004"], "what killed runs left is removed on all nodes"
+    storages[2].retire("iter_0000004")
+    assert storages[0].names() == []
+
+
+def test_a_file_that_does_not_come_to_its_end_is_nowhere(tmp_path: Path) -> None:
+    first, second = nodes(tmp_path, 2, copies=1)
+    with pytest.raises(KeyError), first.create("data") as file:
+        file.write(b"x" * 100)
+        raise KeyError
+    assert first.names() == [] == second.names()
+
+
+def test_a_node_that_is_lost_is_passed_over(tmp_path: Path) -> None:
+    first, _ = nodes(tmp_path, 2, copies=1)
+    gone = Nodes([*first.nodes.addresses, ("127.0.0.1", 9)], 0, 2, "token")
+    storage = NodeStorage(tmp_path / "0", nodes=gone)
+    with storage.create("data") as file:
+        file.write(b"abc")
+    assert storage.names() == ["data"] and (tmp_path / "1" / STATE_FOLDER / "data").read_bytes() == b"abc"
+
+
+def test_strangers_are_not_let_in(tmp_path: Path) -> None:
+    """Nor does who knows the token leave the folder."""
+    (storage,) = nodes(tmp_path, 1, copies=0)
+    (tmp_path / "0" / "secret").write_text("x")
+    address = storage.nodes.addresses[0]
+    with pytest.raises(NodeLost):
+        NodeLink(address, "guess").call("names", "")
+    for path in ("../secret", "/etc/hostname", "a/../../secret"):
+        with pytest.raises(NodeLost):
+            NodeLink(address, "token").call("read", path)
+    for call in ("child", "__init__", "at"):
+        with pytest.raises(NodeLost):
+            NodeLink(address, "token").call(call, "")
+    assert NodeLink(address, "token").call("names", "") == []
+
+
+def test_what_a_killed_keeper_left_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "_MEMORY", tmp_path)
+    said: list[str] = []
+    launchers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    try:
+        folder, _ = keeper.start_or_find("run", launchers[0].pid, reachable=False, tell=said.append)
+        assert keeper.start_or_find("run", launchers[0].pid, reachable=False, tell=said.append) == (folder, 0)
+        (folder / STATE_FOLDER / "file").write_bytes(b"state")
+        found = keeper._read(folder)
+        assert found is not None and not said
+        os.kill(found.pid, 9)
+        launchers[0].kill()
+        launchers[0].wait()
+        while found.lives:
+            pass
+        other, port = keeper.start_or_find("run", launchers[1].pid, reachable=True, tell=said.append)
+        assert other != folder and port and (other / STATE_FOLDER / "file").read_bytes() == b"state"
+        assert len(said) == 1 and "is taken over" in said[0]
+        keeper.end_keeper(other)
+    finally:
+        for one in launchers:
+            one.kill()
+            one.wait()
+
+
+def test_another_user_does_not_choose_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "_MEMORY", tmp_path)
+    one = keeper.Keeper("run", os.getpid(), keeper.process_of(os.getpid()), False)
+    (tmp_path / "elsewhere").mkdir()
+    keeper._folder_of(one).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="remove it"):
+        keeper.start_or_find("run", os.getpid(), reachable=False, tell=lambda _: None)

@@ -1,0 +1,102 @@
+"""Goodput: each moment has one use, over restarts and rewinds. The clock is the test's."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training.goodput import USES, Goodput, Use
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _spend(account: Goodput, clock: Clock, *spans: tuple[Use, float]) -> None:
+    for use, passed in spans:
+        clock.now += passed
+        account.spent(use)
+
+
+def test_a_run_of_two_starts() -> None:
+    """The steps that were lost with the first start are time between starts: the checkpoint does not know them."""
+    clock = Clock()
+    first = Goodput(clock=clock)
+    _spend(first, clock, ("start-up", 10.0), ("steps", 60.0))
+    saved = json.loads(json.dumps(first.to_json()))
+    _spend(first, clock, ("saves", 5.0), ("steps", 15.0))  # lost
+    clock.now += 10.0
+    second = Goodput(saved, began=clock.now - 2.0, clock=clock)
+    _spend(second, clock, ("start-up", 8.0), ("steps", 50.0), ("evaluations", 20.0), ("steps that do not count", 10.0))
+    assert second.seconds == {
+        "steps": 110.0,
+        "start-up": 20.0,
+        "saves": 0.0,
+        "evaluations": 20.0,
+        "steps that do not count": 10.0,
+        "between starts": 28.0,
+    }
+    assert math.fsum(second.seconds.values()) == clock.now - 1000.0 and second.share == 110.0 / 188.0
+    assert second.words() == (
+        "goodput 58.5% of 0.0522 hours since the first start; start-up 10.6%, evaluations 10.6%, steps that do not count 5.3%, "
+        "between starts 14.9%"
+    )
+
+
+def test_what_a_rewind_undid_does_not_count() -> None:
+    clock = Clock()
+    account = Goodput(clock=clock)
+    _spend(account, clock, ("steps", 60.0))
+    saved = account.to_json()
+    _spend(account, clock, ("saves", 4.0), ("steps", 30.0))
+    clock.now += 6.0
+    account.went_back(saved)
+    assert account.seconds["steps"] == 60.0 and account.seconds["steps that do not count"] == 36.0
+    assert account.share == 0.6 and math.fsum(account.seconds.values()) == 100.0
+    account.went_back(None)
+    assert account.seconds["steps"] == 60.0, "an older checkpoint does not say"
+
+
+@given(st.lists(st.tuples(st.sampled_from(USES), st.floats(-1.0, 1e4)), max_size=20))
+def test_no_time_is_lost_and_no_share_is_above_one(spans: list[tuple[Any, float]]) -> None:
+    """Also with a clock that is set back."""
+    clock, before = Clock(), 0.0
+    account = Goodput(clock=clock)
+    assert account.share == 0.0
+    for use, passed in spans:
+        clock.now += passed
+        account.spent(use)
+        total = math.fsum(account.seconds.values())
+        assert total >= before and 0.0 <= account.share <= 1.0
+        before = total
+    assert before == pytest.approx(sum(max(0.0, passed) for _, passed in spans))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"at": None},
+        {"at": math.nan},
+        {"at": True},
+        {"seconds": {}},
+        {"seconds": 3},
+        {"seconds": dict.fromkeys(USES, -1.0)},
+        {"seconds": dict.fromkeys(USES, math.inf)},
+        {"seconds": dict.fromkeys(USES, "1")},
+    ],
+)
+def test_an_account_that_is_none_is_begun_anew(change: dict[str, Any]) -> None:
+    saved = {"at": 900.0, "seconds": dict.fromkeys(USES, 1.0)}
+    assert Goodput(saved, clock=Clock()).seconds["steps"] == 1.0
+    assert Goodput({**saved, **change}, clock=Clock()).seconds == dict.fromkeys(USES, 0.0)
