@@ -2,8 +2,10 @@
 out and taken back. The weights at the end must be those of a run that nobody disturbed.
 
     python -m tests.support.kills --seeds 0:500
+    python -m tests.support.kills --time 11
 
-reports every failure with its seed, and how long the runs took to come back.
+The first reports every failure with its seed. The second kills ranks of a run of eight, and tells how long it took to come back,
+part by part, in seconds from when the supervisor saw it.
 """
 
 from __future__ import annotations
@@ -142,12 +144,34 @@ def _check(job: Job, ranks: int, flags: dict[str, Any], *, same_layout: bool) ->
         assert not (lines := tensor_differences(kind, found, wanted, 1e-10)), "\n".join(lines)
 
 
+def time_restarts(count: int, folder: Path) -> dict[str, float]:
+    """Medians over so many losses of a rank of eight."""
+    draw = random.Random(1)
+    with Job(folder) as job:
+        flags = {**TENSOR, **STAGES, "save_interval": 5, "keep_last": 2, "hang_warn_s": 30, "train_iters": 100_000}
+        node = job.node("--nproc-per-node", "8", **flags)
+        for number in range(1, count + 1):
+            last = job.saved()
+            node.wait_for(lambda last=last: job.saved() > last)  # type: ignore[misc]
+            time.sleep(draw.uniform(0, 1))
+            node.kill_rank(draw.randrange(8))
+            node.wait_for(lambda number=number: node.said().count("back after") == number)  # type: ignore[misc]
+        parts = re.findall(r"(others ended|met|forked|loaded|first step) after ([\d.]+)", node.said())
+    names = dict.fromkeys(name for name, _ in parts)
+    return {name: statistics.median(float(took) for other, took in parts if other == name) for name in names}
+
+
 def main() -> None:
     """Run a range of seeds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", default="0:500", metavar="FROM:TO")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further run after this time")
+    parser.add_argument("--time", type=int, metavar="LOSSES", help="only measure")
     given = parser.parse_args()
+    if given.time:
+        with tempfile.TemporaryDirectory(prefix="kills-") as name:
+            print(time_restarts(given.time, Path(name)))
+        return
     first, last = map(int, given.seeds.split(":"))
     until = time.monotonic() + 60 * given.minutes
     took: list[float] = []
