@@ -4,8 +4,9 @@
 # A start has these parts:
 #   1. a dry run of the very command line: wrong settings end here, with exit status 2, and the log says what the job takes;
 #   2. a health check of all nodes, tools/check_cluster.py;
-#   3. torchrun on every node (launch_node.sh). It starts all ranks again when one fails, MAX_RESTARTS times;
-#   4. if torchrun gives up, 2 and 3 again, as long as each attempt leaves a newer checkpoint than the one before.
+#   3. a supervisor on every node (launch_node.sh). It starts all ranks again when one fails, up to MAX_RESTARTS times in a row
+#      without a newer state, and where MIN_NODES or MIN_RANKS allow it with fewer;
+#   4. if it gives up, 2 and 3 again, as long as each attempt leaves a newer checkpoint than the one before.
 # A start always goes on from the newest checkpoint of RUN.
 #
 # SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit; a second one ends them at once. Under Slurm, SIGUSR1 (which
@@ -20,6 +21,9 @@
 #   PLAN=1         only look for faster layouts of the job, on CLUSTER (h100; tools/plan.py --cluster list); --plan says the same
 #   SKIP_CHECK=1   no health check
 #   MAX_RESTARTS   (3)
+#   MIN_NODES      of several nodes, so many are enough to go on with when others are lost (all)
+#   MIN_RANKS      on one node, so many ranks are (all)
+#   LAUNCHER       supervisor, or torchrun (supervisor)
 #   PYTHON         the Python to run (python)
 
 telling=(--log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 --save-interval 1000)
@@ -47,6 +51,10 @@ launch() {
     [[ ${1-} != -h && ${1-} != --help ]] || usage
     whole NNODES 1 1000000
     whole MAX_RESTARTS 0 1000000
+    whole MIN_NODES 1 "$nodes"
+    whole MIN_RANKS 1 "$per_node"
+    [[ ${LAUNCHER:-supervisor} =~ ^(supervisor|torchrun)$ ]] ||
+        wrong+=("LAUNCHER must be supervisor or torchrun, but is '$LAUNCHER'")
     whole PORT 1 65534 # the health check takes the next one
     ((${#wrong[@]} == 0)) || fail 2 "$(printf '%s\n' "${wrong[@]}")"
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) python=${PYTHON:-python}
@@ -98,7 +106,10 @@ find_head() {
 # Run a command on every node of the job, or on this one.
 on_nodes() {
     if [[ -n $batch_job ]]; then
-        interruptible srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 "$@"
+        # Where fewer nodes are enough, Slurm must not end the others with one that is lost.
+        local alone=(--kill-on-bad-exit=1)
+        ((${MIN_NODES:-$nodes} == nodes)) || alone=(--kill-on-bad-exit=0 --no-kill)
+        interruptible srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none "${alone[@]}" "$@"
     else
         interruptible "$@"
     fi
@@ -151,7 +162,7 @@ train() {
         ((status == 0)) || fail "$status" "the health check found faults; SKIP_CHECK=1 starts without it"
         on_nodes bash "$root/examples/launch_node.sh" "$nodes" "$per_node" "$head:$port" "$run-$attempt" \
             "${program[@]}" || status=$?
-        ((stops == 0 && status != 0)) || break
+        ((stops == 0 && status != 0 && status != 85)) || break # 85: the ranks were asked to stop
         [[ $(newest) != "$before" ]] ||
             fail "$status" "failed (exit status $status) before it saved a checkpoint: not started again"
         say "failed (exit status $status) after checkpoint $(newest) was saved: starting again from there"

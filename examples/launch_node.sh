@@ -1,20 +1,15 @@
 #!/usr/bin/env bash
-# One node's part of a job: torchrun with the ranks of this node. Started by launch.sh, under Slurm once on every node.
+# One node's part of a job: a supervisor with the ranks of this node (docs/survival.md). Started by launch.sh, under Slurm once on
+# every node.
 #
 #   launch_node.sh NODES RANKS_PER_NODE HEAD:PORT NAME PYTHON PROGRAM [flags]
 #
-# SIGTERM goes to the ranks, which save and exit; torchrun ends, or is told to. (A torchrun that gets SIGTERM itself
-# kills ranks that have not ended after 30 s, which may be in the middle of a save. So it is told to take no notice.) A second
-# SIGTERM ends the ranks at once.
+# SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit; a second one ends them at once. MIN_NODES and MIN_RANKS (on one node)
+# say with how few the job goes on when others are lost. LAUNCHER=torchrun starts the ranks by torchrun, which always needs all.
 set -euo pipefail
 
 nodes=$1 per_node=$2 endpoint=$3 name=$4 python=$5
 shift 5
-meeting=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$name")
-((nodes > 1)) || meeting=(--standalone)
-
-# Otherwise ranks that torchrun starts again would find in its store the addresses of those that have ended, and wait for them.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # The allocator of CUDA memory grows its segments instead of adding new ones, so that hardly any of it is lost in gaps. (What
 # the user has set counts, also by the name that torch gave it before 2.9.)
@@ -22,11 +17,27 @@ if [[ -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 fi
 
+restarts=(--max-restarts "${MAX_RESTARTS:-3}")
+if [[ ${LAUNCHER:-supervisor} == supervisor ]]; then
+    meeting=(--nnodes "${MIN_NODES:-$nodes}:$nodes" --meet "$endpoint" --run-id "$name")
+    ((nodes > 1)) || meeting=(--elastic "${MIN_RANKS:-$per_node}:$per_node")
+    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+    exec "$python" -m megatron.resilience.supervisor "${meeting[@]}" --nproc-per-node "$per_node" "${restarts[@]}" "$@"
+fi
+
+# A torchrun that gets SIGTERM kills ranks that have not ended after 30 s, which may be in the middle of a save, and after SIGTERM
+# to its ranks it may start them again. So it is told to take no notice of signals but SIGUSR2, and the ranks get them from here,
+# until they have saved and ended.
+meeting=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$name")
+((nodes > 1)) || meeting=(--standalone)
+# Otherwise ranks that torchrun starts again would find in its store the addresses of those that have ended, and wait for them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 stops=0
 trap 'stops=$((stops + 1))' TERM INT USR1
 (
     trap '' TERM INT HUP
-    exec "$python" -m torch.distributed.run "${meeting[@]}" --nproc-per-node "$per_node" --max-restarts "${MAX_RESTARTS:-3}" \
+    exec "$python" -m torch.distributed.run "${meeting[@]}" --nproc-per-node "$per_node" "${restarts[@]}" \
         --signals-to-handle SIGUSR2 "$@"
 ) &
 agent=$!
@@ -35,8 +46,7 @@ status=0
 wait "$agent" || status=$?
 ((stops)) || exit "$status"
 
-# Ranks that have saved and left may be started again by torchrun, which then is told to end. Where it has none, because it waits
-# for other nodes, there is nothing to save.
+# Where torchrun has no ranks, because it waits for other nodes, there is nothing to save.
 ranks=" $(pgrep -P "$agent" | tr '\n' ' ' || true)" without_ranks=0
 while kill -0 "$agent" 2> /dev/null; do
     again="" now=$(pgrep -P "$agent" || true)

@@ -20,6 +20,7 @@ from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.training.life import LIFE_FILE, LOST_CONTACT
 from megatron.training.lost_contact import lost_contact
 from megatron.training.spikes import SpikeError
 
@@ -109,7 +110,7 @@ def reported_failures() -> Iterator[Explanations]:
     except KeyboardInterrupt:
         _leave(130, "interrupted")
     except BaseException as error:  # noqa: BLE001 - every way to fail ends here
-        _leave(explanations.code_asked_for() or 1, _words(error, explanations))
+        _leave(explanations.code_asked_for() or _code(error, explanations), _words(error, explanations))
 
 
 def leave_well(code: int = 0) -> None:
@@ -120,6 +121,11 @@ def leave_well(code: int = 0) -> None:
     """
     if code or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         _leave(code, "")
+
+
+def _code(error: BaseException, explanations: Explanations) -> int:
+    known = explanations.find(error) is not None or isinstance(error, _SHARED) or not isinstance(error, RuntimeError)
+    return LOST_CONTACT if LIFE_FILE in os.environ and not known and _parallel() and lost_contact(str(error)) else 1
 
 
 def _words(error: BaseException, explanations: Explanations) -> str:

@@ -20,6 +20,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.failure import NonFiniteError, together
 from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches
+from megatron.training.life import LifeNote
 from megatron.training.memory_report import MemoryAccount
 from megatron.training.plan_report import PlanReport, StepPlan
 from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
@@ -117,7 +118,7 @@ class Loop:
             lambda: (StepProfiler(logging, context.rank, context.device), PipelineProfiler(logging, self.step, context, self.draw)),
         )
         with profilers[0] as profiler, profilers[1] as pipeline_profiler:
-            batches = self.train_batches(progress.consumed_samples)
+            batches, life = self.train_batches(progress.consumed_samples), LifeNote(progress.iteration)
             while progress.iteration < self.plan.total_iterations and stopped is None:
                 profiler.step(progress.iteration + 1)
                 pipeline_profiler.step(progress.iteration + 1)
@@ -126,6 +127,7 @@ class Loop:
                     batch = next(batches)
                 self.flight.phase("in a step")
                 result = self._advance(progress, batch, (self.signals.seen is not None, self._time_is_up()), watching)
+                life.finished(progress.iteration)
                 self.flight.phase("between steps")
                 self.saver.poll(self.reporter.say)
                 if result is not None and result.spike is not None and self._rewound(progress, watching):

@@ -1,8 +1,8 @@
 """Signals that ask a run to exit: SIGTERM, which schedulers send some time before they kill a job, and SIGUSR1, which they can
 be told to send. While training goes on they are noted, and the loop saves and exits; at any other time the rank leaves at once.
 
-When torchrun ends in whatever way, its ranks end too: they get SIGTERM, and are ended if they do not end in 30 s, as by torchrun
-itself.
+When the launcher ends in whatever way, its ranks end too: they get SIGTERM, and are ended if they do not end in 30 s, as by
+torchrun itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.config.launcher import is_first_rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0
-"""Seconds in which a rank must save and exit when torchrun has ended."""
+"""Seconds in which a rank must save and exit when its launcher has ended."""
 _LOOK_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -95,7 +95,7 @@ class ExitSignals:
             if self._launcher not in (None, os.getppid()):
                 self._launcher = None
                 self.seen = signal.SIGTERM
-                threading.Timer(GRACE_S, self._leave, ("torchrun has ended, and this rank could not in time",)).start()
+                threading.Timer(GRACE_S, self._leave, ("the launcher has ended, and this rank could not in time",)).start()
         os.close(self._hears)
 
     def _leave(self, text: str) -> None:

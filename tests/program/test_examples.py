@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -20,8 +21,9 @@ from megatron.config.model_files import launch_words, names
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.planner.dry_run import make_plan
 from megatron.planner.plan import plan_to_json
-from tests.support.cli import ROOT, ranks_of
+from tests.support.cli import ROOT
 from tests.support.launched import EXAMPLES, SCRIPTS, Started, environment, flag, header, slurm_options, start, words_of
+from tests.support.supervised import writers_to
 from tests.support.warm_python import warm_python
 
 SINGLE, MULTI = "train_8gpu_llama_7b.sh", "train_16nodes_llama_13b.sh"
@@ -243,9 +245,10 @@ time.sleep(60)
 
 
 def waiting(saves: bool = True, hears: bool = True) -> str:
-    """Torchrun with one rank that waits for SIGTERM; on SIGUSR2 it ends the rank and itself."""
-    rank = f"{sys.executable} -S -c '{RANK.format(saves=saves, hears=hears)}' &\n"
-    return rank + "trap 'kill -KILL $!; exit 3' USR2\nwait $!\n"
+    """A supervisor with one rank that waits for SIGTERM; on the second it ends the rank and itself."""
+    rank = f"{sys.executable} -S -c '{RANK.format(saves=saves, hears=hears)}' &\nrank=$! stops=0\n"
+    stop = "trap 'stops=$((stops + 1)); kill -TERM $rank; ((stops < 2)) || { kill -KILL $rank; exit 3; }' TERM\n"
+    return rank + stop + "until wait $rank; (($? < 128)); do :; done\n"
 
 
 def start_in_slurm(folder: Path, training: str, **variables: str) -> Started:
@@ -260,19 +263,19 @@ def start_in_slurm(folder: Path, training: str, **variables: str) -> Started:
 def test_a_start_on_one_node(tmp_path: Path) -> None:
     started = start(EXAMPLES / SINGLE, tmp_path, SAVES, "--lr", "1e-4", MAX_RESTARTS="5")
     assert started.ended() == (0, "")
-    plan, _, check, torchrun = started.noted("")
+    plan, _, check, supervisor = started.noted("")
     assert "--dry-run --world-size 8 --gpus-per-node 8 --dry-run-json" in plan
     assert re.search(r"check_cluster\.py --nodes 1 --ranks-per-node 8 --head localhost:29501 .*--device-bytes 1234 -- ", check)
-    assert torchrun.startswith("-m torch.distributed.run --standalone --nproc-per-node 8 --max-restarts 5 ")
-    for line in (plan, check, torchrun):
+    assert supervisor.startswith("-m megatron.resilience.supervisor --elastic 8:8 --nproc-per-node 8 --max-restarts 5 ")
+    for line in (plan, check, supervisor):
         assert f"--save {tmp_path}/run/checkpoints --load {tmp_path}/run/checkpoints" in line and "--lr 1e-4" in line
 
 
 def test_a_start_on_several_nodes_by_hand(tmp_path: Path) -> None:
     started = start(EXAMPLES / MULTI, tmp_path, SAVES, HEAD="node3", NNODES="4", PORT="1234", SKIP_CHECK="1")
     assert started.ended() == (0, "")
-    (torchrun,) = started.noted("torch.distributed.run")
-    assert "--nnodes 4 --rdzv-backend c10d --rdzv-endpoint node3:1234 --rdzv-id " in torchrun
+    (supervisor,) = started.noted("resilience.supervisor")
+    assert "--nnodes 4:4 --meet node3:1234 --run-id " in supervisor
     assert not started.noted("check_cluster|srun") and started.noted("--world-size 32")
 
 
@@ -283,8 +286,24 @@ def test_a_start_under_slurm(tmp_path: Path) -> None:
     for line in (check, train):
         assert line.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
     assert "--head node0:20085 --expect node0,node1" in check
-    assert "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:20084" in started.noted("torch.distributed.run")[0]
+    assert "--nnodes 2:2 --meet node0:20084 --run-id " in started.noted("resilience.supervisor")[0]
     assert not started.noted("requeue|scancel")
+
+
+def test_fewer_nodes_are_enough_and_torchrun_is_there(tmp_path: Path) -> None:
+    """Slurm then leaves the other nodes alone."""
+    started = start_in_slurm(tmp_path / "fewer", SAVES, MIN_NODES="1")
+    assert started.ended() == (0, "")
+    assert "--nnodes 1:2 --meet node0:20084 " in started.noted("resilience.supervisor")[0]
+    assert all("--kill-on-bad-exit=0 --no-kill" in line for line in started.noted("^srun"))
+    torchrun = start(EXAMPLES / SINGLE, tmp_path / "torchrun", SAVES, LAUNCHER="torchrun", SKIP_CHECK="1")
+    assert torchrun.ended() == (0, "") and not torchrun.noted("resilience.supervisor")
+    assert torchrun.noted("torch.distributed.run")[0].startswith("-m torch.distributed.run --standalone --nproc-per-node 8 ")
+    wrong = start(EXAMPLES / SINGLE, tmp_path / "wrong", SAVES, LAUNCHER="mpirun", MIN_RANKS="9")
+    status, said = wrong.ended()
+    assert (
+        status == 2 and "LAUNCHER must be supervisor or torchrun" in said and "MIN_RANKS must be a whole number from 1 to 8" in said
+    )
 
 
 def test_a_start_ends_where_the_dry_run_or_the_check_does(tmp_path: Path) -> None:
@@ -292,22 +311,22 @@ def test_a_start_ends_where_the_dry_run_or_the_check_does(tmp_path: Path) -> Non
     assert wrong.ended() == (2, "") and len(wrong.noted("")) == 1
     ill = start_in_slurm(tmp_path / "ill", SAVES, CHECK_STATUS="1")
     status, said = ill.ended()
-    assert status == 1 and "the health check found faults" in said and not ill.noted("distributed.run|requeue")
+    assert status == 1 and "the health check found faults" in said and not ill.noted("resilience.supervisor|requeue")
 
 
 def test_failures_are_tried_again_while_there_is_progress(tmp_path: Path) -> None:
     """Two that saved, one that did not; each with a check before it."""
-    training = f'n=$(grep -c distributed.run "$NOTES")\n((n > 2)) || echo "$n" > "$CHECKPOINTS/{LATEST}"\nexit 7\n'
+    training = f'n=$(grep -c resilience.supervisor "$NOTES")\n((n > 2)) || echo "$n" > "$CHECKPOINTS/{LATEST}"\nexit 7\n'
     started = start(EXAMPLES / SINGLE, tmp_path, training)
     status, said = started.ended()
-    assert status == 7 and len(started.noted("distributed.run")) == 3 == len(started.noted("check_cluster"))
+    assert status == 7 and len(started.noted("resilience.supervisor")) == 3 == len(started.noted("check_cluster"))
     assert "failed (exit status 7) after checkpoint 1 was saved: starting again from there" in said
     assert said.splitlines()[-1].endswith("failed (exit status 7) before it saved a checkpoint: not started again")
 
 
 def test_what_fails_at_once_is_not_tried_for_ever(tmp_path: Path) -> None:
     started = start_in_slurm(tmp_path, "exit 1\n")
-    assert started.ended()[0] == 1 and len(started.noted("distributed.run")) == 1 and not started.noted("requeue")
+    assert started.ended()[0] == 1 and len(started.noted("resilience.supervisor")) == 1 and not started.noted("requeue")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -317,7 +336,7 @@ def test_a_stop_reaches_the_ranks(tmp_path: Path, number: signal.Signals) -> Non
     started.wait_for("rank is up")
     started.process.send_signal(number)
     assert started.ended() == (0, "")
-    assert (tmp_path / "run/checkpoints" / LATEST).read_text() == "7" and len(started.noted("distributed.run")) == 1
+    assert (tmp_path / "run/checkpoints" / LATEST).read_text() == "7" and len(started.noted("resilience.supervisor")) == 1
 
 
 def test_a_second_stop_does_not_wait(tmp_path: Path) -> None:
@@ -361,10 +380,9 @@ def wait_until(said: Path, pattern: str, process: subprocess.Popen[Any], timeout
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: Path) -> None:
-    """Dry run, health check, two processes; one is killed, and torchrun starts both from the last checkpoint; SIGTERM saves."""
+    """Dry run, health check, two ranks; one is killed, and both start from the last checkpoint; SIGTERM saves."""
     said, run = tmp_path / "said", tmp_path / "run"
-    # A warm one for all but torchrun, whose ranks must be its own children; no PYTHONPATH, or it would be warm too.
-    python = {"PYTHON": warm_python(), "PYTHON_EXEC": warm_python(), "PYTHONPATH": ""}
+    python = {"PYTHON": warm_python(), "PYTHONPATH": ""}
     small = "--num-layers 1 --hidden-size 32 --seq-length 32 --save-interval 5 --log-interval 1 --train-iters 100000".split()
     with said.open("w") as file:
         process = subprocess.Popen(
@@ -379,18 +397,18 @@ def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: P
             wait_until(said, r"saved \S+/iter_0000005", process)
             words = said.read_text()
             assert words.index("fullest rank") < words.index("check_cluster: all is well") < words.index("iteration        1/")
-            ranks = ranks_of(process.pid)
+            ranks = [pid for pid, name in writers_to(said).items() if name.startswith("rank")]
             assert len(ranks) == 2
             os.kill(ranks[0], signal.SIGKILL)
             wait_until(said, r"resuming from \S+/iter_\d+ at iteration \d+[\s\S]*\n \[.*iteration ", process)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) not in (0, None), said.read_text()[-4000:]
+            assert process.wait(60) == 85, said.read_text()[-4000:]
         finally:
-            for pid in ranks_of(process.pid):
-                os.kill(pid, signal.SIGKILL)
+            for pid in writers_to(said):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.kill()
             process.wait()
-    # (Torchrun may start ranks again in the moment before it is told to end.)
     trained, stop, _ = said.read_text().partition("exiting on SIGTERM")
     assert stop and trained.count("resuming from") == 1, said.read_text()
     last = int((run / "checkpoints" / LATEST).read_text())

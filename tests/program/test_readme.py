@@ -253,11 +253,12 @@ def test_flags_exist(name: str) -> None:
     others = {*REQUESTS, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
     scripts = {"short", "folder", "full", "fuzz"}
-    sources = [path.read_text() for path in (ROOT / "tools").rglob("*.py")]
+    sources = [path.read_text() for folder in ("tools", "tests/support") for path in (ROOT / folder).rglob("*.py")]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
-    known = {*flags(), *others, *launcher, *scripts, *tools, *told}
+    supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron/resilience/command.py").read_text())
+    known = {*flags(), *others, *launcher, *supervisor, *scripts, *tools, *told}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
 

@@ -27,6 +27,9 @@ _OWN = (
     "DRY_RUN",
     "SKIP_CHECK",
     "MAX_RESTARTS",
+    "MIN_NODES",
+    "MIN_RANKS",
+    "LAUNCHER",
     "PYTHON",
 )
 
@@ -60,7 +63,7 @@ case "$*" in
     *--dry-run-json*) exit "${DRY_STATUS:-0}" ;;
     -c*) echo 1234 ;;
     *check_cluster.py*) exit "${CHECK_STATUS:-0}" ;;
-    *torch.distributed.run*) source "$TRAINING" ;;
+    *resilience.supervisor* | *torch.distributed.run*) source "$TRAINING" ;;
 esac
 """
 SRUN = (
@@ -108,7 +111,7 @@ def start(script: Path, folder: Path, training: str, *added: str, **variables: s
     """Start a script with stand-ins for Python and Slurm.
 
     Args:
-        training: what torchrun does, in bash; `$CHECKPOINTS` is the save folder.
+        training: what the supervisor does, in bash; `$CHECKPOINTS` is the save folder.
     """
     folder.mkdir(exist_ok=True)
     for name, text in {"python": PYTHON, "srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "training": training}.items():

@@ -62,6 +62,7 @@ ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint", "metrics"}
 ABOVE["flight"] = {"config", "parallel", "spec"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
+ABOVE["resilience"] = {"config", "data", "planner", "training"}
 
 READS_CHECKPOINTS = ("megatron/config/cli.py", "megatron.checkpoint.checkpoint_args")
 """The one import that goes the other way: --use-checkpoint-args asks a checkpoint for settings."""
@@ -79,6 +80,8 @@ WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/progress.py",
+    "megatron/training/life.py",
+    *(f"megatron/resilience/{name}.py" for name in ("roll", "verdict", "layouts", "ranks", "command", "messages", "supervisor")),
     *(f"megatron/flight/{name}.py" for name in ("record", "diagnosis", "watcher")),
     *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
     "megatron/data/order.py",
