@@ -74,8 +74,8 @@ class Phase:
         return {name: value for name, value in self.settings().items() if name not in ("global_batch_size", "rampup_batch_size")}
 
     def to_json(self) -> dict[str, Any]:
-        """The phase as a checkpoint holds it."""
-        return asdict(self)
+        """The phase as a checkpoint holds it; as in older ones where nothing was passed over."""
+        return {name: value for name, value in asdict(self).items() if name != "passed_over" or value}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Phase:

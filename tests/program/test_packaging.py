@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -24,7 +25,10 @@ def test_requirements_name_what_is_imported() -> None:
     distributions = {"yaml": "PyYAML", "tiktoken_ext": "tiktoken"}
     optional = {"apex", *PROJECT["optional-dependencies"]} - {"dev"}  # looked for at run time
     texts = [path.read_text() for path in [*SOURCES, ROOT / "pretrain_gpt.py", *(ROOT / "tools").rglob("*.py")]]
-    found = {match for text in texts for match in re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)}
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    found = {name.partition(".")[0] for name in names}
     import sys
 
     needed = {

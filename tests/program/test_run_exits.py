@@ -114,7 +114,7 @@ def test_sigterm_while_starting(tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
 
     def in_resume(_: int) -> None:
-        def resume(*_: Any) -> None:
+        def resume(*_: Any, **__: Any) -> None:
             _terminate(None)
             time.sleep(30)
 

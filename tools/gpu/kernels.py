@@ -35,7 +35,7 @@ def _job(name: str) -> Job:
 
 def products(place: Place) -> str:
     """Against float64, written and then added."""
-    from megatron.parallel.products import weight_product, writes_wide_products
+    from megatron.parallel.products import weight_product, widens, writes_wide_products
 
     device, draws = device_of(place), torch.Generator().manual_seed(1)
     out, size, rows = (8192, 8192, 2048) if place.on_cuda else (64, 48, 96)
@@ -50,7 +50,8 @@ def products(place: Place) -> str:
     weight_product(grad, x, into, add=True)
     beside = torch.cuda.max_memory_allocated() - before if place.on_cuda else 0
     exact = 2 * (grad.double().t() @ x.double())
-    told = within(float((into - exact).norm() / exact.norm()), 1e-5, "relative distance")
+    rounded = not place.on_cuda and not widens(x)  # some CPUs are fast in bfloat16, and give no wider product
+    told = within(float((into - exact).norm() / exact.norm()), 2**-8 if rounded else 1e-5, "relative distance")
     if not place.on_cuda:
         return told
     if not writes_wide_products(device, x.dtype) or beside >= into.nbytes // 4:

@@ -164,7 +164,7 @@ def test_initial_weights_that_depend_on_the_layout_are_seen(monkeypatch: pytest.
     def by_box(flat, record, boxes, seed):  # type: ignore[no-untyped-def]
         right(flat, record, boxes, seed + sum(box.box.offsets[0] for box in boxes))
 
-    monkeypatch.setattr("megatron.training.step.fill", by_box)
+    monkeypatch.setattr("megatron.training.providers.fill", by_box)
     observation = prove(config_of(2, "--tensor-model-parallel-size 2"), 2, steps=1)
     assert not diagnose(observation).equal
     assert all(step.loss == observation.plain.steps[0].loss for step in observation.plain.steps), (
