@@ -32,7 +32,9 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.meeting import own_address
 from megatron.spec.operations import Op
 
-_MEMORY = "/dev/shm"
+_MEMORY, _PREFIX = "/dev/shm", "flight-"
+_STARTED_WITHIN_S = 600.0
+"""A folder without records may belong to a start that is only this old."""
 _LOOK_EVERY_S = 0.5
 _GONE_WITHIN_S = 1.0
 _HEARD_WITHIN_S = 1.0
@@ -110,7 +112,8 @@ def watched(context: ParallelContext, config: ParallelConfig, stacks: str | None
     node, ranks = rank - local, int(os.environ.get("LOCAL_WORLD_SIZE", world))
     store = dist.PrefixStore("flight", dist.distributed_c10d._get_default_store())
     if local == 0:
-        folder = Path(tempfile.mkdtemp(prefix="flight-", dir=_MEMORY if os.path.isdir(_MEMORY) else None))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if os.path.isdir(_MEMORY) else None))
+        _sweep(folder.parent)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         _start_watcher(Orders(str(folder), ranks, world, warn_s, config.hang_kill_s, "", None, stacks), rank, store)
         store.set(f"folder/{node}", str(folder))
@@ -131,6 +134,18 @@ def watched(context: ParallelContext, config: ParallelConfig, stacks: str | None
 def stack_folder(save: str | None) -> str | None:
     """Where the stacks of a hang stay: in the folder of the run, if it has one on this node's file systems."""
     return None if save is None or "://" in save else os.path.join(save, "stacks")
+
+
+def _sweep(root: Path) -> None:
+    """Remove what starts left that were killed with their watcher, or before they had one."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another start may do the same
+            state = folder.stat()
+            if state.st_uid != os.getuid() or time.time() - state.st_mtime < _STARTED_WITHIN_S:
+                continue
+            found = [one for path in folder.glob("rank-*.record") if (one := read_record(path)) is not None]
+            if all(one.process == "gone" and one.host == socket.gethostname() for one in found):
+                shutil.rmtree(folder)
 
 
 def _start_watcher(orders: Orders, rank: int, store: dist.Store) -> None:

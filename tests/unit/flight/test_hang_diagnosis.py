@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
+import os
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.flight import watched
 from megatron.flight.diagnosis import find_departed
 from megatron.flight.record import Channel, FlightRecord, Snapshot
 from megatron.flight.watcher import STACKS, Judge, Orders
@@ -205,3 +207,25 @@ def test_a_stillness_that_has_happened_before_is_no_hang() -> None:
     assert limit("in a step", 2, 0.5) == 180.0, "the first step stood still for a minute"
     assert limit("reading data", 3, 1.0) == 10.0 and limit("saving", 3, 50.0) == 100.0
     assert limit("in a step", 4, 0.0) == 180.0 and limit("saving", 5, 0.0) == 150.0
+
+
+def test_what_killed_starts_left_is_removed(tmp_path: Path) -> None:
+    """But neither what a living rank writes, nor what a start has just made."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name, pid in (
+        ("flight-dead", gone.pid),
+        ("flight-alive", os.getpid()),
+        ("flight-empty", 0),
+        ("flight-new", 0),
+        ("other", 0),
+    ):
+        (tmp_path / name).mkdir()
+        if pid:
+            record = FlightRecord(tmp_path / name / "rank-0.record", 0)
+            record._who["pid"] = pid
+            record._describe()
+        if name != "flight-new":
+            os.utime(tmp_path / name, (0, 0))
+    watched._sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flight-alive", "flight-new", "other"]
