@@ -311,7 +311,7 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
 
     kept, moved = in_own_process(search)
     assert kept is not None and moved is not None
-    assert moved.activations < kept.activations and moved.seconds > 1.5 * kept.seconds, "the layers are tiny, so copies take longer"
+    assert moved.activations < kept.activations and moved.seconds > 1.1 * kept.seconds, "the layers are tiny, so copies take longer"
     offered = [each for kind, each in levers(one.config, dry_run, rows, 6) if kind == "offload"]
     assert offered == [change(cpu_offload_activations=True)]
     on_cpu = job(1, **{**WIDE, "device": "cpu"})[0]
