@@ -2,8 +2,8 @@
 
 A waiting rank waits for those whose count of calls is behind its own on a channel that they share: they have not entered the call.
 What it has merely posted in advance counts as well, which may add ranks that themselves wait. So the culprit is at the end: it is
-waited for, and waits for nobody. Where a message was left out all wait in a circle: then it is the one that the rank which was the
-first to wait waits for.
+waited for, and waits for nobody. Where a message was left out all wait in a circle: then the rank that has come the least far in
+its schedule lacks something, and the culprit is the one that it waits for, which has gone on without sending it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ def find_departed(snapshots: Sequence[Snapshot]) -> Departure:
     behind = {one.rank: _waits_for(one, by_rank) if one.waiting else {} for one in snapshots}
     candidates = {other for edges in behind.values() for other in edges if not behind[other]}
     if not candidates and any(behind.values()):
-        longest = max((one for one in snapshots if behind[one.rank]), key=lambda one: one.quiet_s)
-        candidates = {next(iter(behind[longest.rank]))}
+        robbed = min((one for one in snapshots if behind[one.rank]), key=lambda one: (one.iteration, one.place, -one.quiet_s))
+        candidates = {next(iter(behind[robbed.rank]))}
     if not candidates:
         return _nobody(snapshots)
     dependents = {rank: _who_waits(rank, behind) for rank in candidates}
     culprit = max(candidates, key=lambda rank: (len(dependents[rank]), by_rank[rank].quiet_s))
     one, told = by_rank[culprit], dependents[culprit]
-    missed = next(edges[culprit] for edges in behind.values() if culprit in edges)
-    first = min(rank for rank, edges in behind.items() if culprit in edges)
+    # In a circle the call that the culprit left out is one that a rank waits for which it waits for itself.
+    first = min((rank for rank, edges in behind.items() if culprit in edges), key=lambda rank: (rank not in behind[culprit], rank))
+    missed = behind[first][culprit]
     state = f"; its process is {one.process}" if one.process else ""
     words = f"{_who(one)}: did not enter {missed}, for which rank {first} waits; last seen {_doing(one)}{state}"
     if one.waiting and not behind[culprit]:

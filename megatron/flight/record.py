@@ -23,7 +23,8 @@ from typing import Any
 PHASES = ("starting", "reading data", "in a step", "evaluating", "saving", "rewinding", "between steps", "ended")
 CALLS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "barrier", "send", "receive", "collective")
 
-_STATE = struct.Struct("<dqqqqqd")  # time of the last change, phase, iteration, steps done, operation, waiting, seconds waited
+_STATE = struct.Struct("<dqqqqqqd")
+"""Time of the last change, phase, iteration, steps done, operation, its place, waiting, seconds waited."""
 _CODE, _LENGTH, _CHANNEL = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<qq")
 _CODE_AT, _TRACE_AT, _LENGTH_AT, _TEXT_AT, _CHANNELS_AT, _SIZE = 512, 520, 1024, 1032, 1 << 16, 1 << 17
 _MOST_CHANNELS = (_SIZE - _CHANNELS_AT) // _CHANNEL.size
@@ -57,6 +58,8 @@ class Snapshot:
     """How many steps it has done."""
     operation: str
     """What it does of the schedule, in words; empty outside of operations."""
+    place: int
+    """Number of operations that it has begun in this step, with this one."""
     waiting: bool
     """Whether it waits for what it has called."""
     quiet_s: float
@@ -85,7 +88,7 @@ class FlightRecord:
         self._who = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._channels: list[dict[str, Any]] = []
         self._calls: list[int] = []
-        self._phase = self._iteration = self._steps = self._operation = self._waiting = 0
+        self._phase = self._iteration = self._steps = self._operation = self._place = self._waiting = 0
         self._waited = self._since = 0.0
         self._describe()
         self._put()
@@ -120,14 +123,14 @@ class FlightRecord:
 
     def phase(self, name: str, iteration: int | None = None) -> None:
         """Say what the rank is about."""
-        self._phase, self._operation = PHASES.index(name), 0
+        self._phase, self._operation, self._place = PHASES.index(name), 0, 0
         self._steps += name == "between steps"
         self._iteration = self._iteration if iteration is None else iteration
         self._put()
 
     def operation(self, kind: str, chunk: int, microbatch: int) -> None:
         """Say which operation of the schedule it begins; `kind` is one letter."""
-        self._operation = ord(kind) << 48 | chunk << 32 | microbatch
+        self._operation, self._place = ord(kind) << 48 | chunk << 32 | microbatch, self._place + 1
         self._put()
 
     @property
@@ -147,7 +150,7 @@ class FlightRecord:
 
     def _put(self) -> None:
         now = time.monotonic()
-        state = (self._phase, self._iteration, self._steps, self._operation, self._waiting)
+        state = (self._phase, self._iteration, self._steps, self._operation, self._place, self._waiting)
         _STATE.pack_into(self._memory, 0, now, *state, self._waited)
 
     def _describe(self) -> bool:
@@ -169,7 +172,7 @@ def read_record(path: Path) -> Snapshot | None:
         who = json.loads(memory[_TEXT_AT : _TEXT_AT + length])
     except ValueError:  # a channel is being entered
         return None
-    changed, phase, iteration, steps, operation, waiting, waited = _STATE.unpack_from(memory, 0)
+    changed, phase, iteration, steps, operation, place, waiting, waited = _STATE.unpack_from(memory, 0)
     counts = [_CHANNEL.unpack_from(memory, _CHANNELS_AT + number * _CHANNEL.size) for number in range(len(who["channels"]))]
     channels = tuple(
         Channel(one["group"], tuple(one["ranks"]), one["directed"], calls, CALLS[kind])
@@ -177,7 +180,7 @@ def read_record(path: Path) -> Snapshot | None:
     )
     quiet = time.monotonic() - changed
     process = process_state(who["pid"])
-    where = (who["rank"], who["host"], who["pid"], PHASES[phase], iteration, steps, _in_words(operation))
+    where = (who["rank"], who["host"], who["pid"], PHASES[phase], iteration, steps, _in_words(operation), place)
     return Snapshot(*where, bool(waiting), quiet, waited, process, channels)
 
 

@@ -97,7 +97,9 @@ def hang(topology: Topology, schedule: str, culprit: int, departs_at: int) -> li
         rank: tuple(Channel(*key, calls, "all-reduce") for key, calls in counts.items()) for rank, counts in entered.items()
     }
     return [
-        Snapshot(rank, f"node{rank // 4}", 100 + rank, "in a step", 7, 3, "", waiting[rank], 40.0, 0.0, "", channels.get(rank, ()))
+        Snapshot(
+            rank, f"node{rank // 4}", 100 + rank, "in a step", 7, 3, "", 0, waiting[rank], 40.0, 0.0, "", channels.get(rank, ())
+        )
         for rank in programs
     ]
 
@@ -143,6 +145,19 @@ def test_where_nobody_is_behind_nobody_is_accused() -> None:
     assert found.culprit == 1 and "saving" in found.words and found.waiting == (0,)
     idle = [replace(one, waiting=False) for one in level]
     assert find_departed(idle).culprit is None and "wait for their devices" in find_departed(idle).words
+
+
+def test_of_a_circle_the_message_is_named_that_was_left_out() -> None:
+    """Rank 0 did not send to rank 2, and waits for what that would send back; so it does not come to the sum with rank 1 either."""
+
+    def rank(number: int, place: int, *channels: Channel) -> Snapshot:
+        return Snapshot(number, "node", 100 + number, "in a step", 7, 3, "", place, True, 40.0, 0.0, "", channels)
+
+    sums = [Channel("dp", (0, 1), False, calls, "reduce-scatter") for calls in (4, 5)]
+    sent, arrived = (Channel("pp_up", (0, 2), True, calls, "receive") for calls in (7, 8))
+    back, awaited = (Channel("pp_down", (2, 0), True, calls, "receive") for calls in (7, 8))
+    found = find_departed([rank(0, 5, sums[0], sent, awaited), rank(1, 8, sums[1]), rank(2, 3, arrived, back)])
+    assert found.culprit == 0 and "did not enter message 8 from rank 0 to rank 2" in found.words
 
 
 def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path) -> None:
