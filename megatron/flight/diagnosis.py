@@ -3,7 +3,7 @@
 A waiting rank waits for those whose count of calls is behind its own on a channel that they share: they have not entered the call.
 What it has merely posted in advance counts as well, which may add ranks that themselves wait. So the culprit is at the end: it is
 waited for, and waits for nobody. Where a message was left out all wait in a circle: then the rank that has come the least far in
-its schedule lacks something, and the culprit is the one that it waits for, which has gone on without sending it.
+its schedule lacks something, and the culprit is one that it waits for, which has gone on without sending it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def find_departed(snapshots: Sequence[Snapshot]) -> Departure:
     behind = {one.rank: _waits_for(one, by_rank) if one.waiting else {} for one in snapshots}
     candidates = {other for edges in behind.values() for other in edges if not behind[other]}
     if not candidates and any(behind.values()):
-        robbed = min((one for one in snapshots if behind[one.rank]), key=lambda one: (one.iteration, one.place, -one.quiet_s))
-        candidates = {next(iter(behind[robbed.rank]))}
+        candidates = {_who_went_on(behind, by_rank)}
     if not candidates:
         return _nobody(snapshots)
     dependents = {rank: _who_waits(rank, behind) for rank in candidates}
@@ -56,6 +55,17 @@ def find_departed(snapshots: Sequence[Snapshot]) -> Departure:
     if one.waiting and not behind[culprit]:
         words += "; what it waits for itself all have entered: a message to it is lost, or its device hangs"
     return Departure(culprit, words, told)
+
+
+def _who_went_on(behind: Mapping[int, Mapping[int, str]], by_rank: Mapping[int, Snapshot]) -> int:
+    """Of ranks that wait in a circle the one that the least far waits for and that is further itself: tensor ranks of the least far
+    wait for it too, at the same place."""
+
+    def come(rank: int) -> tuple[int, int]:
+        return by_rank[rank].iteration, by_rank[rank].place
+
+    pairs = [(come(rank) >= come(other), come(rank), -by_rank[rank].quiet_s, other) for rank in behind for other in behind[rank]]
+    return min(pairs)[-1]
 
 
 def _waits_for(one: Snapshot, by_rank: Mapping[int, Snapshot]) -> dict[int, str]:

@@ -156,7 +156,9 @@ def test_of_a_circle_the_message_is_named_that_was_left_out() -> None:
     sums = [Channel("dp", (0, 1), False, calls, "reduce-scatter") for calls in (4, 5)]
     sent, arrived = (Channel("pp_up", (0, 2), True, calls, "receive") for calls in (7, 8))
     back, awaited = (Channel("pp_down", (2, 0), True, calls, "receive") for calls in (7, 8))
-    found = find_departed([rank(0, 5, sums[0], sent, awaited), rank(1, 8, sums[1]), rank(2, 3, arrived, back)])
+    products = [Channel("tp", (2, 3), False, calls, "all-reduce") for calls in (4, 5)]
+    third = replace(rank(3, 3, products[1]), quiet_s=41.0)  # it got its message, and waits for the product of rank 2
+    found = find_departed([rank(0, 5, sums[0], sent, awaited), rank(1, 8, sums[1]), rank(2, 3, arrived, back, products[0]), third])
     assert found.culprit == 0 and "did not enter message 8 from rank 0 to rank 2" in found.words
 
 
