@@ -58,8 +58,8 @@ def find_departed(snapshots: Sequence[Snapshot]) -> Departure:
 
 
 def _who_went_on(behind: Mapping[int, Mapping[int, str]], by_rank: Mapping[int, Snapshot]) -> int:
-    """Of ranks that wait in a circle the one that the least far waits for and that is further itself: tensor ranks of the least far
-    wait for it too, at the same place."""
+    """The rank of a circle that the one which is the least far waits for and that is further itself. (Tensor ranks of the least far
+    wait for it too, at the same place.)"""
 
     def come(rank: int) -> tuple[int, int]:
         return by_rank[rank].iteration, by_rank[rank].place

@@ -74,12 +74,23 @@ def address(variables: Mapping[str, str], job: Launched) -> tuple[str, int]:
 
 def own_address() -> str:
     """This node's address, as the way to the first node shows it; its name where there is no such way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-            return str(probe.getsockname()[0])
-        except (OSError, KeyError, ValueError):
-            return socket.gethostname()
+    try:
+        return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    except (OSError, KeyError, ValueError):
+        return socket.gethostname()
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host as others reach it: the address of the way to one of them, or its name where that is itself.
+
+    Raises:
+        OSError: there is no such way.
+    """
+    with socket.socket(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0], socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        found = str(probe.getsockname()[0])
+    alone = host in ("localhost", "127.0.0.1", "::1")
+    return found if alone or not found.startswith("127.") else socket.gethostname()
 
 
 def _open(store: dist.Store, job: Launched, until: float) -> str:

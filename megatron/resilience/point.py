@@ -1,10 +1,9 @@
-"""The place where nodes meet: who serves the store, and how this node is reached from others."""
+"""The place where nodes meet: who serves the store."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -30,17 +29,6 @@ def make_book(meet: tuple[str, int] | None, run_id: str) -> Book:
         except RuntimeError:
             _serve_apart(port, run_id)
     return StoreBook(host, port, run_id)
-
-
-def own_address(meet: tuple[str, int] | None) -> str:
-    """This host as others reach it: the address of the way to the store, or its name."""
-    if meet is None:
-        return "127.0.0.1"
-    with socket.socket(socket.getaddrinfo(*meet, type=socket.SOCK_DGRAM)[0][0], socket.SOCK_DGRAM) as probe:
-        probe.connect(meet)  # sends nothing
-        found = str(probe.getsockname()[0])
-    alone = meet[0] in ("localhost", "127.0.0.1", "::1")
-    return found if alone or not found.startswith("127.") else socket.gethostname()
 
 
 def serve_until_told(port: int) -> int:

@@ -51,8 +51,9 @@ class Supervisor:
     """One node's ranks, from the first start to the end of the job."""
 
     def __init__(self, own: argparse.Namespace, stop_code: int) -> None:
+        from megatron.parallel.meeting import address_towards
         from megatron.resilience.envoy import start_envoy
-        from megatron.resilience.point import make_book, own_address
+        from megatron.resilience.point import make_book
 
         self._own, self._stop_code = own, stop_code
         self._places = NodePlaces(own.nproc_per_node)
@@ -71,7 +72,7 @@ class Supervisor:
         os.environ[LIFE_FILE] = f"/dev/fd/{self._life_file}"
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         limits = JobLimits(own.nnodes, own.elastic, own.max_restarts, own.last_call_s)
-        address = own.local_addr or own_address(own.meet)
+        address = own.local_addr or ("127.0.0.1" if own.meet is None else address_towards(*own.meet))
         orders = EnvoyOrders(name, address, tuple(own.flags), limits, own.lost_after_s, own.join_timeout_s, bool(own.join_at_once))
         self._hears, tells = os.pipe()
         self._tells = tells

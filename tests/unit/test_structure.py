@@ -62,7 +62,7 @@ ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint", "metrics"}
 ABOVE["flight"] = {"config", "parallel", "spec"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
-ABOVE["resilience"] = {"config", "data", "planner", "training"}
+ABOVE["resilience"] = {"config", "data", "parallel", "planner", "training"}
 
 READS_CHECKPOINTS = ("megatron/config/cli.py", "megatron.checkpoint.checkpoint_args")
 """The one import that goes the other way: --use-checkpoint-args asks a checkpoint for settings."""
