@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, part_from_json
 from megatron.checkpoint.rank_parts import write_part
 from megatron.checkpoint.save_folder import checkpoint_name, commit, retain
@@ -50,6 +50,7 @@ LONGEST_PAUSE_S = 0.5
 ALIVE_EVERY_S = 2.0
 VISIBLE_WITHIN_S = 60.0
 """Seconds within which a written part must be seen here: network file systems show new names late."""
+_WHOLE_WITHIN_S = 10.0
 
 
 class Background:
@@ -127,7 +128,7 @@ class Background:
         parts = []
         for rank in range(self._begin.num_ranks):
             name = draft.file_name(part_file(rank))
-            parts.append(part_from_json(draft.storage.read(name), draft.storage.location, name))
+            parts.append(_whole_part(draft, name))
             draft.storage.remove(name)
         assert message.files is not None
         return commit(self._storage, draft, message.iteration, parts, message.files, run=message.token)
@@ -186,6 +187,18 @@ class Background:
             retain(self._storage, self._begin.retention)
         except Exception as error:  # noqa: BLE001 - the checkpoint is complete all the same
             self._reply(Note(f"old checkpoints in {self._storage.location} could not be removed: {error}"))
+
+
+def _whole_part(draft: Draft, name: str) -> Manifest:
+    """What a rank says of its part. Some file systems behind a URL show a file while it is written."""
+    until = time.monotonic() + _WHOLE_WITHIN_S
+    while True:
+        try:
+            return part_from_json(draft.storage.read(name), draft.storage.location, name)
+        except DamagedCheckpointError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def _reason(error: Exception, rank: int) -> str:

@@ -564,6 +564,16 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
+    """Behind some URLs a file is seen before it has its content."""
+    draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
+    draft.make()
+    name, content = part_file(1), Manifest({}, {}).to_json()
+    draft.storage.write(name, b"")
+    threading.Timer(0.2, draft.storage.write, (name, content)).start()
+    assert writer_main._whole_part(draft, name) == Manifest({}, {})
+
+
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one is complete all the same."""
     replies: list[Reply] = []
