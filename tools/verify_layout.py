@@ -178,7 +178,7 @@ def compare(own: Own) -> int:
     Raises:
         ValueError: they cannot be read or compared.
     """
-    from tools.proofs.traces import compare_files, format_traces, traces_json
+    from megatron.proofs.traces import compare_files, format_traces, traces_json
 
     found = compare_files(*own.traces)
     return _tell(format_traces(found, *own.traces), own, traces_json(found, *own.traces), 1 if found.parts else 0)
@@ -192,8 +192,8 @@ def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
     """
     if (saved := loaded.config.debug.save_trace) is not None:
         check_output("--save-trace", saved)
-    from tools.proofs.report import format_report, report_json
-    from tools.proofs.verify import Effort, verify_layout, vocabulary_of
+    from megatron.proofs.report import format_report, report_json
+    from megatron.proofs.verify import Effort, verify_layout, vocabulary_of
 
     started = time.monotonic()
     vocab_size = vocabulary_of(loaded.config.data)

@@ -19,6 +19,9 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags
+from megatron.proofs.isolation import axes_alone, isolate, one_process, without_each
+from megatron.proofs.report import Proof, format_report, report_json
+from megatron.proofs.verify import trace_of, vocabulary_of, write_trace
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
@@ -26,9 +29,6 @@ from megatron.verification.wording import factor_words, layout_factors
 from tests.support.cli import ROOT
 from tests.support.runs import launch
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
-from tools.proofs.isolation import axes_alone, isolate, one_process, without_each
-from tools.proofs.report import Proof, format_report, report_json
-from tools.proofs.verify import trace_of, vocabulary_of, write_trace
 from tools.verify_layout import HELP, main, take
 
 LAYOUT = (
@@ -147,7 +147,7 @@ def stands_for_proofs(monkeypatch: pytest.MonkeyPatch, *, equal: bool = True) ->
         asked.append(world_size)
         return [proof]
 
-    monkeypatch.setattr("tools.proofs.verify.verify_layout", verify_layout)
+    monkeypatch.setattr("megatron.proofs.verify.verify_layout", verify_layout)
     return asked
 
 
@@ -172,7 +172,7 @@ def test_the_json_comes_after_the_report(
     status, out, _ = run_main(argv, capsys)
     assert status == 0 and out.startswith("EQUAL") and json.loads(path.read_text())["equal"] is True and asked == [1]
     told = path.read_text()
-    monkeypatch.setattr("tools.proofs.verify.verify_layout", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("megatron.proofs.verify.verify_layout", lambda *_, **__: 1 / 0)
     for name in (path, tmp_path / "other.json"):
         with pytest.raises(ZeroDivisionError):
             main([*FLAGS.split(), "--json", str(name)])

@@ -62,6 +62,7 @@ ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint", "metrics"}
 ABOVE["flight"] = {"config", "parallel", "spec"}
 ABOVE["training"] = set(ABOVE) - {"inference"}
 ABOVE["verification"] = set(ABOVE) - {"inference"}
+ABOVE["proofs"] = {*ABOVE["verification"], "verification"}
 ABOVE["resilience"] = {"config", "data", "parallel", "planner", "training"}
 
 READS_CHECKPOINTS = ("megatron/config/cli.py", "megatron.checkpoint.checkpoint_args")

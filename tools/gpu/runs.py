@@ -31,7 +31,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _compared(trace: Path, reference: Path) -> str:
-    from tools.proofs.traces import compare_files
+    from megatron.proofs.traces import compare_files
 
     found = compare_files(str(trace), str(reference))
     if found.parts or found.largest is None:

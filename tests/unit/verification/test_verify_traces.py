@@ -13,9 +13,9 @@ import torch
 
 from megatron.audit.signature import named, signature_of
 from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep
+from megatron.proofs.traces import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
+from megatron.proofs.verify import trace_of, write_trace
 from tests.support.verify_observations import DATA, STAGES, observed
-from tools.proofs.traces import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
-from tools.proofs.verify import trace_of, write_trace
 from tools.verify_layout import main
 
 SHAPES = {

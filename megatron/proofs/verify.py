@@ -17,6 +17,11 @@ from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.config.save import to_dict
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.pipeline_parallel.partition import table_of
+from megatron.proofs.isolation import isolate
+from megatron.proofs.report import Proof
+from megatron.proofs.shrink import Reduced, shrink
+from megatron.proofs.small_layout import sizes_of
+from megatron.proofs.traces import compare, format_traces, read_whole
 from megatron.verification.comparison import Comparison
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.findings import layer_findings
@@ -24,11 +29,6 @@ from megatron.verification.joined import JoinedTensor
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
 from megatron.verification.prove import prove
-from tools.proofs.isolation import isolate
-from tools.proofs.report import Proof
-from tools.proofs.shrink import Reduced, shrink
-from tools.proofs.small_layout import sizes_of
-from tools.proofs.traces import compare, format_traces, read_whole
 
 
 @dataclass(frozen=True)

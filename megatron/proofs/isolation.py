@@ -12,10 +12,10 @@ from typing import Any
 from megatron.config.checks.finding import change
 from megatron.config.config import Config
 from megatron.config.rules import violations
+from megatron.proofs.small_layout import NO_SPLIT, sizes_of
 from megatron.verification.diagnosis import diagnose
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
-from tools.proofs.small_layout import NO_SPLIT, sizes_of
 
 Prove = Callable[..., Observation]
 """Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""

@@ -19,9 +19,7 @@ from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.config.rules import violations
 from megatron.data_parallel.bucket_plan import default_bucket_size
 from megatron.parallel.params import ParamRecord
-from megatron.spec.counts import count_parameters
-from megatron.spec.weights import model_weights
-from tools.proofs.small_layout import (
+from megatron.proofs.small_layout import (
     NO_SPLIT,
     Pattern,
     RankSizes,
@@ -33,7 +31,7 @@ from tools.proofs.small_layout import (
     sizes_of,
     with_pattern,
 )
-from tools.proofs.small_model import (
+from megatron.proofs.small_model import (
     Cuts,
     padding_of,
     reduced_loss,
@@ -44,6 +42,8 @@ from tools.proofs.small_model import (
     reduced_vocabulary,
     with_groups_of,
 )
+from megatron.spec.counts import count_parameters
+from megatron.spec.weights import model_weights
 
 _MOST_BUCKETS = 8
 
