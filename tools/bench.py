@@ -34,6 +34,7 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES
 from tools.benchmarks.shapes import SHAPES, Shape
+from tools.parser import ToolParser
 
 # Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
 PARTS = (
@@ -60,7 +61,7 @@ STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
 def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
     """The flags, and for each the parts in which it acts."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = ToolParser(description=__doc__)
     flags.add_argument("part", nargs="?", default="all", choices=["all", *PARTS])
     acts: dict[str, tuple[str, ...]] = {}
 

@@ -35,13 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
 from megatron.config.given import check_output
+from tools.parser import ToolParser
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, prog="check_cluster.py"
-    )
+    flags = ToolParser(description=__doc__, prog="check_cluster.py")
     flags.add_argument("--nodes", type=_positive, default=1, metavar="N", help="nodes of the job (1)")
     flags.add_argument("--ranks-per-node", type=_positive, metavar="N", help="ranks of a node (required without a launcher)")
     flags.add_argument(

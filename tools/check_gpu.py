@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 from tools.gpu.checks import CHECKS, Check
 from tools.gpu.isolated import Ended, run
 from tools.gpu.table import line, markdown, summary, write_docs
+from tools.parser import ToolParser
 
 PROGRAM = "check_gpu.py"
 _RESULT = "result: "
@@ -41,9 +42,7 @@ BAD = ("fail", "too slow", "crash")
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, prog=PROGRAM
-    )
+    flags = ToolParser(description=__doc__, prog=PROGRAM)
     flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (cuda)")
     flags.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     flags.add_argument("--only", type=_checks, metavar="A,B,...", help="only these checks")

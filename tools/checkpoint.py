@@ -20,6 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from tools.parser import ToolParser
+
 SUBCOMMANDS = {
     "inspect": "inspect",
     "verify": "verify",
@@ -36,9 +38,7 @@ FAILED = {"diff": 2}
 
 def parser() -> argparse.ArgumentParser:
     """The subcommands and their flags."""
-    main_parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    main_parser = ToolParser(description=__doc__)
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module_name in SUBCOMMANDS.items():
         module = importlib.import_module(f"tools.checkpoints.{module_name}")

@@ -8,7 +8,6 @@ schedule which trains, `1f1b`, by the simulator.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
+from tools.parser import ToolParser
 
 WIDTH, HEIGHT, LEFT = 800, 588, 20
 STAGES, MICROBATCHES, SAMPLES_OF_MICROBATCH = 2, 4, 4
@@ -204,7 +204,7 @@ def draw() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the picture; returns the exit code."""
-    flags = argparse.ArgumentParser(description="Draw how a batch flows through a training step.", allow_abbrev=False)
+    flags = ToolParser(description="Draw how a batch flows through a training step.")
     flags.add_argument("output", type=Path, metavar="FILE.svg", help="where the picture goes")
     given = flags.parse_args(arguments)
     try:

@@ -32,6 +32,7 @@ from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.parallel import ParallelConfig
 from tools.checkpoints.tokenizer_choice import named_tokenizer
 from tools.data.tokenizer_flags import add_tokenizer_flags
+from tools.parser import ToolParser
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ _NEW_TOKENS = 256
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = ToolParser(description=__doc__)
     flags.add_argument("--load", required=True, metavar="FOLDER", help="the model: see above")
     flags.add_argument("--ckpt-step", type=int, metavar="N", help="of a folder with several checkpoints, the iteration to take")
     flags.add_argument("--ema", action="store_true", help="take the moving average of the weights (of a run with --ema-decay)")

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.extras import optional
 from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from tools.parser import ToolParser
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
@@ -41,7 +42,7 @@ _ANY_ID = 2**63
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = ToolParser(description=__doc__)
     flags.add_argument("prefix", nargs="?", metavar="PREFIX", help="indexed dataset: path without .bin and .idx")
     flags.add_argument("--run", metavar="FOLDER", help="--save folder of a training run, instead of PREFIX")
     flags.add_argument(

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
+from tools.parser import ToolParser
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ class LayerUse:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = ToolParser(description=__doc__)
     flags.add_argument("model", metavar="MODEL", help="see above")
     flags.add_argument(
         "--data-path", required=True, nargs="+", metavar="PREFIX", help="indexed datasets: paths without .bin and .idx"

@@ -14,10 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from tools.parser import ToolParser
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = ToolParser(description=__doc__)
     flags.add_argument(
         "--input",
         nargs="+",

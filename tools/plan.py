@@ -24,6 +24,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun, check_output
 from megatron.planner.cluster import DEFAULT, cluster_names, load_cluster
 from megatron.planner.garbage import collect_seldom
+from tools.parser import ToolParser
 
 PROGRAM = "plan.py"
 _DAY = 86_400
@@ -42,9 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(PROGRAM, description=__doc__)
     clusters = "one that is shipped, or a file; 'list' lists them"
     parser.add_argument("--cluster", "--plan-cluster", default=DEFAULT, metavar="NAME|FILE", help=clusters)
     parser.add_argument("--gpus", "--world-size", type=int, default=8, metavar="N", help="devices of the job")

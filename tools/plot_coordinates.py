@@ -19,6 +19,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import check_output, is_count
 from megatron.config.rules import violations
+from megatron.config.version import version_line
 
 PROGRAM = "plot_coordinates.py"
 HELP = """\
@@ -33,6 +34,7 @@ and the base of muP unless --mup-base-width does.
   --seeds N         runs of each, whose mean is told (2)
   --output FILE     .svg or .png: a picture (needs matplotlib)
   --help            print this
+  --version         say which version this is
 """
 _SUFFIXES = (".svg", ".png")
 
@@ -49,6 +51,9 @@ class OwnFlags:
 
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status: 0, or 2 for settings that are wrong or a picture that cannot be written."""
+    if "--version" in argv:
+        print(version_line())
+        return 0
     if "--help" in argv:
         print(HELP, end="")
         return 0

@@ -6,7 +6,6 @@ python tools/plot_cut.py --output cut.svg --ranks 8 --documents 30000 2000 ...  
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.config.extras import optional
+from tools.parser import ToolParser
 
 _EXAMPLE = (300, 28, 60, 12, 500, 40, 84)
 _COLOURS = ("#88aadd", "#ee8899", "#88cc88", "#ddcc66", "#88ddee", "#cc88bb", "#cccccc", "#ddaa88")
@@ -23,7 +23,7 @@ _COLOURS = ("#88aadd", "#ee8899", "#88cc88", "#ddcc66", "#88ddee", "#cc88bb", "#
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = ToolParser(description=__doc__)
     flags.add_argument("--output", required=True, metavar="FILE", help="picture to write (.svg, .png or .pdf)")
     flags.add_argument("--ranks", type=int, default=4, metavar="N", help="context ranks (4)")
     flags.add_argument("--documents", type=int, nargs="+", default=_EXAMPLE, metavar="N", help="lengths of documents (an example)")

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.data import DataOrder
 from megatron.config.extras import optional
+from tools.parser import ToolParser
 
 if TYPE_CHECKING:
     from megatron.data.gpt_dataset import GPTDataset
@@ -29,7 +30,7 @@ _COLOURS = ("#88aadd", "#ee8899", "#88cc88", "#ddcc66", "#88ddee", "#cc88bb", "#
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = ToolParser(description=__doc__)
     flags.add_argument("--output", required=True, metavar="FILE", help="picture to write (.svg, .png or .pdf)")
     flags.add_argument("--data-path", metavar="PREFIX", help=f"dataset of at most {_MOST_DOCUMENTS} documents (an example)")
     flags.add_argument("--seq-length", type=int, default=16, metavar="N", help="tokens in a sample (16)")

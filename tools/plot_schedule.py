@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
+from tools.parser import ToolParser
 from tools.schedules.files import check_output, write_picture
 from tools.schedules.formulas import expected
 from tools.schedules.panel import Panel, milliseconds
@@ -59,11 +60,11 @@ class Terminal(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(
+    flags = ToolParser(
+        formatter_class=argparse.HelpFormatter,
         description="Show a pipeline schedule: a timeline and a table in the terminal, and pictures in files.",
         epilog="Times are those of a whole stage: each chunk (virtual stage) of a stage that has v takes 1/v of them. The timeline "
         "is as wide as the terminal, or as COLUMNS says; NO_COLOR=1 leaves colours out.",
-        allow_abbrev=False,
     )
     which = flags.add_mutually_exclusive_group(required=True)
     which.add_argument("--schedule", choices=SCHEDULES, help="the schedule to show")

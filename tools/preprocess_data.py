@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 from megatron.config.data import DataConfig, DataOrder
 from megatron.config.training import TrainingConfig
 from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from tools.parser import ToolParser
 
 if TYPE_CHECKING:
     from megatron.data.preprocess.reports import Summary
@@ -60,7 +61,7 @@ _INDEXING = ("seq_length", "seed", "split", "epochs", "train_samples", "valid_sa
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    flags = ToolParser(description=__doc__)
     flags.add_argument(
         "--input",
         nargs="+",

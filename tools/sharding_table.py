@@ -10,7 +10,6 @@ of a run. The tables of docs/data_parallel.md are made by this.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.planner.state_report import state_report
 from megatron.spec.schedules import make_schedule
+from tools.parser import ToolParser
 
 DATA_SIZES = (8, 64, 1024)
 STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)
@@ -207,7 +207,7 @@ def _gb(num_bytes: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
-    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    flags = ToolParser(description=(__doc__ or "").splitlines()[0])
     flags.add_argument(
         "table", choices=TABLES, help="memory: GB of a rank; parts: what they are for; traffic: GB that a rank sends in a step"
     )

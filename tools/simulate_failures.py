@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from megatron.config.given import check_output
+from tools.parser import ToolParser
 from tools.planning.failures import GPU_HOURS, Job, Outcome, best_of, daly_s, intervals, play, young_s
 
 PROGRAM = "simulate_failures.py"
@@ -45,9 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ToolParser(PROGRAM, description=__doc__)
     parser.add_argument("--gpus", type=int, default=16_384, help="devices of the job")
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--failures-like", choices=sorted(GPU_HOURS), default="llama3", help="a published rate")

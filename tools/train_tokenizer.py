@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from tools.parser import ToolParser
+
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
     from tools.data.tokenizer_training import TextSample
@@ -26,7 +28,7 @@ _KINDS = ("sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe")
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(description="Train a tokenizer's vocabulary on a sample of texts.", allow_abbrev=False)
+    flags = ToolParser(description="Train a tokenizer's vocabulary on a sample of texts.")
     flags.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders and patterns")
     flags.add_argument("--json-key", default="text", metavar="KEY", help="key or column of the text (text)")
     flags.add_argument("--kind", choices=_KINDS, required=True, help="byte-bpe is like GPT-2's and needs the tokenizers library")

@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> Config:
     Raises:
         ConfigError: unknown or refused flags, values of a wrong form, a bad ``--config`` file, or a checkpoint in which
             ``--use-checkpoint-args`` finds no settings.
-        SystemExit: 0 after ``--help``, ``--model list``, ``--explain`` or ``--print-config``.
+        SystemExit: 0 after ``--help``, ``--version``, ``--model list``, ``--explain`` or ``--print-config``.
     """
     config, _, found = _read(argv)
     if found.problems:
@@ -64,7 +64,7 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
 
     Raises:
         ConfigError: with all problems together: those of `parse` and the violated rules.
-        SystemExit: 0 after ``--help``, ``--explain`` or ``--print-config``.
+        SystemExit: 0 after ``--help``, ``--version``, ``--explain`` or ``--print-config``.
     """
     config, requests, found = _read(argv)
     dry_run = dry_run_in(requests, world_size)
@@ -94,6 +94,10 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
 
         _write_and_exit(help_text(PROGRAM))
     own, requests, problems = take(given)
+    if "version" in requests:
+        from megatron.config.version import version_line  # it reads a file
+
+        _write_and_exit(f"{version_line()}\n")
     if LIST in requests.get("model", ()):
         _write_and_exit(table())
     if any(item.name == "explain" for item in given):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from megatron.config.version import how_to_install
+
 
 def optional(library: str, needed: str) -> Any:
     """Import a library, or a module of one.
@@ -19,7 +21,7 @@ def optional(library: str, needed: str) -> Any:
         return importlib.import_module(library)
     except ImportError as error:
         extra = library.partition(".")[0]
-        raise ValueError(f"{needed}, which is not installed: pip install 'megatron-3d[{extra}]'") from error
+        raise ValueError(f"{needed}, which is not installed: {how_to_install(extra)}") from error
 
 
 def filesystem(url: str) -> tuple[Any, str]:

@@ -224,6 +224,7 @@ REQUESTS = {
         "YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be repeated.",
     ),
     "print-config": (NO_VALUE, "Print the resolved settings as YAML, which --config reads back, and stop."),
+    "version": (NO_VALUE, "Say which version this is, and stop."),
     "explain": (
         "the name of one flag",
         "Say what a flag does, its unit and default and what it interacts with, and stop. May be repeated.",

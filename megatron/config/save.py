@@ -14,6 +14,7 @@ import yaml
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import build, flags, topics
+from megatron.config.version import DISTRIBUTION, __version__
 
 _PACKAGES = "torch numpy safetensors xxhash sentencepiece tiktoken regex tyro PyYAML tensorboard wandb".split()
 
@@ -63,15 +64,15 @@ def run_record(config: Config, argv: Sequence[str]) -> dict[str, Any]:
     """The record that is saved with a run so that it can be repeated, in JSON types.
 
     Returns:
-        ``config`` (see `to_dict`), ``command`` (the words of the command line) and ``versions`` of Python and of the packages
-        that are installed.
+        ``config`` (see `to_dict`), ``command`` (the words of the command line) and ``versions`` of the project, of
+        Python and of the packages that are installed.
     """
     return {"config": to_dict(config), "command": list(argv), "versions": dict(_versions())}
 
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {DISTRIBUTION: __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)

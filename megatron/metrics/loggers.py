@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.outputs import LoggingConfig
+from megatron.config.version import how_to_install
 from megatron.metrics.log_line import perplexity
 from megatron.metrics.output import LineFile, Output
 
@@ -153,7 +154,7 @@ class WandB:
         try:
             import wandb
         except ImportError as error:
-            raise ValueError('--wandb-project needs the package wandb (the extra "wandb"): pip install wandb') from error
+            raise ValueError(f"--wandb-project needs the package wandb: {how_to_install('wandb')}") from error
         self._output = Output(f"--wandb-project {project}")
         self._run = wandb.init(project=project, name=name, config=dict(settings or {}))
 

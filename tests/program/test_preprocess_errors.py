@@ -435,7 +435,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
     for module in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
         monkeypatch.setitem(sys.modules, module, None)
     path = source if "://" in source else write_lines(tmp_path / source)
-    with pytest.raises(ValueError, match=re.escape(f"not installed: pip install 'megatron-3d[{library}]'")) as caught:
+    with pytest.raises(ValueError, match=re.escape(f"not installed: pip install -e '{ROOT}[{library}]'")) as caught:
         preprocess([path], str(tmp_path / "out"), JOB, **settings)
     assert path in str(caught.value) or "--engine ray" in str(caught.value)
     with (ROOT / "pyproject.toml").open("rb") as file:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.version import how_to_install
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpKind
 from tools.schedules.panel import (
@@ -61,7 +62,7 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            'SVG and PNG pictures need matplotlib: pip install "megatron-3d[matplotlib]". The text timeline and the trace (.json) '
+            f"SVG and PNG pictures need matplotlib: {how_to_install('matplotlib')}. The text timeline and the trace (.json) "
             "work without it."
         )
 

@@ -614,7 +614,7 @@ def test_paths_and_urls(location: str, url: bool) -> None:
 
 def test_a_url_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ValueError, match=r"s3://a/b: .*pip install 'megatron-3d\[fsspec\]'"):
+    with pytest.raises(ValueError, match=r"s3://a/b: .*pip install -e '.*\[fsspec\]'"):
         open_storage("s3://a/b")
 
 

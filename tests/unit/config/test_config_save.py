@@ -19,6 +19,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import Flag, flags
 from megatron.config.save import from_dict, run_record, to_dict, to_yaml
+from megatron.config.version import DISTRIBUTION, __version__
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --tokenizer-type NullTokenizer --vocab-size 100"
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data"
@@ -105,7 +106,7 @@ def test_run_record() -> None:
     assert json.loads(json.dumps(record)) == record
     assert from_dict(record["config"]) == parse(argv)
     assert record["command"] == argv
-    assert record["versions"]["python"] == platform.python_version()
+    assert record["versions"]["python"] == platform.python_version() and record["versions"][DISTRIBUTION] == __version__
     for package in ("torch", "tyro", "PyYAML"):
         assert record["versions"][package] == metadata.version(package)
     assert "wandb" not in record["versions"] or metadata.version("wandb")

@@ -164,7 +164,7 @@ def test_wandb_receives_values_and_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r'--wandb-project needs the package wandb \(the extra "wandb"\)'):
+    with pytest.raises(ValueError, match=r"--wandb-project needs the package wandb: pip install -e .*\[wandb\]"):
         WandB("project")
 
 
