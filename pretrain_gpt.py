@@ -76,6 +76,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     What is told comes before what is written: a full disk does not take the plan away.
     """
     from megatron.data.tokenizers.tokenizer import planned_rows
+    from megatron.parallel.topology import Topology
     from megatron.planner.dry_run import Planner
     from megatron.planner.fit import with_fit_advice, with_least_layers
     from megatron.planner.plan import write_plan
@@ -85,8 +86,9 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     if launched().rank > 0:
         return
     try:
-        if job.json_file is not None:
-            check_output("--dry-run-json", job.json_file)
+        for flag, file in (("--dry-run-json", job.json_file), ("--dry-run-html", job.html_file)):
+            if file is not None:
+                check_output(flag, file)
         vocab_size = planned_rows(loaded.config.data)
         config = with_least_layers(loaded.config, job, vocab_size)
         cluster = cluster_of(config)
@@ -97,6 +99,12 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
         print("\n".join([*format_plan(plan, time), *loaded.notes]), flush=True)
         if job.json_file is not None:
             write_plan(plan, job.json_file, None if time is None else time.to_json())
+        if job.html_file is not None:
+            from tools.pages.html import write_page
+            from tools.pages.plan_page import plan_page
+
+            topology = Topology.of(config.parallel, job.world_size)
+            write_page("--dry-run-html", job.html_file, plan_page(plan, topology, time, loaded.notes))
     except ValueError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         sys.exit(2)

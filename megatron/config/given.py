@@ -193,6 +193,7 @@ class DryRun:
     json_file: str | None
     expert_imbalance: float | None = None
     """How many times the mean of choices the experts of the busiest rank are taken to get."""
+    html_file: str | None = None
 
 
 def without_gaps(config: Config) -> Config:
@@ -242,6 +243,10 @@ REQUESTS = {
     "world-size": (COUNT, "Ranks of the job that --dry-run lays out; by default those that the launcher gives."),
     "gpus-per-node": (COUNT, f"Ranks of a node, for --dry-run; by default {GPUS_PER_NODE}."),
     "dry-run-json": ("one file", "File for what --dry-run tells, as JSON."),
+    "dry-run-html": (
+        "one file",
+        "File for what --dry-run tells, as a page with memory bars and the grid of the ranks, which opens without a network.",
+    ),
     "plan-expert-imbalance": (
         FACTOR,
         "How many times the mean of choices the experts of the busiest rank get, for --dry-run, which then tells its memory too; "
@@ -251,7 +256,7 @@ REQUESTS = {
 """What each request takes, and its help text."""
 _FITS: Mapping[str, Callable[[str], bool]] = {COUNT: lambda text: is_count(text, LARGEST_WORLD), FACTOR: is_factor}
 """Whether a value is what a request takes; any that is not empty is a file or a name."""
-_NEEDING_DRY_RUN = ("world-size", "gpus-per-node", "dry-run-json", "plan-expert-imbalance")
+_NEEDING_DRY_RUN = ("world-size", "gpus-per-node", "dry-run-json", "dry-run-html", "plan-expert-imbalance")
 
 
 def take(given: Sequence[Given]) -> tuple[list[Given], dict[str, list[str]], list[Violation]]:
@@ -300,7 +305,8 @@ def dry_run_in(asked: Mapping[str, Sequence[str]], world_size: int) -> DryRun | 
     last = {name: values[-1] for name, values in asked.items() if values}
     ranks, per_node = last.get("world-size", world_size), last.get("gpus-per-node", GPUS_PER_NODE)
     factor = last.get("plan-expert-imbalance")
-    return DryRun(int(ranks), int(per_node), last.get("dry-run-json"), None if factor is None else float(factor))
+    imbalance = None if factor is None else float(factor)
+    return DryRun(int(ranks), int(per_node), last.get("dry-run-json"), imbalance, last.get("dry-run-html"))
 
 
 def check_output(flag: str, path: str) -> None:

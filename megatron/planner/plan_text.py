@@ -129,7 +129,7 @@ def _work(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
 def _time(time: StepTime) -> Iterator[str]:
     parts = ", ".join(f"{name} {share:.1%}" for name, share in time.shares())
     yield (
-        f"  such a step takes about {_seconds(time.seconds)} ({_seconds(time.low)} to {_seconds(time.high)} in nine of ten cases; "
+        f"  such a step takes about {duration(time.seconds)} ({duration(time.low)} to {duration(time.high)} in nine of ten cases; "
         f"{time.tokens_per_s:,.0f} tokens/s per GPU, {time.mfu:.1%} MFU) on {time.cluster}"
     )
     yield f"    on its busiest rank: {parts}"
@@ -253,7 +253,8 @@ def _flops(number: float) -> str:
     return in_units(number, [" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP", " ZFLOP"])
 
 
-def _seconds(number: float) -> str:
+def duration(number: float) -> str:
+    """Seconds as text."""
     return f"{number:.3g} s" if number >= 0.0995 else f"{1000 * number:.3g} ms"
 
 

@@ -324,6 +324,7 @@ def test_under_a_launcher_one_rank_speaks() -> None:
     [
         ({"dry_run_json": "/dev/null/new/plan"}, "--dry-run-json /dev/null/new/plan cannot be written: /dev/null is no folder"),
         ({"dry_run_json": "/"}, "--dry-run-json / is a folder"),
+        ({"dry_run_html": "/"}, "--dry-run-html / is a folder"),
         ({"world_size": 10_000_000}, "--world-size 10000000: --world-size takes a whole number from 1 to 1,048,576"),
         ({"world_size": 0}, "--world-size takes a whole number"),
         ({"world_size": 3, "tensor_model_parallel_size": 2}, "The world size 3 does not divide by TP x CP x PP"),

@@ -265,6 +265,7 @@ def test_a_dry_run_needs_no_more_than_the_job() -> None:
     assert found.dry_run == DryRun(24, 8, None) and found.config.optimizer.lr is None and not found.config.data.mock_data
     found = load([*JOB, "--dry-run", "--gpus-per-node", "4", "--dry-run-json", "plan.json"], 3)
     assert found.dry_run == DryRun(3, 4, "plan.json")
+    assert load([*JOB, "--dry-run", "--dry-run-html", "plan.html"], 1).dry_run == DryRun(1, 8, None, html_file="plan.html")
     assert load([*JOB, "--dry-run", "--plan-expert-imbalance", "1.5"], 1).dry_run == DryRun(1, 8, None, 1.5)
     for factor in ("0.5", "inf", "much", "nan"):
         with pytest.raises(ConfigError, match="--plan-expert-imbalance takes a number of at least 1"):
@@ -290,6 +291,7 @@ def test_a_dry_run_needs_no_more_than_the_job() -> None:
         ("--world-size 8", "--world-size is for --dry-run only, which is not given.\n  The number of ranks of a run comes from"),
         ("--gpus-per-node 8", "--gpus-per-node is for --dry-run only"),
         ("--dry-run-json x", "--dry-run-json is for --dry-run only"),
+        ("--dry-run-html x", "--dry-run-html is for --dry-run only"),
         ("--dry-run --world-size 6 --tensor-model-parallel-size 4", "The world size 6 does not divide by TP x CP x PP = 4 x 1 x 1"),
         ("--dry-run --lr 0", "--lr 0.0 is out of range"),
         ("--explain", "--explain takes the name of one flag"),

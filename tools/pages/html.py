@@ -1,0 +1,107 @@
+"""A page in one HTML file that opens without a network: style, sections and tables. Its figures are SVG.
+
+Text of users goes through `escape`; what is called `body` or `html` here is HTML already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    *("#7f7f7f", "#9a5b8c", "#f6b26b", "#8fce9f", "#b5b04a", "#43536b"),
+)
+"""The first six are those of Okabe and Ito 2008, which colour-blind readers can tell apart."""
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2129; --faint: #667085; --ground: #ffffff; --panel: #f5f6f8; --line: #d5d9e0; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8ec; --faint: #9aa3b2; --ground: #14171c; --panel: #1d2129; --line: #3a404b; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1200px; padding: 16px 24px 48px; color: var(--ink); background: var(--ground);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 24px; line-height: 1.25; margin: 8px 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 32px 0 8px; padding-top: 8px; border-top: 1px solid var(--line); }
+p { margin: 6px 0; max-width: 80ch; }
+.faint, figcaption { color: var(--faint); font-size: 13px; }
+pre { background: var(--panel); padding: 12px; border-radius: 6px; overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
+th, td { padding: 4px 14px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+th { color: var(--faint); font-weight: 600; }
+td.number, th.number { text-align: right; }
+figure { margin: 8px 0 16px; }
+svg { display: block; }
+svg text { fill: var(--ink); font: 12px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 6px 0; font-size: 13px; }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
+@media (max-width: 600px) { body { padding: 10px 12px 32px; } h1 { font-size: 20px; } .roomy { display: none; } }
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under its heading."""
+
+    heading: str
+    body: str
+    """HTML."""
+
+
+def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
+    """The whole file.
+
+    Args:
+        title: of the window and of the page, as text.
+        lead: HTML between the title and the first section.
+    """
+    parts = [f"<section><h2>{escape(section.heading)}</h2>\n{section.body}</section>" for section in sections]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n{lead}\n" + "\n".join(parts) + "\n</body>\n</html>\n"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """A table of texts; the columns in `numbers` are aligned to the right. It scrolls where the window is too narrow."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(
+            f'<{tag} class="number">{escape(cell)}</{tag}>' if at in numbers else f"<{tag}>{escape(cell)}</{tag}>"
+            for at, cell in enumerate(row)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """What colours mean: pairs of a colour and its text."""
+    return (
+        '<div class="legend">'
+        + "".join(f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in entries)
+        + "</div>"
+    )
+
+
+def write_page(flag: str, path: str, text: str) -> None:
+    """Write a page. Folders that are missing are made.
+
+    Args:
+        flag: the flag with which the path was given, for the message.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {(error.strerror or str(error)).lower()}.") from error
