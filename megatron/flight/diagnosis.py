@@ -57,6 +57,36 @@ def find_departed(snapshots: Sequence[Snapshot]) -> Departure:
     return Departure(culprit, words, told)
 
 
+def node_not_heard(silent_s: float, ranks: Sequence[Snapshot], living: Sequence[Snapshot]) -> Departure:
+    """What keeps the ranks waiting is a node of which nothing is heard, or the link to it.
+
+    Args:
+        silent_s: seconds since it was heard.
+        ranks: its ranks as they were then.
+        living: the ranks of all nodes.
+    """
+    there = sorted(one.rank for one in ranks)
+    words = f"node {ranks[0].host} ({listed(there)}) has not been heard from for {silent_s:.0f} s: it, or the link to it, is down"
+    return Departure(None, words, tuple(sorted(one.rank for one in living if one.rank not in there)))
+
+
+def head_not_heard(silent_s: float, address: str, living: Sequence[Snapshot]) -> Departure:
+    """The same as another node sees it that does not hear the first one.
+
+    Args:
+        address: of the first node's watcher.
+        living: the ranks of the node that sees it.
+    """
+    words = f"the first node has not been heard from at {address} for {silent_s:.0f} s: it, or the link to it, is down"
+    return Departure(None, words, tuple(sorted(one.rank for one in living)))
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in words, eight of them at the most."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
 def _who_went_on(behind: Mapping[int, Mapping[int, str]], by_rank: Mapping[int, Snapshot]) -> int:
     """The rank of a circle that the one which is the least far waits for and that is further itself. (Tensor ranks of the least far
     wait for it too, at the same place.)"""
@@ -119,8 +149,10 @@ def _nobody(snapshots: Sequence[Snapshot]) -> Departure:
         return Departure(one.rank, f"{_who(one)}: {_doing(one)}, and all others wait", waiting)
     longest = max((one for one in snapshots if one.waiting), key=lambda one: one.quiet_s, default=None)
     at = "" if longest is None else f"; rank {longest.rank} waits longest, {_doing(longest)}"
+    hosts = sorted({one.host for one in snapshots if one.waiting})
+    link = f", or a link between nodes {', '.join(hosts[:4])} is slow" if len(hosts) > 1 else ""
     return Departure(
-        None, f"no rank is behind: all have entered the same calls, so a message is lost or a device hangs{at}", waiting
+        None, f"no rank is behind: all have entered the same calls, so a message is lost or a device hangs{link}{at}", waiting
     )
 
 

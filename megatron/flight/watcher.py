@@ -4,7 +4,8 @@
 
 It is started by the first rank of the node (`watched.py`) and imports no torch. The watchers of other nodes send what they read to
 that of the first node, over TCP and outside of the training's groups; that one finds the culprit, tells it once, and says what the
-others are to do: write the stacks of their ranks, and later end them.
+others are to do: write the stacks of their ranks, and later end them. A node that is not heard from any more while nothing moves is
+itself what is told; its own watcher, which does not hear the first node either, judges its ranks alone.
 
 How long a stillness is a hang: --hang-warn-s, or three times the longest one that ended by itself in the same phase, whichever is
 longer. A phase that was never seen to end (the start, with its compilation; the first save; the first evaluation) gets ten times
@@ -24,12 +25,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from megatron.flight.diagnosis import Departure, find_departed
+from megatron.flight.diagnosis import Departure, find_departed, head_not_heard, listed, node_not_heard
 from megatron.flight.record import Channel, Snapshot, ask_for_trace, ask_to_end, process_state, read_record
 
 HANG_EXIT_CODE = 86
@@ -42,6 +43,9 @@ _TRACES_WITHIN_S = 2.0
 STACKS = signal.SIGRTMIN + 3
 """The signal on which a rank writes the stacks of its threads."""
 _EVERY_S = 0.5
+_ANSWER_WITHIN_S = 5.0
+_APART = 0.5
+"""Share of a stillness for which a node must not have been heard from to be told as its cause."""
 _ALL_HEARD_WITHIN_S = 120.0
 _UNSEEN, _SEEN = 10.0, 3.0
 _ORDINARY = ("in a step", "reading data", "between steps")
@@ -106,14 +110,14 @@ class NodeWatcher:
     def __init__(self, orders: Orders) -> None:
         self._orders, self._judge = orders, Judge(orders.warn_s)
         self._folder = Path(orders.folder)
-        self._others: dict[str, list[Snapshot]] = {}
+        self._others: dict[str, tuple[float, list[Snapshot]]] = {}  # when each node was heard, and what it said
         self._commands: list[dict[str, Any]] = []
         self._told_at: float | None = None
         self._began, self._missed = time.monotonic(), False
 
     def run(self) -> None:
         """Watch until all ranks of the node have ended."""
-        link = self._linked()
+        link = None if self._orders.head is None else _Link(self._orders)
         parent = os.getppid()
         while True:
             mine = self.read()
@@ -121,20 +125,13 @@ class NodeWatcher:
             if complete and all(one.phase == "ended" or one.process == "gone" for one in mine):
                 break
             if link is None:
-                self._judge_all([*mine, *(one for some in self._others.values() for one in some)])
+                self._judge_all(mine)
             else:
                 for command in link.tell(mine):
                     self._obey(command)
+                self._judge_alone(mine, link)
             time.sleep(_EVERY_S)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _linked(self) -> _Link | None:
-        """To the watcher of the first node; None on that node, or where it cannot be reached."""
-        try:
-            return None if self._orders.head is None else _Link(self._orders)
-        except OSError as error:
-            self._say(f"the watcher of the first node does not answer at {self._orders.head} ({error}): no hang can be told")
-            return None
 
     def read(self) -> list[Snapshot]:
         """The records of the node's ranks."""
@@ -155,7 +152,7 @@ class NodeWatcher:
                 done = 0
                 while line := lines.readline(_LONGEST_LINE):
                     message = json.loads(line)
-                    self._others[message["node"]] = [_snapshot(one) for one in message["ranks"]]
+                    self._others[message["node"]] = time.monotonic(), [_snapshot(one) for one in message["ranks"]]
                     lines.write(json.dumps(self._commands[done:]) + "\n")
                     lines.flush()
                     done = len(self._commands)
@@ -166,9 +163,13 @@ class NodeWatcher:
 
         threading.Thread(target=accept, daemon=True).start()
 
-    def _judge_all(self, everyone: list[Snapshot]) -> None:
+    def _judge_all(self, mine: list[Snapshot]) -> None:
+        """Of the first node: judge the ranks of all nodes. What a node said grows old until it says more."""
+        now, others = time.monotonic(), [*self._others.values()]
+        aged = [dataclasses.replace(one, quiet_s=one.quiet_s + now - at) for at, ranks in others for one in ranks]
+        everyone = [*mine, *aged]
         living = [one for one in everyone if one.phase != "ended"]
-        if len(everyone) < self._orders.world and not self._missed and time.monotonic() - self._began > _ALL_HEARD_WITHIN_S:
+        if len(everyone) < self._orders.world and not self._missed and now - self._began > _ALL_HEARD_WITHIN_S:
             self._missed = True
             self._say(
                 f"the records of {self._orders.world - len(everyone)} of {self._orders.world} ranks are not seen, so no hang "
@@ -177,6 +178,26 @@ class NodeWatcher:
         if len(everyone) < self._orders.world or not living:
             return
         stillness = self._judge.look(living)
+
+        def finding() -> Departure:
+            apart = [(now - at, ranks) for at, ranks in others if now - at > _APART * stillness]
+            apart = [(silent, ranks) for silent, ranks in apart if any(one.phase != "ended" for one in ranks)]
+            return find_departed(living) if not apart else node_not_heard(*max(apart, key=lambda one: one[0]), living)
+
+        self._act(stillness, finding)
+
+    def _judge_alone(self, mine: list[Snapshot], link: _Link) -> None:
+        """Of another node: judge its own ranks, as long as it does not hear the first node."""
+        living = [one for one in mine if one.phase != "ended"]
+        if len(mine) == self._orders.ranks and living:
+            stillness, silent = self._judge.look(living), link.silent_s()
+            if silent > max(_APART * self._judge.limit_s(), 2 * _EVERY_S):
+                self._act(stillness, lambda: head_not_heard(silent, self._orders.head or "", living))
+            else:
+                self._told_at = None
+
+    def _act(self, stillness: float, find: Callable[[], Departure]) -> None:
+        """Tell a stillness that is too long, once, and end one that is far too long."""
         limit = self._judge.limit_s()
         if stillness < limit:
             if self._told_at is not None:
@@ -185,7 +206,7 @@ class NodeWatcher:
             return
         if self._told_at is None:
             self._told_at = time.monotonic()
-            self._tell(find_departed(living), stillness)
+            self._tell(find(), stillness)
         kill_s = self._orders.kill_s
         if kill_s is not None and stillness >= max(kill_s, limit):
             self._say(f"nothing has moved for {stillness:.0f} s, so the run ends (--hang-kill-s), with exit code {HANG_EXIT_CODE}")
@@ -193,7 +214,7 @@ class NodeWatcher:
             time.sleep(2 * _EVERY_S)  # the other nodes ask at least as often
 
     def _tell(self, finding: Departure, stillness: float) -> None:
-        who = f"; {_listed(finding.waiting)} wait" + "s" * (len(finding.waiting) == 1) if finding.waiting else ""
+        who = f"; {listed(finding.waiting)} wait" + "s" * (len(finding.waiting) == 1) if finding.waiting else ""
         self._say(f"nothing has moved for {stillness:.0f} s. {finding.words}{who}")
         self._command({"stacks": True})
         if finding.culprit is not None:
@@ -246,34 +267,44 @@ class NodeWatcher:
 
 
 class _Link:
-    """To the watcher of the first node."""
+    """To the watcher of the first node; made again where it broke."""
 
     def __init__(self, orders: Orders) -> None:
         host, _, port = (orders.head or "").rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=30.0)
-        self._lines = self._socket.makefile("rw")
-        self._lines.write(orders.token + "\n")
+        self._address, self._token = (host, int(port)), orders.token
+        self._lines: TextIO | None = None
         self._node = orders.folder + socket.gethostname()
+        self._heard_at = time.monotonic()
 
     def tell(self, ranks: Sequence[Snapshot]) -> list[dict[str, Any]]:
         """Send what is read here; returns what is to be done."""
         try:
+            if self._lines is None:
+                with socket.create_connection(self._address, timeout=_ANSWER_WITHIN_S) as connection:
+                    self._lines = connection.makefile("rw")
+                self._lines.write(self._token + "\n")
             self._lines.write(json.dumps({"node": self._node, "ranks": [dataclasses.asdict(one) for one in ranks]}) + "\n")
             self._lines.flush()
-            found: list[dict[str, Any]] = json.loads(self._lines.readline() or "[]")
+            if answer := self._lines.readline():
+                self._heard_at = time.monotonic()
+                found: list[dict[str, Any]] = json.loads(answer)
+                return found
         except OSError:
-            return []
-        return found
+            pass
+        with contextlib.suppress(OSError):  # what was not sent is written once more when it is closed
+            if self._lines is not None:
+                self._lines.close()
+        self._lines = None
+        return []
+
+    def silent_s(self) -> float:
+        """Seconds since the first node's watcher was heard."""
+        return time.monotonic() - self._heard_at
 
 
 def _snapshot(given: dict[str, Any]) -> Snapshot:
     channels = tuple(Channel(**{**one, "ranks": tuple(one["ranks"])}) for one in given.pop("channels"))
     return Snapshot(**given, channels=channels)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def main() -> None:

@@ -6,10 +6,12 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from megatron.flight.watcher import HANG_EXIT_CODE
 from megatron.pipeline_parallel.p2p import Messenger
 from megatron.spec.operations import Op
 from megatron.training.step import TrainStep
-from tests.support.runs import arguments, launch, read_metrics, report, run
+from tests.support import network
+from tests.support.runs import Ended, arguments, launch, read_metrics, report, run
 
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2}
@@ -142,7 +145,8 @@ def test_a_rank_that_departs_is_named_and_the_run_ends(tmp_path: Path, layout: i
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(300) if metafunc.config.getoption("--full") else ())
+        full = 60 if metafunc.function is test_what_any_other_fault_says else 300
+        metafunc.parametrize("seed", range(full) if metafunc.config.getoption("--full") else ())
 
 
 def test_any_fault_at_any_layout(tmp_path: Path, seed: int) -> None:
@@ -154,27 +158,115 @@ def test_any_fault_at_any_layout(tmp_path: Path, seed: int) -> None:
     _hangs(tmp_path, layout, name, draw.randrange(first), draw.randrange(3, 9))
 
 
-def test_a_rank_that_comes_back_ends_nothing(tmp_path: Path) -> None:
-    """What stood still for a while goes on, and the watcher says so."""
+needs_network = pytest.mark.skipif(not network.possible(), reason="no network namespaces: not root, or no ip and tc")
 
-    pauses = iter([1.6])
+
+def _on_two_nodes(
+    nodes: network.Nodes, ranks: int, then: Callable[[int], None] = lambda rank: None, **settings: Any
+) -> list[Ended]:
+    """A run of which each half of the ranks is on a node of its own."""
 
     def before(rank: int) -> None:
-        if rank == 1:
-            _at_phase("reading data", 4, lambda: time.sleep(next(pauses, 0)))
+        node = rank // (ranks // 2)
+        nodes.enter(node)
+        os.environ |= {
+            "MASTER_ADDR": nodes.addresses[0],
+            "LOCAL_RANK": str(rank % (ranks // 2)),
+            "LOCAL_WORLD_SIZE": str(ranks // 2),
+            "GLOO_SOCKET_IFNAME": "wire",
+        }
+        then(rank)
 
-    ended = launch(arguments(**TENSOR, train_iters=30, hang_warn_s=0.6), 2, before=before)
+    with nodes.inside(0):  # the store's threads stay there
+        return launch(arguments(**settings), ranks, before=before, timeout=120.0)
+
+
+@needs_network
+def test_a_link_that_becomes_slow_is_told_and_the_run_goes_on() -> None:
+    """A step takes seconds from then on, and before it took some milliseconds."""
+    with network.nodes() as nodes:
+        slows = iter([lambda: nodes.slow("400kbit")])
+
+        def then(rank: int) -> None:
+            if rank == 0:
+                _at_phase("in a step", 4, lambda: next(slows, lambda: None)())
+
+        ended = _on_two_nodes(nodes, 2, then, train_iters=6, hang_warn_s=0.6)
     assert [end.code for end in ended] == [0, 0], report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
-    assert "rank 1" in lines[0] and "reading data" in lines[0]
+    assert "no rank is behind" in lines[0] and "or a link between nodes node0, node1 is slow" in lines[0], lines
     assert any("the run goes on" in line for line in lines)
 
 
-def test_a_slow_rank_is_told(tmp_path: Path) -> None:
-    """Though all ranks wait for it, and take as long."""
+def _pauses(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
+    """A signal stops the rank for a while."""
+    ranks, flags = LAYOUTS[layout]
+
+    def stop() -> None:
+        again = f"import os, time; time.sleep(2); os.kill({os.getpid()}, {signal.SIGCONT:d})"
+        subprocess.Popen([sys.executable, "-S", "-c", again])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    stops = iter([stop])
 
     def before(rank: int) -> None:
-        if rank == 2:
+        if rank == culprit:
+            _at_phase("in a step", iteration, lambda: next(stops, lambda: None)())
+
+    ended = launch(arguments(**flags, train_iters=iteration + 9, hang_warn_s=0.6), ranks, before=before)
+    assert [end.code for end in ended] == [0] * ranks, report(ended)
+    lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
+    assert f". rank {culprit} (node " in lines[0] and FAULTS["stopped"].says in lines[0], lines
+    assert any("the run goes on" in line for line in lines)
+
+
+def _raises(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
+    """A rank cannot read its data: it says so, and the others whom they lost."""
+    ranks, flags = LAYOUTS[layout]
+
+    def fail() -> NoReturn:
+        raise OSError("the disk is broken")
+
+    def before(rank: int) -> None:
+        if rank == culprit:
+            _at_phase("reading data", iteration, fail)
+
+    ended = launch(arguments(**flags, train_iters=10_000, hang_warn_s=5), ranks, before=before)
+    assert all(end.code for end in ended) and "the disk is broken" in ended[culprit].stderr, report(ended)
+    others = [end.stderr for rank, end in enumerate(ended) if rank != culprit]
+    assert all("lost contact with rank" in said for said in others), report(ended)
+    assert any(f"lost contact with rank {culprit} (node" in said for said in others), report(ended)
+    assert not any("hang: " in end.stderr for end in ended), report(ended)
+
+
+def _is_cut_off(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
+    """The link between two nodes loses all that is sent; no connection breaks, so nothing but silence shows it."""
+    ranks, flags = LAYOUTS[layout]
+    with network.nodes() as nodes:
+
+        def then(rank: int) -> None:
+            if rank == culprit:
+                _at_phase("in a step", iteration, lambda: nodes.cut(culprit // (ranks // 2)))
+
+        ended = _on_two_nodes(nodes, ranks, then, **flags, train_iters=10_000, hang_warn_s=1, hang_kill_s=2, save=tmp_path)
+    assert [end.code for end in ended] == [HANG_EXIT_CODE] * ranks, report(ended)
+    mine, others = (", ".join(map(str, some)) for some in (range(ranks // 2), range(ranks // 2, ranks)))
+    plural = "s" * (ranks > 2)
+    for rank, words in (
+        (0, f"node node1 (rank{plural} {others}) has not been heard from for "),
+        (ranks // 2, "the first node has not been heard from at 10.77.0.1:"),
+    ):
+        told = [line for line in ended[rank].stderr.splitlines() if line.startswith("hang: nothing has moved")]
+        assert len(told) == 2 and words in told[0] and "it, or the link to it, is down" in told[0], report(ended)
+        assert told[0].endswith(f"rank{plural} {others if rank else mine} wait{'s' * (ranks == 2)}"), report(ended)
+
+
+def _is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
+    """Though all ranks wait for it, and take as long."""
+    ranks, flags = LAYOUTS[layout]
+
+    def before(rank: int) -> None:
+        if rank == culprit:
             real = Flight.operation
 
             def operation(self: Flight, op: Op) -> None:
@@ -183,12 +275,27 @@ def test_a_slow_rank_is_told(tmp_path: Path) -> None:
 
             Flight.operation = operation  # type: ignore[method-assign]
 
-    flags = {**TENSOR, **STAGES, "straggler_interval": 2, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}
-    said = run(arguments(**flags, train_iters=8), 4, before=before).splitlines()
+    settings = {**flags, "straggler_interval": 2, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}
+    said = run(arguments(**settings, train_iters=8), ranks, before=before).splitlines()
     told = [line for line in said if "x its peers' time of computing" in line]
-    assert [line.split()[-2] for line in told if line.startswith("  rank 2 (node ")] == ["4", "6", "8"], said
+    assert [line.split()[-2] for line in told if line.startswith(f"  rank {culprit} (node ")] == ["4", "6", "8"], said
     found = [line["straggler_rank"] for line in read_metrics(tmp_path / "metrics") if "straggler_rank" in line]
-    assert found == [-1, 2, 2, 2]
+    assert found == [-1, culprit, culprit, culprit]
+
+
+OTHERS = (_pauses, _raises, _is_slow, *((_is_cut_off,) * network.possible()))
+
+
+@pytest.mark.parametrize("fault", OTHERS, ids=lambda fault: fault.__name__.strip("_"))
+def test_what_another_fault_says(tmp_path: Path, fault: Callable[[Path, int, int, int], None]) -> None:
+    fault(tmp_path, 3, 2, 4)
+
+
+def test_what_any_other_fault_says(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    fault = draw.choice(OTHERS)
+    layout = draw.choice([one for one in range(len(LAYOUTS)) if fault is not _is_slow or one != 2])  # a stage alone has no peers
+    fault(tmp_path, layout, draw.randrange(LAYOUTS[layout][0]), draw.randrange(3, 9))
 
 
 def test_nobody_is_watched_who_does_not_want_it() -> None:

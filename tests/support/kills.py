@@ -22,6 +22,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.equality import tensor_differences
 from tests.support.runs import arguments, run, saved_tensors
 from tests.support.supervised import Job, Node, check_samples
@@ -50,8 +52,8 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 """Ranks, and the settings that divide the work among them."""
 
 
-def lose_some(seed: int, folder: Path) -> list[float]:
-    """A run with random losses; returns the seconds that it took to come back from each.
+def lose_some(seed: int, folder: Path) -> tuple[int, list[float]]:
+    """A run with random losses; returns how many kills and stops it went through, and the seconds that each return took.
 
     Raises:
         AssertionError: it did not come back, or its result is another.
@@ -68,7 +70,7 @@ def lose_some(seed: int, folder: Path) -> list[float]:
         job.assert_nothing_left(40.0)
         _check(job, ranks, flags, same_layout=disturb is _ranks_are_replaced)
         said = "".join(node.said() for node in job.nodes)
-        return [float(took) for took in re.findall(r"back after ([\d.]+) s", said)]
+        return sum(node.signals for node in job.nodes), [float(took) for took in re.findall(r"back after ([\d.]+) s", said)]
 
 
 def _ranks_are_replaced(job: Job, draw: random.Random, ranks: int, flags: dict[str, Any]) -> Node:
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further run after this time")
     parser.add_argument("--time", type=int, metavar="LOSSES", help="only measure")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # the ranks are forked from here
     if given.time:
         with tempfile.TemporaryDirectory(prefix="kills-") as name:
             print(time_restarts(given.time, Path(name)))
@@ -175,19 +178,21 @@ def main() -> None:
     first, last = map(int, given.seeds.split(":"))
     until = time.monotonic() + 60 * given.minutes
     took: list[float] = []
+    signals = 0
     failed: list[int] = []
     for done, seed in enumerate(range(first, last), start=1):
         if time.monotonic() > until:
             break
         with tempfile.TemporaryDirectory(prefix="kills-") as name:
             try:
-                found = lose_some(seed, Path(name))
+                sent, found = lose_some(seed, Path(name))
             except Exception:  # noqa: BLE001 - reported with its seed
                 failed.append(seed)
                 print(f"seed {seed} failed\n{traceback.format_exc()}", flush=True)
             else:
                 took += found
-        print(f"seed {seed}: {done - len(failed)} of {done} runs are right; {len(took)} losses", flush=True)
+                signals += sent
+        print(f"seed {seed}: {done - len(failed)} of {done} runs are right; {signals} kills and stops", flush=True)
     if took:
         print(f"back after {statistics.median(took):.1f} s (median of {len(took)}; at most {max(took):.1f} s); failed: {failed}")
 

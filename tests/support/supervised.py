@@ -43,6 +43,8 @@ class Node:
 
     def __init__(self, said: Path, words: Sequence[str]) -> None:
         self.said_in = said
+        self.signals = 0
+        """How many it and its ranks were sent from here."""
         self._code: int | None = None
         said.touch()
         parent = os.getpid()
@@ -89,6 +91,7 @@ class Node:
     def tell(self, number: int) -> None:
         """Send it a signal."""
         os.kill(self.pid, number)
+        self.signals += 1
 
     def said(self) -> str:
         """What it and its ranks have written."""
@@ -122,6 +125,7 @@ class Node:
         self.wait_for(lambda: self.ranks().get(rank, after) != after)
         pid = self.ranks()[rank]
         os.kill(pid, signal.SIGKILL)
+        self.signals += 1
         return pid
 
     def ended(self, timeout: float = 90.0) -> int:
