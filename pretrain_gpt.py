@@ -145,7 +145,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     explanations.code_asked_for, explanations.lost = flight.code_asked_for, flight.lost
     check_backend(config, on_cuda=context.device.type == "cuda")
     startup.set_logging(context.rank)
-    plan = BatchSizePlan(config.training, context.data_group.size)
+    plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
     config = with_layers(startup.with_batch_size(config, plan), chosen, context)
     data = open_data(config, context)
     exhaustion.vocab_size = data.vocab_size

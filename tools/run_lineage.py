@@ -133,9 +133,13 @@ def _component(prefix: str, expected: str, first: int, count: int, weight: float
 def _plan(training: TrainingConfig, phase: Phase) -> BatchSizePlan:
     # Only the sizes of batches count here, not how they are divided.
     settings = dataclasses.replace(
-        training, micro_batch_size=1, global_batch_size=phase.global_batch_size, rampup_batch_size=phase.rampup_batch_size
+        training,
+        micro_batch_size=1,
+        global_batch_size=phase.global_batch_size,
+        rampup_batch_size=phase.rampup_batch_size,
+        step_batch_size_schedule=phase.step_batch_size_schedule,
     )
-    return BatchSizePlan(settings, 1, iteration=phase.first_iteration, consumed_samples=phase.first_sample)
+    return BatchSizePlan(settings, 1, phase.seq_length, iteration=phase.first_iteration, consumed_samples=phase.first_sample)
 
 
 def _first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
@@ -148,7 +152,16 @@ def _first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
     size = training.global_batch_size
     assert size is not None, "the record of a run holds it"
     phase = Phase(
-        0, 0, order, training.seed, seq_length, size, training.rampup_batch_size, opened.train.parts(), opened.train.blending
+        0,
+        0,
+        order,
+        training.seed,
+        seq_length,
+        size,
+        training.rampup_batch_size,
+        opened.train.parts(),
+        opened.train.blending,
+        step_batch_size_schedule=training.step_batch_size_schedule,
     )
     return dataclasses.replace(phase, num_samples=_plan(training, phase).total_samples if order == "megatron" else None)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 from megatron.config.checks import (
+    batch_steps,
     context,
     data,
     each,
@@ -25,7 +26,9 @@ from megatron.config.config import Config
 from megatron.config.errors import Violation
 from megatron.config.setting import typed
 
-RULES = rules_in(each, model, parallel, context, experts, pipeline, sharding, memory, speed, training, groups, precision, data)
+RULES = rules_in(
+    each, model, parallel, context, experts, pipeline, sharding, memory, speed, training, batch_steps, groups, precision, data
+)
 """All rules. None depends on another: each is evaluated whatever the others say."""
 
 _SHOWN = 2  # suggestions for one setting

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.config.batch_steps import readable_steps
 from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
 
 
@@ -18,6 +19,9 @@ class TrainingConfig:
     """Sequences in one step over all data ranks; by default micro-batch x DP."""
     rampup_batch_size: tuple[int, int, int] | None = setting(None, at_least=1, unit="sequences")
     """START INCREMENT SAMPLES: begin with START sequences and grow by INCREMENT to the global batch size over SAMPLES."""
+    step_batch_size_schedule: tuple[str, ...] = ()
+    """Global batch sizes by the tokens read so far, in place of --global-batch-size: "0:768 250B:1536 500B:3072" (K, M, B and T
+    stand for powers of a thousand)."""
     train_iters: int | None = setting(None, at_least=1, unit="steps")
     """Steps to train. This or --train-samples is required."""
     train_samples: int | None = setting(None, at_least=1, unit="sequences")
@@ -55,8 +59,33 @@ class TrainingConfig:
     """Steps between collections with --manual-gc; 0 collects only at evaluations and saves."""
 
     def final_batch_size(self, data_size: int) -> int:
-        """Sequences in a step on so many data ranks, after any ramp-up: by default one microbatch on each."""
-        return self.global_batch_size or self.micro_batch_size * data_size
+        """Sequences in a step on so many data ranks, after any growth: by default one microbatch on each."""
+        steps = readable_steps(self.step_batch_size_schedule)
+        return steps[-1].batch_size if steps else self.global_batch_size or self.micro_batch_size * data_size
+
+    def batch_sizes(self, data_size: int, seq_length: int) -> list[tuple[int, int]]:
+        """(samples, batch size) in ascending order: the step that begins after so many samples, or more, has so many sequences.
+        Where two begin at once, the last counts.
+
+        A ramp-up is START + floor(samples / (SAMPLES / increments)) * INCREMENT, at most the global batch size, where increments =
+        (global batch size - START) / INCREMENT (the formula of Megatron-Core's RampupBatchsizeNumMicroBatchesCalculator, here in
+        whole numbers, without its rounding). Tokens of a schedule count as whole samples, rounded down, as in its
+        StepBatchsizeNumMicroBatchesCalculator.
+        """
+        final = self.final_batch_size(data_size)
+        if steps := readable_steps(self.step_batch_size_schedule):
+            return [(step.tokens // seq_length, step.batch_size) for step in steps]
+        if self.rampup_batch_size is None:
+            return [(0, final)]
+        start, increment, samples = self.rampup_batch_size
+        increments = (final - start) // increment
+        return [(0, start), *((-(-n * samples // increments), start + n * increment) for n in range(1, increments + 1))]
+
+    def first_batch_size(self, data_size: int) -> int:
+        """Sequences in the first step."""
+        if steps := readable_steps(self.step_batch_size_schedule):
+            return steps[0].batch_size
+        return self.rampup_batch_size[0] if self.rampup_batch_size else self.final_batch_size(data_size)
 
 
 _SPIKES = acts_with(spike_policy=("warn", "skip", "rewind"))

@@ -40,6 +40,9 @@ class BlendPart:
 
 _PLACE = ("first_iteration", "first_sample", "passed_over")
 """Where a phase begins, which is no setting."""
+_BATCHES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+_LATER = ("step_batch_size_schedule", "passed_over")
+"""What older checkpoints do not have."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Phase:
     blending: Blending = "none"
     num_samples: int | None = None
     """Length of the run in samples, where the order depends on it (megatron)."""
+    step_batch_size_schedule: tuple[str, ...] = ()
     passed_over: int = 0
     """Samples before the phase that belong to no step: they were passed over after a loss spike."""
 
@@ -71,18 +75,19 @@ class Phase:
 
     def reading(self) -> dict[str, Any]:
         """The settings that decide the order of samples, whatever the batches."""
-        return {name: value for name, value in self.settings().items() if name not in ("global_batch_size", "rampup_batch_size")}
+        return {name: value for name, value in self.settings().items() if name not in _BATCHES}
 
     def to_json(self) -> dict[str, Any]:
-        """The phase as a checkpoint holds it; as in older ones where nothing was passed over."""
-        return {name: value for name, value in asdict(self).items() if name != "passed_over" or value}
+        """The phase as a checkpoint holds it; as in older ones where they could say as much."""
+        return {name: value for name, value in asdict(self).items() if name not in _LATER or value}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Phase:
         """The phase that a checkpoint holds."""
-        ramp = saved["rampup_batch_size"]
+        ramp, schedule = saved["rampup_batch_size"], saved.get("step_batch_size_schedule", ())
         parts = tuple(BlendPart(**part) for part in saved["parts"])
-        return cls(**{**saved, "rampup_batch_size": tuple(ramp) if ramp else None, "parts": parts})
+        tuples = {"rampup_batch_size": tuple(ramp) if ramp else None, "step_batch_size_schedule": tuple(schedule), "parts": parts}
+        return cls(**{**saved, **tuples})
 
 
 def go_on(before: Sequence[Phase], now: Phase) -> list[Phase]:

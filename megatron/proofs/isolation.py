@@ -44,6 +44,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "--fsdp-params-cpu": {"fsdp_params_cpu": False},
     "--use-tp-pp-dp-mapping": {"use_tp_pp_dp_mapping": False},
     "--rampup-batch-size": {"rampup_batch_size": None},
+    "--step-batch-size-schedule": {"step_batch_size_schedule": ()},
     "--reset-attention-mask, --reset-position-ids and --eod-mask-loss": {
         "reset_attention_mask": False,
         "reset_position_ids": False,
@@ -163,7 +164,7 @@ def _variant(words: str, config: Config, world_size: int, fields: dict[str, Any]
 
     The global batch is given as a number, so that it stays when the data size changes.
     """
-    batch = config.training.global_batch_size or _one_microbatch(config, world_size)
+    batch = config.training.final_batch_size(sizes_of(config, world_size).dp)
     fixed, less = (
         change(**{"global_batch_size": batch, **more}).apply(config, world_size)[0] for more in (dict[str, Any](), fields)
     )

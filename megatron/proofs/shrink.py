@@ -98,7 +98,7 @@ def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes
         model = reduced_model(config.model, num_layers, multiple, whole.tp, cuts)
         parallel, same_split = dataclasses.replace(parallel, **{**NO_SPLIT, "pipeline_schedule": None}), True
     parallel = _ways(parallel, config.model.num_layers, model.num_layers)
-    training = reduced_training(config.training, whole.pp, whole.dp, sizes.pp, sizes.dp, steps)
+    training = reduced_training(config, whole, sizes, model.seq_length, steps)
     parallel = dataclasses.replace(
         parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
     )

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.batch_steps import BatchStep, as_words, readable_steps
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.param_groups import as_text, entry_of
@@ -21,6 +22,7 @@ from megatron.spec.layer_pattern import pattern_text, read_pattern, read_window
 from megatron.spec.rotary import original_context
 from megatron.spec.weights import model_weights
 from megatron.verification.reference.training import batch_size
+from tools.proofs.small_layout import RankSizes
 
 _MOST_CHOSEN = 4
 """The most experts that a token passes."""
@@ -237,36 +239,45 @@ _MOST_CHUNKS = 3
 """The most chunks of a loss."""
 
 
-def reduced_training(training: TrainingConfig, pp: int, dp: int, small_pp: int, small_dp: int, steps: int) -> TrainingConfig:
+def reduced_training(config: Config, whole: RankSizes, small: RankSizes, seq_length: int, steps: int) -> TrainingConfig:
     """Batches and length of the small run.
 
     Args:
-        training: before.
-        pp, dp: pipeline and data size before.
-        small_pp, small_dp: after.
+        config: before.
+        whole, small: the layout before and after.
+        seq_length: after.
         steps: iterations.
     """
+    training, pp, dp = config.training, whole.pp, whole.dp
     micro = min(training.micro_batch_size, _MOST_SAMPLES)
-    unit, ramp, full = micro * small_dp, training.rampup_batch_size, training.global_batch_size
+    unit, ramp, full = micro * small.dp, training.rampup_batch_size, training.global_batch_size
     small_full, small_ramp = None, None
-    if ramp is not None and full is not None:
+    schedule: list[BatchStep] = []
+    if scheduled := readable_steps(training.step_batch_size_schedule):
+        schedule = [BatchStep(0, unit)]
+        for number, after in enumerate(scheduled[1:3], start=1):  # behind two steps of the first size and one of the second
+            between = after.tokens // config.model.seq_length % scheduled[number - 1].batch_size > 0
+            schedule.append(BatchStep((2 * number * unit - between) * seq_length, (1 + number) * unit))
+        small_full = schedule[-1].batch_size
+    elif ramp is not None and full is not None:
         stages = min(2, (full - ramp[0]) // ramp[1])
         between = ramp[2] % (training.micro_batch_size * dp) > 0  # so that the batch grows in the middle of a step
         small_full, small_ramp = (1 + stages) * unit, (unit, unit, 2 * stages * unit + between)
     elif full is not None:
-        small_full = unit * _microbatches(full // (training.micro_batch_size * dp), pp, small_pp)
+        small_full = unit * _microbatches(full // (training.micro_batch_size * dp), pp, small.pp)
     samples = None
     if training.train_samples is not None:
         last = small_full or unit
         consumed = 0
         for _ in range(steps):
-            consumed += batch_size(consumed, last, small_ramp)
-        samples = consumed + (training.train_samples % (full or training.micro_batch_size * dp) > 0)
+            consumed += batch_size(consumed, last, small_ramp, dict(schedule), seq_length)
+        samples = consumed + (training.train_samples % training.final_batch_size(dp) > 0)
     return dataclasses.replace(
         training,
         micro_batch_size=micro,
         global_batch_size=small_full,
         rampup_batch_size=small_ramp,
+        step_batch_size_schedule=as_words(schedule) if schedule else (),
         train_iters=None if training.train_iters is None else steps,
         train_samples=samples,
         iterations_to_skip=(min(2, steps),) if training.iterations_to_skip and steps > 1 else (),

@@ -296,6 +296,7 @@ class RunData:
             seq_length=self.config.model.seq_length,
             global_batch_size=plan.final_global_batch_size,
             rampup_batch_size=training.rampup_batch_size,
+            step_batch_size_schedule=training.step_batch_size_schedule,
             parts=datasets.train.parts(),
             blending=datasets.train.blending,
             num_samples=plan.total_samples if data.data_order == "megatron" else None,

@@ -1,13 +1,14 @@
 """The progress of a run, and how many sequences each step takes. Pure arithmetic.
 
-With a ramp-up of the batch size the run goes through stages of one batch size each. There are at most as many stages as increments,
-so every question is answered from the list of stages, however long the run is.
+Where the batch size grows, the run goes through stages of one batch size each, at most as many as there are batch sizes. So every
+question is answered from the list of stages, however long the run is.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from megatron.checkpoint.save_folder import COUNTS, RECENT
@@ -22,7 +23,7 @@ class Progress:
     iteration: int = 0
     """Steps done, skipped ones included."""
     consumed_samples: int = 0
-    """Samples read: the place in the order of data and in the batch-size ramp."""
+    """Samples read: the place in the order of data and in the growth of the batch size."""
     updated_samples: int = 0
     """Samples of the steps that made an update: the place in the schedules of learning rate and weight decay."""
     skipped_iterations: int = 0
@@ -66,43 +67,42 @@ class _Stage:
 class BatchSizePlan:
     """Global batch size, number of microbatches and length of a run: a pure function of the samples consumed so far.
 
-    With `--rampup-batch-size START INCREMENT SAMPLES` the batch is START + floor(consumed / (SAMPLES / increments)) *
-    INCREMENT, at most the global batch size, where increments = (global batch size - START) / INCREMENT (the formula of
-    Megatron-Core's RampupBatchsizeNumMicroBatchesCalculator, here in whole numbers, without its rounding).
+    `TrainingConfig.batch_sizes` says how the batch grows.
 
     Args:
-        training: Batch sizes, ramp-up and length of the run, which have passed the rules.
+        training: Batch sizes and length of the run, which have passed the rules.
         data_size: Number of data-parallel ranks.
+        seq_length: Tokens of a sample.
         iteration: Steps made before, if the run is resumed.
         consumed_samples: Samples of these steps, whose batches may have been of other sizes.
     """
 
-    def __init__(self, training: TrainingConfig, data_size: int, *, iteration: int = 0, consumed_samples: int = 0) -> None:
-        self._training, self._data_size = training, data_size
+    def __init__(
+        self, training: TrainingConfig, data_size: int, seq_length: int, *, iteration: int = 0, consumed_samples: int = 0
+    ) -> None:
+        self._training, self._data_size, self._seq_length = training, data_size, seq_length
         self._samples_per_microstep = training.micro_batch_size * data_size
+        self._sizes = training.batch_sizes(data_size, seq_length)
         self.final_global_batch_size = training.final_batch_size(data_size)
-        """Sequences in a step after any ramp-up."""
+        """Sequences in a step after any growth."""
         self._stages = self._list_stages(_Stage(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
 
     def resumed_at(self, iteration: int, consumed_samples: int) -> BatchSizePlan:
         """The plan of the rest of a run that resumes here."""
-        return BatchSizePlan(self._training, self._data_size, iteration=iteration, consumed_samples=consumed_samples)
+        return BatchSizePlan(
+            self._training, self._data_size, self._seq_length, iteration=iteration, consumed_samples=consumed_samples
+        )
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Sequences in the step that starts after `consumed_samples`."""
-        if self._training.rampup_batch_size is None:
-            return self.final_global_batch_size
-        start, increment, ramp_samples = self._training.rampup_batch_size
-        if consumed_samples >= ramp_samples:
-            return self.final_global_batch_size
-        return start + consumed_samples * self._num_increments // ramp_samples * increment
+        return self._sizes[bisect_right(self._sizes, consumed_samples, key=itemgetter(0)) - 1][1]
 
     def num_microbatches(self, consumed_samples: int) -> int:
         """Microbatches of each data rank in the step that starts after `consumed_samples`."""
         return self.global_batch_size(consumed_samples) // self._samples_per_microstep
 
     def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` steps of a run, ramp-up included. It cannot tell those before a resume."""
+        """Samples consumed by the first `iterations` steps of a run. It cannot tell those before a resume."""
         found = bisect_right(self._stages, iterations, key=lambda stage: stage.first_iteration)
         stage = self._stages[max(0, found - 1)]
         return stage.first_sample + (iterations - stage.first_iteration) * stage.batch_size
@@ -125,22 +125,14 @@ class BatchSizePlan:
             return self._training.train_samples
         return self.samples_after(self.total_iterations)
 
-    @property
-    def _num_increments(self) -> int:
-        assert self._training.rampup_batch_size is not None
-        start, increment, _ = self._training.rampup_batch_size
-        return (self.final_global_batch_size - start) // increment
-
     def _list_stages(self, first: _Stage) -> list[_Stage]:
         stages = [first]
-        while (current := stages[-1]).batch_size < self.final_global_batch_size:
-            assert self._training.rampup_batch_size is not None
-            start, increment, ramp_samples = self._training.rampup_batch_size
-            # The stage lasts until consumed * increments >= (its number + 1) * SAMPLES; the step that passes the
-            # mark may pass several.
-            number = (current.batch_size - start) // increment
-            samples = -(-(number + 1) * ramp_samples // self._num_increments) - current.first_sample
-            iterations = -(-samples // current.batch_size)
+        for begin, batch_size in self._sizes:
+            current = stages[-1]
+            # The step that passes the mark may have passed several.
+            if begin <= current.first_sample or batch_size == current.batch_size:
+                continue
+            iterations = -(-(begin - current.first_sample) // current.batch_size)
             consumed = current.first_sample + iterations * current.batch_size
             stages.append(_Stage(current.first_iteration + iterations, consumed, self.global_batch_size(consumed)))
         return stages

@@ -38,7 +38,7 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
     with late_delivery() as overwritten:
         startup.set_numerics(config)
         context = connect(config.parallel)
-        plan = BatchSizePlan(config.training, context.data_group.size)
+        plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
         config = startup.with_batch_size(config, plan)
         step = _build_step(task, config, context)
         initial = parts_of_shards(step, lambda shard: shard.main)

@@ -27,7 +27,7 @@ from megatron.verification.reference.muon import MuonUpdate
 from megatron.verification.reference.qk_clip import ScoreClip
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
-from megatron.verification.reference.training import Again, Course, Rule, State, batch_size, update
+from megatron.verification.reference.training import Again, Course, Rule, State, batch_size, scheduled_sizes, update
 from megatron.verification.reference.update_rules import Numbers
 
 
@@ -44,7 +44,9 @@ class _Reference:
         training = task.config.training
         self._largest: dict[str, Tensor] = {}
         """The largest scores of the heads of each layer in the batch."""
-        self.full_batch = training.global_batch_size or training.micro_batch_size * task.data_size  # after any ramp-up
+        self.scheduled = scheduled_sizes(" ".join(training.step_batch_size_schedule))
+        full = training.global_batch_size or training.micro_batch_size * task.data_size
+        self.full_batch = max(self.scheduled.values(), default=full)  # after any growth
 
     def run(self) -> PlainRun:
         task, training = self.task, self.config.training
@@ -83,7 +85,7 @@ class _Reference:
         """Number of samples in each step of the run."""
         training, consumed, made = self.config.training, 0, 0
         while training.train_iters is None or made < training.train_iters:
-            size = batch_size(consumed, self.full_batch, training.rampup_batch_size)
+            size = self._batch_size(consumed)
             consumed, made = consumed + size, made + 1
             if training.train_samples is not None and consumed > training.train_samples:
                 return
@@ -91,10 +93,14 @@ class _Reference:
 
     def _samples_of(self, steps: int) -> int:
         """Number of samples in the first `steps` steps, which may be more steps than the run makes."""
-        ramp, consumed = self.config.training.rampup_batch_size, 0
-        while steps and ramp is not None and consumed < ramp[2]:
-            consumed, steps = consumed + batch_size(consumed, self.full_batch, ramp), steps - 1
+        consumed = 0
+        while steps and (size := self._batch_size(consumed)) < self.full_batch:
+            consumed, steps = consumed + size, steps - 1
         return consumed + steps * self.full_batch
+
+    def _batch_size(self, consumed: int) -> int:
+        ramp, length = self.config.training.rampup_batch_size, self.config.model.seq_length
+        return batch_size(consumed, self.full_batch, ramp, self.scheduled, length)
 
     def _evaluate(self) -> float:
         micro, size = self.config.training.micro_batch_size, EVALUATED_BATCHES * self.full_batch

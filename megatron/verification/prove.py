@@ -54,8 +54,8 @@ def prove(
     rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     vocab_size = embedding_rows(tokenizer, data)
     data_size = Topology.of(parallel, world_size).dp
-    micro, ramp = config.training.micro_batch_size, config.training.rampup_batch_size
-    several = (ramp[0] if ramp else config.training.final_batch_size(data_size)) > micro
+    micro = config.training.micro_batch_size
+    several = config.training.first_batch_size(data_size) > micro
     samples = RandomSamples(_SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, empty_masks=several)
     held_out = dataclasses.replace(samples, seed=_HELD_OUT_SEED)
     start = random_weights(reference_shape(config.model, vocab_size), _START_SEED)

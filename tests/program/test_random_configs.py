@@ -67,7 +67,14 @@ _WANTED = [
     *("window_size", "window_attn_skip_freq", "no_rope_freq", "rotary_base_local", "softmax_scale", "attn_logit_softcapping"),
     *("learnable", "off-by-one", "qk_layernorm_all_heads", "add_attn_output_bias", "add_mlp_bias"),
     *("multi_latent_attention", "q_lora_rank"),
-    *("untie_embeddings_and_output_weights", "rampup_batch_size", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    *(
+        "untie_embeddings_and_output_weights",
+        "rampup_batch_size",
+        "step_batch_size_schedule",
+        "reset_position_ids",
+        "reset_attention_mask",
+        "eod_mask_loss",
+    ),
     *(
         "sgd",
         "adam",

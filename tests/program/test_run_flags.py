@@ -56,6 +56,20 @@ def test_the_batch_grows(tmp_path: Path) -> None:
     assert [line["learning_rate"] for line in lines] == pytest.approx(rates, rel=1e-12)
 
 
+def test_the_batch_grows_by_a_schedule(tmp_path: Path) -> None:
+    """In tokens, of which a sample has 16. The run goes on with more ranks, where its first batch is no whole step and is left out
+    of the schedule: batches and rates are the same as without the stop."""
+    starts = ((1, "0:2 64:4 144:8", {"exit_interval": 3}), (2, "0:4 144:8", {"load": tmp_path}))
+    for ranks, schedule, settings in starts:
+        words = {"train_samples": 36, "lr_decay_samples": 30, "save": tmp_path, "metrics_file": tmp_path / f"metrics {ranks}"}
+        run(arguments(**words, **settings, global_batch_size=None, step_batch_size_schedule=schedule), ranks)
+    lines = [line for ranks in (1, 2) for line in read_metrics(tmp_path / f"metrics {ranks}")]
+    assert [line["global_batch_size"] for line in lines] == [2, 2, 4, 4, 8, 8, 8]
+    assert [line["consumed_samples"] for line in lines] == [2, 4, 8, 12, 20, 28, 36]
+    rates = [TINY["lr"] * max(0, 1 - samples / 30) for samples in (0, 2, 4, 8, 12, 20, 28)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates, rel=1e-12)
+
+
 @pytest.mark.parametrize("batch", [4, 16])
 @pytest.mark.parametrize("unit", ["train_iters", "train_samples"])
 def test_a_batch_of_another_size_after_a_resume(saved: Path, tmp_path: Path, batch: int, unit: str) -> None:

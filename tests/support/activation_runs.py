@@ -206,7 +206,7 @@ def _topology(config: Config, world_size: int) -> Topology:
 
 
 def _num_microbatches(config: Config, context: ParallelContext) -> int:
-    return BatchSizePlan(config.training, context.data_group.size).num_microbatches(0)
+    return BatchSizePlan(config.training, context.data_group.size, config.model.seq_length).num_microbatches(0)
 
 
 def _schedule(config: Config, context: ParallelContext, model: Model) -> Schedule:

@@ -152,6 +152,7 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "make_vocab_size_divisible_by": (1, 3),
     "global_batch_size": (5, 7, 12),
     "rampup_batch_size": ((2, 2, 8), (3, 1, 4)),
+    "step_batch_size_schedule": ("0:2 40:6", "0:2,9:12", "0:1 1:2 2:12", "5:6", "0:8 30:4"),
     "train_samples": (7, 40),
     "train_iters": (1,),
     "iterations_to_skip": ((1,), (2, 9)),

@@ -74,7 +74,7 @@ def makes_a_step(config: Config, world_size: int) -> bool:
     """Whether --iterations-to-skip leaves one."""
     parallel, training = config.parallel, config.training
     data_size = Topology.of(parallel, world_size).dp
-    iterations = BatchSizePlan(training, data_size).total_iterations
+    iterations = BatchSizePlan(training, data_size, config.model.seq_length).total_iterations
     return not {*range(1, iterations + 1)} <= {*training.iterations_to_skip}
 
 

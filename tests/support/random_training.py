@@ -15,7 +15,8 @@ _MOST_SAMPLES = 60
 def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
     """Everything about the steps of a run with `dp` data ranks."""
     settings = _draw_batch(draw, dp)
-    batch = settings.get("global_batch_size") or settings["micro_batch_size"] * dp
+    scheduled = settings.get("step_batch_size_schedule", ":").split(":")[-1]
+    batch = int(scheduled or settings.get("global_batch_size") or settings["micro_batch_size"] * dp)
     settings |= _draw_length(draw, batch)
     settings |= _draw_update(draw)
     if batch > settings["micro_batch_size"] and chance(draw, 6):
@@ -125,7 +126,10 @@ def _draw_batch(draw: Draw, dp: int) -> dict[str, Any]:
     if chance(draw, 4):
         start, increment = unit * number(draw, 1, 2), unit * number(draw, 1, 2)
         settings["global_batch_size"] = start + increment * number(draw, 1, 3)
-        settings["rampup_batch_size"] = (start, increment, number(draw, 1, 3 * start))
+        if chance(draw, 2):
+            settings["rampup_batch_size"] = (start, increment, number(draw, 1, 3 * start))
+        else:  # the tokens of a sample are not known yet
+            settings["step_batch_size_schedule"] = f"0:{start} {number(draw, 1, 400)}:{settings.pop('global_batch_size')}"
     elif not chance(draw, 8):
         settings["global_batch_size"] = unit * number(draw, 1, 6 if dp < 4 else 3)
     return settings

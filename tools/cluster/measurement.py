@@ -283,7 +283,7 @@ def _layers(config: Config, work: StepWork, watch: Stopwatch) -> Layers:
     data = open_data(config, context)
     step = TrainStep.of(config, model_of(config, context, data.vocab_size), context)
     step.prepare(1)
-    batches = data.at(Progress(), BatchSizePlan(config.training, 1), context).training(0)
+    batches = data.at(Progress(), BatchSizePlan(config.training, 1, config.model.seq_length), context).training(0)
     batch = next(batches)
     batches.close()  # type: ignore[attr-defined]
     computing: list[dict[OpKind, float]] = []

@@ -50,7 +50,12 @@ class Job:
         """The same job with so many microbatches in a step."""
         training = self.config.training
         data_ranks = self.topology.dp
-        batch = replace(training, global_batch_size=count * data_ranks * training.micro_batch_size, rampup_batch_size=None)
+        batch = replace(
+            training,
+            global_batch_size=count * data_ranks * training.micro_batch_size,
+            rampup_batch_size=None,
+            step_batch_size_schedule=(),
+        )
         return replace(self, config=replace(self.config, training=batch))
 
 

@@ -71,7 +71,7 @@ def measure(config: Config, world_size: int) -> list[Measured]:
 def prepare(config: Config) -> tuple[TrainStep, Sequence[ModelInputs]]:
     """A rank of the job that the environment describes, ready for its first step, and that step's microbatches."""
     context = connect(config.parallel)
-    plan = BatchSizePlan(config.training, context.data_group.size)
+    plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
     config = with_batch_size(config, plan)
     data = open_data(config, context)
     model = model_of(config, context, data.vocab_size)

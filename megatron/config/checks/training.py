@@ -51,7 +51,7 @@ def batch_divides(config: Config, world_size: int) -> Iterator[Finding]:
     )
 
 
-@rule("log_gradient_noise", "global_batch_size", "micro_batch_size", reads=RANKS)
+@rule("log_gradient_noise", "global_batch_size", "micro_batch_size", reads=(*RANKS, "step_batch_size_schedule"))
 def noise_has_two_batches(config: Config, world_size: int) -> Iterator[Finding]:
     """The noise of the gradient is told from two batches: a step's first microbatch, and the whole one."""
     micro, ranks = config.training.micro_batch_size, data_size(config, world_size)
@@ -106,14 +106,13 @@ def _ramps(pairs: list[tuple[int, int]], ramp: tuple[int, int, int]) -> list[Cha
     return [change(rampup_batch_size=(*pair, samples)) for pair in pairs]
 
 
-@rule("train_samples", "global_batch_size", "micro_batch_size", "rampup_batch_size", reads=RANKS)
+@rule("train_samples", "global_batch_size", "micro_batch_size", "rampup_batch_size", "step_batch_size_schedule", reads=RANKS)
 def samples_fill_a_step(config: Config, world_size: int) -> Iterator[Finding]:
     """The run has at least one step."""
     training, ranks = config.training, data_size(config, world_size)
     if training.train_samples is None or ranks is None:
         return
-    ramp = training.rampup_batch_size
-    batch = ramp[0] if ramp else training.final_batch_size(ranks)
+    batch = training.first_batch_size(ranks)
     if training.train_samples < batch:
         message = f"--train-samples {training.train_samples} is less than one step of {batch} sequences."
         yield Finding(message, [change(train_samples=batch)])

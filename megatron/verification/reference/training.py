@@ -170,13 +170,31 @@ class Course:
         return self.low + left * (self.high - self.low)
 
 
-def batch_size(consumed: int, full: int, ramp: tuple[int, int, int] | None) -> int:
+def scheduled_sizes(text: str) -> dict[float, int]:
+    """Batch sizes by the tokens from which on they hold, of a schedule such as `0:768 250B:1536`."""
+    powers = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+    def number(word: str) -> float:
+        power = powers.get(word[-1].upper())
+        return float(word) if power is None else float(word[:-1]) * power
+
+    pairs = (entry.split(":") for entry in text.replace(",", " ").split())
+    return {number(tokens): int(number(size)) for tokens, size in pairs}
+
+
+def batch_size(
+    consumed: int, full: int, ramp: tuple[int, int, int] | None, scheduled: dict[float, int] | None = None, seq_length: int = 1
+) -> int:
     """Number of samples in the step that begins after `consumed` samples.
 
     Args:
         full: batch size at the end.
         ramp: (first size, growth, samples): the sizes first, first + growth, ... below `full` share the samples equally.
+        scheduled: batch sizes by the tokens from which on they hold, in place of both.
+        seq_length: tokens of a sample.
     """
+    if scheduled:
+        return scheduled[max(tokens for tokens in scheduled if tokens // seq_length <= consumed)]
     if ramp is None or consumed >= ramp[2]:
         return full
     first, growth, samples = ramp

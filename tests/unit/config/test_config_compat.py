@@ -23,7 +23,8 @@ norm-epsilon swiglu squared-relu untie-embeddings-and-output-weights disable-bia
 multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
 attention-dropout hidden-dropout init-method-std make-vocab-size-divisible-by
 
-micro-batch-size global-batch-size rampup-batch-size train-iters train-samples seed optimizer lr min-lr lr-decay-style
+micro-batch-size global-batch-size rampup-batch-size step-batch-size-schedule train-iters train-samples seed optimizer lr min-lr
+lr-decay-style
 lr-decay-iters lr-decay-samples lr-warmup-iters lr-warmup-samples lr-warmup-fraction lr-warmup-init lr-wsd-decay-style
 lr-wsd-decay-iters lr-wsd-decay-samples weight-decay start-weight-decay end-weight-decay weight-decay-incr-style clip-grad
 adam-beta1 adam-beta2 adam-eps sgd-momentum override-opt-param-scheduler use-checkpoint-opt-param-scheduler iterations-to-skip

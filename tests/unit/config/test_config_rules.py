@@ -417,6 +417,53 @@ CASES: list[Case] = [
         ["--rampup-batch-size 4 4 100", "--global-batch-size 20", "--global-batch-size 28"],
     ),
     (
+        "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 16",
+        2,
+        {"--step-batch-size-schedule", "--global-batch-size"},
+        ["ends with a batch of 8, and --global-batch-size is 16"],
+        ["--global-batch-size 8"],
+    ),
+    (
+        "--step-batch-size-schedule 0:4,1K:8 --rampup-batch-size 4 4 100 --global-batch-size 8",
+        2,
+        {"--step-batch-size-schedule", "--rampup-batch-size"},
+        ["exclude each other"],
+        [],
+    ),
+    (
+        "--step-batch-size-schedule 0:2,1K:6,3M:8,4M:16",
+        2,
+        {"--step-batch-size-schedule", "--micro-batch-size"},
+        ["0:2, 1K:6 do not divide by --micro-batch-size 2 x 2 data ranks = 4"],
+        ["--step-batch-size-schedule '0:8 4M:16'", "--step-batch-size-schedule '0:4 1K:8 3M:8 4M:16'"],
+    ),
+    (
+        "--step-batch-size-schedule 0:4,3:8",
+        1,
+        {"--step-batch-size-schedule", "--seq-length"},
+        ["0:4 and 3:8 begin with the same sample"],
+        ["--step-batch-size-schedule 0:8"],
+    ),
+    *(
+        (f"--step-batch-size-schedule {words}", 1, {"--step-batch-size-schedule"}, [said], [])
+        for words, said in {
+            "1K:4 2K:8": "says nothing of the time before 1K:4. The first entry begins at 0, as in 0:4",
+            "0:4 1K:2": "shrinks from 0:4 to 1K:2",
+            "0:4 1K:8 0.001M:16": "has two batch sizes from the same place on, 1K:8 and 1K:16",
+            "0:4 8": "has '8', which is no TOKENS:BATCH",
+            "0:4 1X:8": "has '1X:8', which is no TOKENS:BATCH",
+            "0:0": "has '0:0', whose batch size is no whole number of sequences",
+            "0:1.5": "has '0:1.5', whose batch size is no whole number of sequences",
+        }.items()
+    ),
+    (
+        "--train-iters None --train-samples 3 --step-batch-size-schedule 0:4,80:8",
+        1,
+        {"--train-samples"},
+        ["one step of 4 sequences"],
+        ["--train-samples 4"],
+    ),
+    (
         "--train-iters None --train-samples 7 --global-batch-size 8",
         1,
         {"--train-samples"},
@@ -1304,6 +1351,7 @@ VALID = [
     ("--position-embedding-type rope --rotary-percent 0.25 --rotary-base 5e5 --use-rope-scaling --rope-scaling-factor 4", 1),
     ("--position-embedding-type rope --max-position-embeddings 16", 1),
     ("--global-batch-size 8 --rampup-batch-size 4 4 100", 2),
+    ("--global-batch-size 16 --step-batch-size-schedule 0:4,1K:8,2.5k:16", 2),
     ("--train-iters None --train-samples 640 --lr-decay-samples 600 --lr-warmup-samples 10 --global-batch-size 8", 2),
     ("--lr-warmup-fraction 0.1 --lr-warmup-init 1e-5 --lr-decay-iters 90 --min-lr 1e-3", 1),
     ("--lr-decay-style constant --lr-warmup-iters 200", 1),

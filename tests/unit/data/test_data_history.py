@@ -70,6 +70,10 @@ def test_a_checkpoint_that_does_not_say_what_was_read_is_taken_as_unchanged() ->
 def test_phases_survive_a_checkpoint() -> None:
     saved = phase(40, {A: 0.25, B: 0.75}, rampup_batch_size=(2, 2, 10))
     assert Phase.from_json(json.loads(json.dumps(saved.to_json()))) == saved
+    assert "step_batch_size_schedule" not in saved.to_json()  # as older ones
+    saved = phase(40, {A: 1.0}, step_batch_size_schedule=("0:2 9:4",))
+    assert Phase.from_json(json.loads(json.dumps(saved.to_json()))) == saved
+    assert saved.reading() == phase(40, {A: 1.0}).reading()
 
 
 def test_a_dataset_goes_on_after_what_it_gave() -> None:

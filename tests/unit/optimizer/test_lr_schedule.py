@@ -139,7 +139,7 @@ def test_iterations_count_as_global_batches() -> None:
 def test_iterations_of_a_ramp_up_count_as_the_samples_they_take() -> None:
     """So a warm-up of 3 steps ends with the third step, and one that is shorter than the decay is so in samples too."""
     training = TrainingConfig(train_iters=6, micro_batch_size=2, global_batch_size=8, rampup_batch_size=(2, 2, 12))
-    plan = BatchSizePlan(training, data_size=1)
+    plan = BatchSizePlan(training, data_size=1, seq_length=8)
     sizes = [2, 2, 4, 6, 8, 8]
     assert [plan.samples_after(n) for n in range(7)] == [sum(sizes[:n]) for n in range(7)]
     optimizer = OptimizerConfig(lr=1.0, lr_warmup_iters=3, lr_wsd_decay_iters=2, lr_decay_style="WSD")

@@ -104,6 +104,12 @@ CASES = {
         "--lr-decay-style WSD --lr-wsd-decay-samples 20000 --lr-warmup-iters 0 --lr-warmup-samples 3000 --train-samples 300000 "
         "--rampup-batch-size 128 704 10000",
     ),
+    "a scheduled batch": (
+        64,
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --train-samples 400000 --lr-warmup-iters 0 "
+        "--lr-warmup-samples 2000 --data-parallel-sharding-strategy optim_grads "
+        "--step-batch-size-schedule 0:16,0.01B:48,0.1B:96,1B:1536",
+    ),
     "LongRoPE": (
         2,
         "--num-attention-heads 768 --position-embedding-type rope --rope-type longrope --original-max-position-embeddings 1024 "
@@ -378,12 +384,15 @@ def test_a_short_run_has_all_phases() -> None:
     assert training.train_samples == 1 + 1 + 2 + 3 + 3 + 1, "and an incomplete step, as before"
     assert optimizer.lr_warmup_samples == 2 and optimizer.lr_decay_samples == 8
     assert optimizer.lr == pytest.approx(1e-3) and optimizer.min_lr == pytest.approx(1e-4)
+    each = shrunk(*CASES["a scheduled batch"], steps=5)[-1]
+    assert each.config.training.step_batch_size_schedule == ("0:2 48:4 112:6",), "of 16 tokens each; the second is passed by a step"
+    assert each.config.training.global_batch_size == 6 and each.config.training.train_samples == 2 + 2 + 4 + 6 + 6 + 1
     (each,) = shrunk(*CASES["WSD"])
     assert each.config.training.train_iters == 4 and each.config.optimizer.lr_wsd_decay_iters == 1
     assert each.config.optimizer.lr_warmup_fraction == 0.5
 
 
-@pytest.mark.parametrize("case", ["3D", "WSD", "WSD in samples", "Llama in samples", "odd"])
+@pytest.mark.parametrize("case", ["3D", "WSD", "WSD in samples", "Llama in samples", "a scheduled batch", "odd"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_run_of_any_length_is_valid(case: str, steps: int) -> None:
     for each in shrunk(*CASES[case], steps=steps):
@@ -404,10 +413,10 @@ def test_several_buckets_stay_several() -> None:
     assert each.config.parallel.ddp_bucket_size is None
 
 
-@pytest.mark.parametrize("case", ["balanced", "sharded in copies"])
-def test_small_settings_run(case: str) -> None:
+@pytest.mark.parametrize(("case", "steps"), [("balanced", 1), ("sharded in copies", 1), ("a scheduled batch", 4)])
+def test_small_settings_run(case: str, steps: int) -> None:
     world_size, flags = CASES[case]
-    for each in shrunk(world_size, flags, max_ranks=4, steps=1)[:1]:
+    for each in shrunk(world_size, flags, max_ranks=4, steps=steps)[:1]:
         found = diagnose(prove_warm(each.config, each.world_size))
         assert found.equal, found.findings
 
