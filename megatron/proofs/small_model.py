@@ -18,11 +18,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.param_groups import as_text, entry_of
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.planner.plan import loss_chunk
+from megatron.proofs.small_layout import RankSizes
 from megatron.spec.layer_pattern import pattern_text, read_pattern, read_window
 from megatron.spec.rotary import original_context
 from megatron.spec.weights import model_weights
 from megatron.verification.reference.training import batch_size
-from tools.proofs.small_layout import RankSizes
 
 _MOST_CHOSEN = 4
 """The most experts that a token passes."""
