@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.config.version import version_line
 
@@ -14,6 +14,12 @@ class ToolParser(argparse.ArgumentParser):
     def __init__(self, *words: Any, **settings: Any) -> None:
         settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **settings}
         super().__init__(*words, **settings)
-        self.add_argument(
-            "--version", action="version", version=version_line().replace("%", "%%"), help="say which version this is"
-        )
+        self.add_argument("--version", action=_TellVersion, nargs=0, help="say which version this is")
+
+
+class _TellVersion(argparse.Action):
+    """Prints the version, which is looked up only now, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        print(version_line())
+        parser.exit()

@@ -1,4 +1,4 @@
-"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet or folders of plain text.
+"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet, tables or folders of plain text.
 
 For example::
 
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.data import DataConfig, DataOrder
 from megatron.config.training import TrainingConfig
+from tools.data.input_flags import SKIP, SKIP_FILES, add_flags_of_megatron, add_input_flags, check_column, notes_of_megatron
 from tools.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 from tools.parser import ToolParser
 
@@ -49,10 +50,13 @@ _PREPROCESSING = (
     "output_prefix",
     "tokenizer_type",
     "json_keys",
+    "column",
     "chat_template",
     "append_eod",
     "workers",
     "on_error",
+    "shuffle_seed",
+    "cut_documents",
     "shard_size",
     "resume",
 )
@@ -62,25 +66,12 @@ _INDEXING = ("seq_length", "seed", "split", "epochs", "train_samples", "valid_sa
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = ToolParser(description=__doc__)
-    flags.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="files, folders, patterns or URLs, read in this order; those of a folder or pattern sorted. By the end of the name: "
-        ".jsonl .ndjson .json (JSON lines, also with .gz or .zst), .parquet, .txt .text .md .rst (a file is a document)",
-    )
-    flags.add_argument(
-        "--input-format",
-        choices=("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text"),
-        help="what all files of --input are (what their names say)",
+    add_input_flags(
+        flags,
+        required=False,
+        keys="keys (or columns) of the texts (text), with --chat-template of the conversations (messages); a dataset for each",
     )
     flags.add_argument("--output-prefix", metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx; a path or a URL")
-    flags.add_argument(
-        "--json-keys",
-        nargs="+",
-        metavar="KEY",
-        help="keys (or columns) of the texts (text), with --chat-template of the conversations (messages); a dataset for each",
-    )
     flags.add_argument(
         "--chat-template",
         nargs="?",
@@ -93,7 +84,19 @@ def parser() -> argparse.ArgumentParser:
         "--chat-date", type=_date, metavar="DAY", help="the day (2026-01-31) that a template writes which asks for today's"
     )
     flags.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    flags.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="at a record that cannot be used (stop)")
+    flags.add_argument(
+        "--shuffle-seed",
+        type=int,
+        metavar="N",
+        help="write the documents in a random order that follows from N, so that --split of training, which takes neighbours in "
+        "the file, is a random choice; needs room for the dataset once more (the order of the input)",
+    )
+    flags.add_argument(
+        "--cut-documents",
+        type=_count,
+        metavar="CHARACTERS",
+        help="longer texts become several documents, each cut behind a paragraph, a line or a word (a text is a document)",
+    )
     add_tokenizer_flags(flags, required=False)
     work = flags.add_argument_group("work", "None of these changes the result.")
     work.add_argument(
@@ -129,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
             f"--{split}-samples", type=_count, metavar="N", help=f"with --data-order megatron: {name} samples of the run (an epoch)"
         )
     index.add_argument("--data-cache-path", metavar="FOLDER", help="where the caches go (the folder cache beside each dataset)")
+    add_flags_of_megatron(flags)
     return flags
 
 
@@ -138,8 +142,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = flags.parse_args(arguments)
     _check(flags, given)
     config = tokenizer_config(given, flags)
+    notes = notes_of_megatron(given, flags)
     before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     screen = Screen(sys.stderr)
+    for line in notes:
+        screen.note(line)
     try:
         try:
             prefixes = tuple(given.build_index or ())
@@ -198,6 +205,11 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     given.json_keys = given.json_keys or ["text" if given.chat_template is None else "messages"]
     if len(set(given.json_keys)) < len(given.json_keys):
         flags.error(f"--json-keys names a key twice: {' '.join(given.json_keys)}")
+    check_column(given, flags, given.json_keys)
+    if given.chat_template is not None:
+        refuse_all(("cut_documents",), "with --chat-template: a conversation is not cut")
+    if given.shuffle_seed is not None and given.shuffle_seed < 0:
+        flags.error(f"--shuffle-seed must be 0 or more, not {given.shuffle_seed}")
 
 
 def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
@@ -215,7 +227,17 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
     summary = preprocess(
         given.input,
         given.output_prefix,
-        PreprocessJob(config, tuple(given.json_keys), given.append_eod, skip_bad_lines=given.on_error == "skip", chat=chat),
+        PreprocessJob(
+            config,
+            tuple(given.json_keys),
+            given.append_eod,
+            skip_bad_lines=given.on_error in (SKIP, SKIP_FILES),
+            skip_bad_files=given.on_error == SKIP_FILES,
+            column=given.column,
+            cut_documents=given.cut_documents,
+            shuffle_seed=given.shuffle_seed,
+            chat=chat,
+        ),
         input_format=given.input_format,
         engine=Engine(given.engine, given.workers, given.ray_address),
         shard_size=given.shard_size,
@@ -226,10 +248,11 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
     for line in summary.bad_lines[:_SHOWN_BAD_LINES]:
         screen.note(f"left out: {line}")
     if summary.bad_lines_file:
-        screen.note(f"all records left out: {summary.bad_lines_file}")
+        screen.note(f"all that was left out: {summary.bad_lines_file}")
     screen.note(
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in "
         f"{time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines"
+        + (f", {summary.num_bad_files:,} files that cannot be read" if summary.num_bad_files else "")
     )
     if chat is not None:
         screen.note(

@@ -4,8 +4,8 @@ For example::
 
     python tools/train_tokenizer.py --input corpus.jsonl --kind sentencepiece-bpe --vocab-size 32000 --output vocabulary.model
 
-The input is what tools/preprocess_data.py reads: JSON lines (also packed by gzip or zstd), parquet, plain text, folders and
-patterns. The same input and settings give the same files.
+The input is what tools/preprocess_data.py reads, with the same flags: JSON lines (also packed by gzip or zstd), parquet, tables,
+plain text and source code, folders and patterns. The same input and settings give the same files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from tools.data.input_flags import add_input_flags, check_column
 from tools.parser import ToolParser
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ _KINDS = ("sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe")
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = ToolParser(description="Train a tokenizer's vocabulary on a sample of texts.")
-    flags.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders and patterns")
-    flags.add_argument("--json-key", default="text", metavar="KEY", help="key or column of the text (text)")
+    add_input_flags(flags, required=True, keys="keys or columns of the texts (text)")
     flags.add_argument("--kind", choices=_KINDS, required=True, help="byte-bpe is like GPT-2's and needs the tokenizers library")
     flags.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of all ids, special ones included")
     flags.add_argument("--output", type=Path, required=True, metavar="PATH", help="model file; for byte-bpe a folder")
@@ -51,6 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("vocab_size", "max_bytes"):
         if getattr(given, name) < 1:
             flags.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(given, name)}")
+    given.json_keys = given.json_keys or ["text"]
+    check_column(given, flags, given.json_keys)
     if len(set(given.special_tokens)) < len(given.special_tokens):
         flags.error(f"--special-tokens names a token twice: {' '.join(given.special_tokens)}")
     try:
@@ -73,9 +75,17 @@ def _run(given: argparse.Namespace) -> None:
         raise ValueError(f"{' and '.join(there)}: there already.\n  Choose another --output, or replace with --overwrite.")
     if given.kind != "byte-bpe" and not given.output.parent.is_dir():
         raise ValueError(f"--output {given.output}: the folder {given.output.parent} does not exist.\n  Make it first.")
-    sample = take_sample(given.input, given.json_key, given.max_bytes)
+    sample = take_sample(
+        given.input,
+        given.json_keys if given.column is None else [given.column],
+        given.max_bytes,
+        kind=given.input_format,
+        on_error=given.on_error,
+    )
     taken = f"{len(sample.training):,} of {sample.num_documents:,} documents, {sample.num_bytes / 1e6:.1f} MB"
     print(f"training on {taken}; {len(sample.held_out):,} more are held out", file=sys.stderr)
+    if sample.num_left_out:
+        print(f"left out: {sample.num_left_out:,} bad records and files, the first: {sample.first_left_out}", file=sys.stderr)
     train(given.kind, sample.training, given.vocab_size, given.special_tokens, given.output)
     _report(given, files, sample)
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TYPES, VERSION, DatasetError, IndexedDataset, blocks
+from megatron.data.order import WRITTEN, permutation
 
 
 def of_this_host() -> str:
@@ -64,15 +65,16 @@ def appearing(*paths: str, folder: str | None = None, sync: bool = True) -> Iter
 
 
 @contextlib.contextmanager
-def write_dataset(prefix: str, dtype: DTypeLike, sync: bool = True) -> Iterator[IndexedDatasetWriter]:
+def write_dataset(prefix: str, dtype: DTypeLike, sync: bool = True, folder: str | None = None) -> Iterator[IndexedDatasetWriter]:
     """Write a dataset: the files have their final names after the block, or are gone if it failed.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``; its folder must exist.
         dtype: Type of the tokens, for example `token_dtype(vocab_size)`.
         sync: See `appearing`.
+        folder: See `appearing`.
     """
-    with appearing(f"{prefix}.bin", f"{prefix}.idx", sync=sync) as (tokens, index):
+    with appearing(f"{prefix}.bin", f"{prefix}.idx", folder=folder, sync=sync) as (tokens, index):
         writer = IndexedDatasetWriter(prefix, np.dtype(dtype).newbyteorder("<"), tokens, index)
         yield writer
         writer.finish()
@@ -128,6 +130,29 @@ class IndexedDatasetWriter:
 
 
 _COPIED_AT_ONCE = 1 << 24
+_TOKENS_AT_ONCE = 1 << 22
+
+
+def write_shuffled(prefix: str, output: str, seed: int, folder: str | None = None) -> None:
+    """Write the documents of a dataset, of one sequence each, in a random order that follows from a seed and their number alone.
+
+    Args:
+        folder: where the files lie until they are complete, on the same disk; None: beside the output.
+    """
+    dataset = IndexedDataset(prefix)
+    assert dataset.one_sequence_each, "as preprocessing writes it"
+    order = permutation(dataset.num_documents, (WRITTEN, seed))
+    with write_dataset(output, dataset.dtype, folder=folder) as writer:
+        waiting: list[NDArray[np.integer]] = []
+        num_tokens = 0
+        for number in order.tolist():
+            waiting.append(dataset.read(number, 0, int(dataset.lengths[number])))
+            num_tokens += waiting[-1].size
+            if num_tokens > _TOKENS_AT_ONCE:
+                writer.add_documents(np.concatenate(waiting), [len(document) for document in waiting])
+                waiting, num_tokens = [], 0
+        if waiting:
+            writer.add_documents(np.concatenate(waiting), [len(document) for document in waiting])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # First number of a key. Keys that begin with the same one have the same length: SeedSequence hashes [1] and [1, 0] alike.
-DOCUMENTS, WINDOWS, MOCK_RULE, MOCK_SAMPLE, LEFT_WINDOWS = 1, 2, 3, 4, 5
+DOCUMENTS, WINDOWS, MOCK_RULE, MOCK_SAMPLE, LEFT_WINDOWS, WRITTEN = 1, 2, 3, 4, 5, 6
 
 Key = tuple[int, ...]
 _BLOCK = 1 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,14 @@ from typing import Any, Literal
 
 from megatron.config.extras import optional
 from megatron.data.indexed_writer import appearing
+from megatron.data.preprocess.errors import DamagedFileError
 from megatron.data.preprocess.input_shards import cut, find_sources
-from megatron.data.preprocess.text_records import PARSERS, InputPiece, parse_values, records
+from megatron.data.preprocess.text_records import PARSERS, InputPiece, Kind, parse_values, records
 from megatron.data.tokenizers.vocabulary_files import END_OF_TEXT
 from tools.data.sentencepiece_json import added_token
 
 VocabularyKind = Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe"]
+OnError = Literal["stop", "skip", "skip-files"]
 
 _LONGEST_LINE = 1 << 14  # characters; a line in UTF-8 has four times as many bytes at most
 
@@ -149,6 +151,10 @@ class TextSample:
     """Every 20th text of the sample; none if there is only one."""
     num_documents: int
     """That were read."""
+    num_left_out: int = 0
+    """Records of the sample that could not be used, and files."""
+    first_left_out: str = ""
+    """Where the first of them is, and what is wrong with it."""
 
     @property
     def num_bytes(self) -> int:
@@ -156,25 +162,40 @@ class TextSample:
         return sum(len(text.encode()) for text in self.training)
 
 
-def take_sample(inputs: Sequence[str], key: str, max_bytes: int) -> TextSample:
+def take_sample(
+    inputs: Sequence[str], keys: Sequence[str], max_bytes: int, *, kind: Kind | None = None, on_error: OnError = "stop"
+) -> TextSample:
     """Read all documents and keep some, spread evenly over all: the share is halved each time there are too many bytes.
 
     Args:
         inputs: Files and folders of any kind that tools/preprocess_data.py reads.
-        key: Of the text in JSON lines, or its column in parquet.
+        keys: Of the texts in JSON lines, or their columns in tables.
         max_bytes: Of texts in memory (at least one text is kept). Of a document the first million characters count.
+        kind: That of all files; None: as their names say.
+        on_error: As that tool's --on-error. Only records of the sample are looked at.
 
     Raises:
         ValueError: an input that is missing or damaged, a bad record, or no text at all.
     """
     kept: list[tuple[int, int, str]] = []
+    left_out: list[str] = []
     size = least = num_documents = 0
-    for number, (source, at, record) in enumerate(_records(inputs, key)):
+    for number, (source, at, record) in enumerate(
+        _records(inputs, keys, kind, left_out.append if on_error == "skip-files" else None)
+    ):
         height = 64 - (number * _FIBONACCI % 2**64).bit_length()  # reaches k for one number in 2**k
         num_documents += 1
         if height < least:
             continue
-        text = _text(source, at, record, key)
+        try:
+            text = "\n".join(PARSERS[source.kind](record, keys, parse_values) or [])[:_LONGEST]
+        except (ValueError, RecursionError) as error:
+            if on_error == "stop":
+                raise ValueError(
+                    f"{source.place(at)}: {error}\n  Mend it, or leave such records out with --on-error skip."
+                ) from error
+            left_out.append(f"{source.place(at)}: {error}")
+            continue
         if not text:
             continue
         kept.append((height, len(text.encode()), text))
@@ -185,31 +206,30 @@ def take_sample(inputs: Sequence[str], key: str, max_bytes: int) -> TextSample:
             size = sum(entry[1] for entry in kept)
     texts = [text for _, _, text in kept]
     if not texts:
-        raise ValueError(f"--input {' '.join(inputs)}: there is no text in it.")
+        first = f"\n  {len(left_out):,} bad records and files were left out, the first: {left_out[0]}" if left_out else ""
+        raise ValueError(f"--input {' '.join(inputs)}: there is no text in it.{first}")
     training = [text for number, text in enumerate(texts) if number % _HELD_OUT != _HELD_OUT - 1]
     held_out = texts[_HELD_OUT - 1 :: _HELD_OUT]
     if not held_out and len(training) > 1:
         held_out = [training.pop()]
-    return TextSample(training, held_out, num_documents)
+    return TextSample(training, held_out, num_documents, len(left_out), left_out[0] if left_out else "")
 
 
-def _records(inputs: Sequence[str], key: str) -> Iterator[tuple[InputPiece, int, Any]]:
+def _records(
+    inputs: Sequence[str], keys: Sequence[str], kind: Kind | None, pass_over: Callable[[str], None] | None
+) -> Iterator[tuple[InputPiece, int, Any]]:
     """A file, the number of the record in it, the record."""
-    sources, _ = find_sources(inputs)
+    sources, _ = find_sources(inputs, kind)
     for source in sources:
-        keys = ("text",) if source.kind == "text" else (key,)
         number = 0
-        for shard in cut([source], sys.maxsize, keys):
+        for shard in cut([source], sys.maxsize, ("text",), fields=keys, pass_over=pass_over):
             for piece in shard.pieces:
-                with closing(records(piece, keys, lambda _: None)) as found:
-                    for record in found:
-                        yield source, number, record
-                        number += 1
-
-
-def _text(source: InputPiece, number: int, record: Any, key: str) -> str:
-    try:
-        texts = PARSERS[source.kind](record, (key,), parse_values)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source.place(number)}: {error}\n  Mend or remove it.") from error
-    return texts[0][:_LONGEST] if texts else ""
+                try:
+                    with closing(records(piece, keys, lambda _: None)) as found:
+                        for record in found:
+                            yield source, number, record
+                            number += 1
+                except DamagedFileError as error:
+                    if pass_over is None:
+                        raise
+                    pass_over(str(error))

@@ -10,26 +10,38 @@ import glob
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import xxhash
 
 from megatron.data.preprocess import storage
+from megatron.data.preprocess.csv_records import check_columns
 from megatron.data.preprocess.text_records import InputPiece, Kind, row_groups
 
 _LINES = (".jsonl", ".ndjson", ".json")
+_TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
+_SOURCES = tuple(
+    ".py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .zig .js .mjs .jsx .ts .tsx .php .rb .pl .lua "
+    ".sh .bash .r .jl .m .f90 .sql .hs .ml .ex .exs .erl .clj .lisp .el .dart .vue".split()
+)
+"""Ends of the names of source code."""
 SUFFIXES: dict[str, Kind] = {
     **dict.fromkeys(_LINES, "jsonl"),
     **{f"{suffix}.gz": "jsonl.gz" for suffix in _LINES},
     **{f"{suffix}.zst": "jsonl.zst" for suffix in _LINES},
     ".parquet": "parquet",
-    **dict.fromkeys((".txt", ".text", ".md", ".rst"), "text"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((*_TEXTS, *_SOURCES), "text"),
 }
-"""The kind of a file, by the end of its name: JSON lines, parquet, or plain text (each file is one document)."""
+"""The kind of a file, by the end of its name: JSON lines, parquet, a table, or plain text and source code (each file is one
+document)."""
 
-_KNOWN = f"Known: {', '.join(SUFFIXES)}. For files of other names say what they are by --input-format."
+_KNOWN = (
+    f"Known: {', '.join(name for name in SUFFIXES if name not in _SOURCES)}, and source code ({', '.join(_SOURCES[:6])} ...)."
+    " For files of other names say what they are by --input-format."
+)
 
 
 def kind_of(path: str) -> Kind | None:
@@ -124,7 +136,15 @@ def default_shard_size(sources: Sequence[InputPiece]) -> int:
     return min(max(sum(source.num_bytes for source in sources) // ABOUT_SHARDS, SMALLEST), LARGEST)
 
 
-def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str], *, of_text: bool = True) -> list[InputShard]:
+def cut(
+    sources: Iterable[InputPiece],
+    shard_size: int,
+    keys: Sequence[str],
+    *,
+    fields: Sequence[str] | None = None,
+    of_text: bool = True,
+    pass_over: Callable[[str], None] | None = None,
+) -> list[InputShard]:
     """Cut the inputs into shards, in their order.
 
     Files above the shard size are cut where that is possible, and share no shard with others. Smaller consecutive ones are joined.
@@ -132,11 +152,13 @@ def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str], *, 
     Args:
         sources: files, in order.
         shard_size: in bytes of the files.
-        keys: columns that parquet files must have.
+        keys: those of the datasets, of which plain text has "text" alone.
+        fields: columns that parquet and csv files must have; None: those of the keys.
         of_text: these must hold strings.
+        pass_over: leaves files out that cannot be read, and is called with "FILE: what is wrong" for each; None: they are errors.
 
     Raises:
-        ValueError: a parquet file is damaged or lacks a column; plain text with keys other than "text".
+        ValueError: a file cannot be read, is damaged or lacks a column; plain text with keys other than "text".
     """
     shards: list[InputShard] = []
     together: list[InputPiece] = []
@@ -147,10 +169,19 @@ def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str], *, 
                 f"{source.path} is plain text, whose only key is 'text', but --json-keys is {' '.join(keys)}.\n"
                 "  Preprocess such files apart."
             )
+        try:
+            if pass_over is not None:
+                storage.open_binary(source.path).close()
+            pieces = list(_pieces(source, shard_size, keys if fields is None else fields, of_text))
+        except (ValueError, OSError) as error:
+            if pass_over is None:
+                raise
+            what = f"{source.path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            pass_over(" ".join(what.split()))
+            continue
         if together and size + source.num_bytes > shard_size:
             shards.append(InputShard(tuple(together)))
             together, size = [], 0
-        pieces = list(_pieces(source, shard_size, keys, of_text))
         if source.num_bytes > shard_size:
             shards += [InputShard((piece,)) for piece in pieces]
         else:
@@ -161,6 +192,8 @@ def cut(sources: Iterable[InputPiece], shard_size: int, keys: Sequence[str], *, 
 
 def _pieces(source: InputPiece, shard_size: int, keys: Sequence[str], of_text: bool) -> Iterator[InputPiece]:
     """A file, cut where that is possible."""
+    if source.kind == "csv" and source.num_bytes:
+        check_columns(source.path, keys)
     if source.kind == "jsonl":
         for begin in range(0, source.num_bytes, shard_size):
             end = min(begin + shard_size, source.num_bytes)

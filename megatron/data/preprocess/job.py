@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron.data.indexed_writer import join
+from megatron.data.indexed_writer import join, write_shuffled
 from megatron.data.loss_mask import loss_mask_prefix
 from megatron.data.preprocess import storage
 from megatron.data.preprocess.engines import Engine
@@ -72,11 +72,12 @@ def preprocess(
     if start == "restart" and parts.settings() is not None:
         with parts.lock():
             parts.remove()
-    shards = _prepare(parts, job, sources, shard_size, start, note)
+    passed_over: list[str] = []
+    shards = _prepare(parts, job, sources, shard_size, start, note, passed_over.append if job.skip_bad_files else None)
     with parts.lock(), told_where_no_room(parts.folder, _ON_DISK):
         parts.remove_unfinished()
         try:
-            reports = _make(parts, job, shards, engine or Engine(), note, progress)
+            reports = _make(JobReports(parts, shards, passed_over=passed_over), job, engine or Engine(), note, progress)
             summary = reports.summary(tuple(f"{output_prefix}{name}" for name in job.datasets))
             if summary.num_kept:
                 note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
@@ -98,6 +99,7 @@ def _prepare(
     shard_size: int | None,
     start: str,
     note: Callable[[str], None],
+    pass_over: Callable[[str], None] | None,
 ) -> list[InputShard]:
     """Make the folder, or check that it belongs to this job; returns the shards."""
     earlier = parts.settings()
@@ -127,7 +129,7 @@ def _prepare(
             )
         shard_size = int(str(earlier["shard size"]))
     size = shard_size or default_shard_size(sources)
-    shards = cut(sources, size, job.keys, of_text=job.chat is None)
+    shards = cut(sources, size, job.keys, fields=job.fields, of_text=job.chat is None, pass_over=pass_over)
     note(f"files: {len(sources):,}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
     whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.num_bytes > size]
     if whole:
@@ -140,15 +142,14 @@ def _prepare(
 
 
 def _make(
-    parts: PartFolder,
+    reports: JobReports,
     job: PreprocessJob,
-    shards: Sequence[InputShard],
     engine: Engine,
     note: Callable[[str], None],
     progress: Callable[[str], None],
 ) -> JobReports:
     """Have all shards made."""
-    reports = JobReports(parts, shards)
+    parts, shards = reports.parts, reports.shards
     meter = Meter(shards, progress)
     room = DiskRoom(parts.folder, sum(shard.num_bytes for shard in shards), note)
 
@@ -178,8 +179,8 @@ def _join(reports: JobReports, job: PreprocessJob, summary: Summary, note: Calla
     for name, (key, prefix) in zip(job.keys, enumerate(summary.prefixes), strict=False):
         if not any(report.num_documents[key] for report in reports.of_shard.values()):
             told = f"no document with a token for {prefix} (key {name!r}). No dataset is written."
-            if summary.num_bad_lines:
-                told += f"\n  {summary.num_bad_lines:,} bad records were left out, the first: {next(reports.bad_lines())}"
+            if bad := summary.num_bad_lines + summary.num_bad_files:
+                told += f"\n  {bad:,} bad records and files were left out, the first: {next(reports.bad_lines())}"
             parts.remove()  # to continue would not help
             raise ValueError(told)
     note(f"joining the parts into {' and '.join(summary.prefixes)}")
@@ -188,17 +189,25 @@ def _join(reports: JobReports, job: PreprocessJob, summary: Summary, note: Calla
         for suffix in (".idx", ".bin"):
             storage.remove(f"{loss_mask_prefix(prefix)}{suffix}")
     for number, prefix in reversed(list(enumerate(summary.prefixes))):
+        # A dataset and its mask have equally many documents, so the same order.
+        seed = job.shuffle_seed
         made = (shard for at, shard in enumerate(reports.shards) if reports.of_shard[at].num_documents[number % len(job.keys)])
         names = [parts.prefix(shard.name, number) for shard in made]
         if not storage.is_url(prefix):
-            join(names, prefix, parts.folder, _RESUME)  # what a killed run leaves in that folder is removed
+            if seed is None:
+                join(names, prefix, parts.folder, _RESUME)  # what a killed run leaves in that folder is removed
+            else:
+                join(names, f"{parts.folder}/joined", remedy=_RESUME)
+                write_shuffled(f"{parts.folder}/joined", prefix, seed, parts.folder)
             continue
         with parts.workspace() as folder, told_where_no_room(folder, _ON_DISK):
             local = [f"{folder}/{os.path.basename(name)}" for name in names]
             for name, path in zip(names, local, strict=True):
                 for suffix in (".bin", ".idx"):
                     storage.download(name + suffix, path + suffix)
-            join(local, f"{folder}/joined", remedy=_RESUME)
+            join(local, f"{folder}/in_order" if seed is not None else f"{folder}/joined", remedy=_RESUME)
+            if seed is not None:
+                write_shuffled(f"{folder}/in_order", f"{folder}/joined", seed)
             storage.remove(f"{prefix}.idx")
             for suffix in (".bin", ".idx"):
                 storage.upload(f"{folder}/joined{suffix}", prefix + suffix)

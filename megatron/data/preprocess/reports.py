@@ -30,6 +30,8 @@ class Summary:
     num_learned: int
     """Tokens of conversations that a model is to learn."""
     num_bad_lines: int
+    num_bad_files: int
+    """Files of which nothing could be read."""
     num_kept: int
     """Number of shards that an earlier run had finished."""
     bad_lines: list[str] = field(default_factory=list)
@@ -120,6 +122,8 @@ class JobReports:
     parts: PartFolder
     shards: Sequence[InputShard]
     of_shard: dict[int, ShardReport] = field(default_factory=dict)
+    passed_over: Sequence[str] = ()
+    """"FILE: what is wrong" for files that could not be read."""
 
     def summary(self, prefixes: tuple[str, ...]) -> Summary:
         """What was done, once all shards are made."""
@@ -133,12 +137,13 @@ class JobReports:
             num_empty=sum(report.num_empty for report in reports),
             num_learned=sum(report.num_learned for report in reports),
             num_bad_lines=sum(report.num_bad for report in reports),
+            num_bad_files=len(self.passed_over),
             num_kept=sum(not report.new for report in reports),
         )
 
     def write_bad_lines(self, path: str, summary: Summary) -> None:
         """Write the bad records to a file beside the datasets, and the first into the summary. An earlier file is removed."""
-        if not summary.num_bad_lines:
+        if not summary.num_bad_lines + summary.num_bad_files:
             storage.remove(path)
             return
         with self.parts.workspace() as workspace:
@@ -153,7 +158,8 @@ class JobReports:
         summary.bad_lines_file = path
 
     def bad_lines(self) -> Iterator[str]:
-        """Lines "FILE:LINE: what is wrong", in the order of the input, once all shards are made."""
+        """Lines "FILE:LINE: what is wrong" once all shards are made: files that were passed over, then the order of the input."""
+        yield from self.passed_over
         for number, shard in enumerate(self.shards):
             report = self.parts.report(shard.name) if self.of_shard[number].num_bad else None
             if report is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,11 @@ from megatron.data.indexed_dataset import token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.loss_mask import ENDS, MARK_TYPE, loss_mask_prefix
 from megatron.data.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
+from megatron.data.preprocess.errors import BadRecordError, DamagedFileError
 from megatron.data.preprocess.input_shards import InputShard
 from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
 from megatron.data.preprocess.storage import digest, told_where_no_room
-from megatron.data.preprocess.text_records import PARSERS, BadRecordError, DamagedFileError, InputPiece, parse_values, records
+from megatron.data.preprocess.text_records import PARSERS, InputPiece, parse_values, records
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer, required_tokenizer_json
 
@@ -40,6 +41,14 @@ class PreprocessJob:
     append_eod: bool
     skip_bad_lines: bool = False
     """Leave out records that cannot be used, instead of stopping at the first."""
+    skip_bad_files: bool = False
+    """Leave out the rest of a file that is damaged too, and files that cannot be opened."""
+    column: str | None = None
+    """Where the texts of the only key are found in JSON lines and tables; None: under its own name."""
+    cut_documents: int | None = None
+    """Characters above which a text becomes several documents; None: a text is a document."""
+    shuffle_seed: int | None = None
+    """Write the documents in a random order that follows from this; None: in the order of the input."""
     chat: ChatTemplate | None = None
     """Writes the text of the records' values, which are conversations; None where they are texts."""
 
@@ -48,6 +57,11 @@ class PreprocessJob:
         """Names of the datasets that are made, to be added to the prefix: one for each key, then their loss masks."""
         made = tuple(f"_{key}_document" for key in self.keys)
         return made if self.chat is None else made + tuple(map(loss_mask_prefix, made))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Keys or columns that are read for the keys."""
+        return self.keys if self.column is None else (self.column,)
 
     @property
     def tokenizer_file(self) -> Path:
@@ -86,6 +100,8 @@ def settings(job: PreprocessJob) -> dict[str, object]:
         "format": FORMAT,
         "json keys": list(job.keys),
         "append eod": job.append_eod,
+        **({} if job.column is None else {"column": job.column}),
+        **({} if job.cut_documents is None else {"cut documents": job.cut_documents}),
         "tokenizer type": kind,
         **{name.replace("_", " "): contents.get(name, getattr(job.tokenizer, name)) for name in tokenizer_settings(kind)},
         "number of token ids": tokenizer.vocab_size,
@@ -102,6 +118,21 @@ _TOKENS_AT_ONCE = 1 << 18  # kept in memory until they are written
 _DOCUMENTS_AT_ONCE = 1 << 14
 _KEPT_BAD_RECORDS = 10_000
 _SECONDS_BETWEEN_COUNTS = 0.5
+
+
+_ENDS = ("\n\n", "\n", " ")
+
+
+def parts_of(text: str, most: int) -> Iterator[str]:
+    """A text in parts of at most so many characters: each ends behind a blank line, else behind a line, else behind a blank, if
+    there is one in its second half. Together they are the text; one that is short enough is its only part."""
+    begin = 0
+    while len(text) - begin > most:
+        half, last = begin + most // 2, begin + most
+        ends = (text.rfind(end, half, last) + len(end) for end in _ENDS if end in text[half:last])
+        begin, before = next(ends, last), begin
+        yield text[before:begin]
+    yield text[begin:]
 
 
 class BadShardError(ValueError):
@@ -184,18 +215,23 @@ class _Work:
 
     def add(self, number: int, piece: InputPiece) -> None:
         """Add all records of a piece."""
-        parse, keys, count = PARSERS[piece.kind], self._job.keys, 0
+        parse, keys, count = PARSERS[piece.kind], self._job.fields, 0
         check = parse_values if self._job.chat is None else check_messages
-        with closing(records(piece, keys, self._at)) as found:
-            for count, record in enumerate(found, start=1):
-                try:
-                    values = parse(record, keys, check)
-                    if values is None:
-                        self._report.num_empty += 1
-                    else:
-                        self._encode(values)
-                except (ValueError, RecursionError) as error:
-                    self._refuse(number, count - 1, str(error).replace("\n", " "))
+        try:
+            with closing(records(piece, keys, self._at)) as found:
+                for count, record in enumerate(found, start=1):
+                    try:
+                        values = parse(record, keys, check)
+                        if values is None:
+                            self._report.num_empty += 1
+                        else:
+                            self._encode(values)
+                    except (ValueError, RecursionError) as error:
+                        self._refuse(number, count - 1, str(error).replace("\n", " "))
+        except DamagedFileError as error:
+            if not self._job.skip_bad_files:
+                raise
+            self._refuse(number, count, f"the rest of the file is left out: {' '.join(str(error).split())}")
         if not piece.unchanged():
             raise DamagedFileError(f"{piece.path} was changed while it was read.\n  Start again with --resume.")
         self._report.num_records.append(count)
@@ -212,6 +248,20 @@ class _Work:
     def _encode(self, values: Sequence[Any]) -> None:
         """Encode and add the documents of a record, all of them or none."""
         job = self._job
+        if job.cut_documents is not None and job.chat is None:
+            parts = [list(parts_of(text, job.cut_documents)) for text in values]
+            for place in range(max(map(len, parts))):
+                self._add([part[place] if place < len(part) else "" for part in parts], first=not place)
+        else:
+            self._add(values)
+
+    def _add(self, values: Sequence[Any], *, first: bool = True) -> None:
+        """Encode and add a document for each key.
+
+        Args:
+            first: they are the first of a record, which count where they are empty.
+        """
+        job = self._job
         documents = [self._tokenizer.encode_array(text) for text in values] if job.chat is None else self._conversations(values)
         for key, ids in zip(job.keys, documents, strict=False):
             if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
@@ -219,7 +269,7 @@ class _Work:
                     f"key {key!r} has {len(ids) + job.append_eod:,} tokens; a document has at most {MAX_DOCUMENT_TOKENS:,} "
                     "(2**31 - 1 is what the index can hold): divide it"
                 )
-        self._report.num_empty += sum(not len(ids) for ids in documents[: len(job.keys)])
+        self._report.num_empty += first * sum(not len(ids) for ids in documents[: len(job.keys)])
         for number, (ids, tokens, lengths) in enumerate(zip(documents, self._tokens, self._lengths, strict=True)):
             if not len(ids):
                 continue

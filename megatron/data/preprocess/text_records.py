@@ -14,21 +14,14 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
 from megatron.config.extras import optional
-from megatron.data.preprocess import storage
+from megatron.data.preprocess import csv_records, storage
+from megatron.data.preprocess.errors import BadRecordError, DamagedFileError
 
-Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text"]
+Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"]
 
 Record = Any
-"""A line (bytes), the values of a row, or the content of a text file (bytes)."""
+"""A line (bytes), the values of a row, or the content of a text file (bytes); what is wrong with a row that cannot be read."""
 Records = Generator[Record, None, None]
-
-
-class BadRecordError(ValueError):
-    """A record that cannot be used."""
-
-
-class DamagedFileError(ValueError):
-    """A file that cannot be read to its end. It stops the job, since nobody knows how much is missing."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class InputPiece:
         """The place of a record for messages. Records count from 0 in the file; lines are shown from 1, rows from 0."""
         if self.kind == "text":
             return self.path
-        return f"{self.path}: row {number}" if self.kind == "parquet" else f"{self.path}:{number + 1}"
+        return f"{self.path}: row {number}" if self.kind in ("parquet", "csv") else f"{self.path}:{number + 1}"
 
 
 def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -> Records:
@@ -65,7 +58,7 @@ def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -
 
     Args:
         piece: what to read.
-        keys: columns to read of parquet.
+        keys: columns to read of parquet and csv.
         at: called now and then with the number of bytes of the piece that have been read.
 
     Raises:
@@ -78,6 +71,9 @@ def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -
             for group in range(piece.begin, piece.end):
                 yield from _rows(piece.path, file, keys, group)
                 at(piece.num_bytes * (group + 1 - piece.begin) // (piece.end - piece.begin))
+        elif piece.kind == "csv":
+            if piece.num_bytes:
+                yield from csv_records.rows(piece.path, file, keys, at)
         elif piece.kind == "text":
             yield file.read()
         else:
@@ -136,11 +132,11 @@ def row_groups(path: str, keys: Sequence[str], *, of_text: bool = True) -> list[
             if schema.names.count(key) != 1:
                 number = "no column" if key not in schema.names else "more than one column"
                 names = ", ".join(map(repr, schema.names[:8]))
-                raise ValueError(f"{path}: {number} {key!r} (--json-keys); it has: {names}")
+                raise ValueError(f"{path}: {number} {key!r} (--json-keys, --column); it has: {names}")
             column = schema.field(key).type
             held = column.value_type if types.is_dictionary(column) else column
             if of_text and not (types.is_string(held) or types.is_large_string(held) or str(held) == "string_view"):
-                raise ValueError(f"{path}: the column {key!r} (--json-keys) holds {column}, not strings")
+                raise ValueError(f"{path}: the column {key!r} (--json-keys, --column) holds {column}, not strings")
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
 
@@ -293,8 +289,21 @@ def parse_line(line: bytes, keys: Sequence[str], check: Check = parse_values) ->
         raise BadRecordError(f'not a JSON object like {{"{keys[0]}": "..."}}')
     for key in keys:
         if key not in found:
-            raise BadRecordError(f"no key {key!r} (--json-keys); the line has: {', '.join(map(repr, [*found][:8])) or 'none'}")
+            raise BadRecordError(
+                f"no key {key!r} (--json-keys, --column); the line has: {', '.join(map(repr, [*found][:8])) or 'none'}"
+            )
     return check([found[key] for key in keys], keys)
+
+
+def parse_row(values: Sequence[object] | BadRecordError, keys: Sequence[str], check: Check = parse_values) -> list[Any] | None:
+    """The values of a row of a table.
+
+    Raises:
+        BadRecordError: they are no texts, or it is no row.
+    """
+    if isinstance(values, BadRecordError):
+        raise values
+    return check(values, keys)
 
 
 def parse_text(content: bytes, keys: Sequence[str], check: Check = parse_values) -> list[Any]:
@@ -303,9 +312,12 @@ def parse_text(content: bytes, keys: Sequence[str], check: Check = parse_values)
     Raises:
         BadRecordError: it is not UTF-8.
     """
+    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # the mark of UTF-16, in which Windows saves "Unicode"
     try:
-        return check([content.removeprefix(b"\xef\xbb\xbf").decode()], keys)
+        return check([content.decode("utf-16") if wide else content.removeprefix(b"\xef\xbb\xbf").decode()], keys)
     except UnicodeDecodeError as error:
+        if wide:
+            raise BadRecordError(f"begins like UTF-16, but is none: byte {error.start + 1}") from error
         line = content.count(b"\n", 0, error.start) + 1
         raise BadRecordError(f"not UTF-8: byte {content[error.start]:#04x} in line {line}") from error
 
@@ -315,5 +327,6 @@ PARSERS: dict[Kind, Callable[[Any, Sequence[str], Check], list[Any] | None]] = {
     "jsonl.gz": parse_line,
     "jsonl.zst": parse_line,
     "parquet": lambda values, keys, check: check(values, keys),
+    "csv": lambda values, keys, check: parse_row(values, keys, check),
     "text": parse_text,
 }

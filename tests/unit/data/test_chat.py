@@ -15,7 +15,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.loss_mask import ENDS, LEARNED, MARK_TYPE, UNMARKED, loss_mask_prefix, open_loss_mask
 from megatron.data.preprocess.chat import ChatEncoder, ChatTemplate
-from megatron.data.preprocess.text_records import BadRecordError
+from megatron.data.preprocess.errors import BadRecordError
 from megatron.data.samples import DocumentRules, read_microbatch
 from tests.support.chats import CHATS, MARKED, PLAIN, write_tokenizer
 

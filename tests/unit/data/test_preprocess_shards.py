@@ -127,7 +127,7 @@ def test_a_shard_is_named_by_its_inputs(tmp_path: Path) -> None:
 
 
 def test_folders_and_patterns_are_sorted_and_words_are_not(tmp_path: Path) -> None:
-    names = ["b/2.jsonl", "b/10.jsonl", "b/sub/1.txt", "a.jsonl", "c.parquet", ".hidden.jsonl", "b/.cache/x.jsonl", "b/table.csv"]
+    names = ["b/2.jsonl", "b/10.jsonl", "b/sub/1.txt", "a.jsonl", "c.parquet", ".hidden.jsonl", "b/.cache/x.jsonl", "b/picture.png"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -140,7 +140,7 @@ def test_folders_and_patterns_are_sorted_and_words_are_not(tmp_path: Path) -> No
     assert found("c.parquet", "b", "a.jsonl") == ["c.parquet", "b/10.jsonl", "b/2.jsonl", "b/sub/1.txt", "a.jsonl"]
     assert found("b/*") == ["b/10.jsonl", "b/2.jsonl", "b/sub/1.txt"]
     assert found("**/*.jsonl") == ["a.jsonl", "b/10.jsonl", "b/2.jsonl"]
-    assert find_sources([str(tmp_path / "b")])[1] == ["left out for no known kind: 1 ending with .csv"]
+    assert find_sources([str(tmp_path / "b")])[1] == ["left out for no known kind: 1 ending with .png"]
 
 
 def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:

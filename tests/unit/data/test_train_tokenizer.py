@@ -98,7 +98,7 @@ def test_special_tokens_of_sentencepiece_are_never_in_a_text(corpus: Path, tmp_p
 def test_the_sample_is_bounded_and_spread(tmp_path: Path) -> None:
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps({"text": f"{number:06d}" + "x" * 94}) + "\n" for number in range(5000)))
-    sample = take_sample([str(path)], "text", 20_000)
+    sample = take_sample([str(path)], ["text"], 20_000)
     numbers = sorted(int(text[:6]) for text in sample.training + sample.held_out)
     assert sample.num_documents == 5000
     assert 80 <= len(numbers) <= 200
@@ -106,21 +106,21 @@ def test_the_sample_is_bounded_and_spread(tmp_path: Path) -> None:
     assert max(thirds) <= min(thirds) + 2
     assert len(sample.held_out) == len(numbers) // 20
     assert not {*sample.training} & {*sample.held_out}
-    assert take_sample([str(path)], "text", 20_000) == sample
-    assert len(take_sample([str(path)], "text", 10**9).training) == 4750
+    assert take_sample([str(path)], ["text"], 20_000) == sample
+    assert len(take_sample([str(path)], ["text"], 10**9).training) == 4750
 
 
 def test_all_kinds_of_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two"}\n')
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "three"}\n'))
     (tmp_path / "c.txt").write_text("four\nlines")
-    sample = take_sample([str(tmp_path)], "body", 1000)
+    sample = take_sample([str(tmp_path)], ["body"], 1000)
     assert (sample.training, sample.held_out) == (["one", "two", "three"], ["four\nlines"])
 
 
 def test_a_long_document_is_cut(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("x" * 3_000_000)
-    sample = take_sample([str(tmp_path / "long.txt")], "text", 1000)
+    sample = take_sample([str(tmp_path / "long.txt")], ["text"], 1000)
     assert [len(text) for text in sample.training] == [1 << 20]
     assert sample.held_out == []
 
@@ -182,7 +182,7 @@ def test_a_bad_line_is_named(corpus: Path, line: str, message: str) -> None:
     with corpus.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
-        take_sample([str(corpus)], "text", 10**6)
+        take_sample([str(corpus)], ["text"], 10**6)
 
 
 def test_without_text_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
