@@ -45,7 +45,7 @@ BAD_LINES = {
     b'{"text": "x"': "not JSON: .* at column",
     b'{"text": "x': "not JSON: Unterminated string starting at column 10$",
     b"[1]": "not a JSON object",
-    b'{"title": "x"}': r"no key 'text' \(--json-keys\); the line has: 'title'",
+    b'{"title": "x"}': r"no key 'text' \(--json-keys, --column\); the line has: 'title'",
     b'{"text": 5}': "not a string but 5",
     b'{"text": null}': "not a string but null",
     b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",

@@ -27,6 +27,7 @@ from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
 from tests.support.warm_python import warm_python
 from tools import checkpoint, draw_step, generate_text, plot_coordinates, plot_memory, verify_layout
+from tools.data import input_flags
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
@@ -250,7 +251,7 @@ def test_files_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_flags_exist(name: str) -> None:
-    others = {*REQUESTS, "help", "no-", "flag"}
+    others = {*REQUESTS, *input_flags.NOTES, *input_flags.REFUSED, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
     scripts = {"short", "folder", "full", "fuzz"}
     sources = [path.read_text() for folder in ("tools", "tests/support") for path in (ROOT / folder).rglob("*.py")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import struct
@@ -67,11 +68,19 @@ def write_folder(path: Path, texts: Sequence[str]) -> str:
     return str(path)
 
 
+def write_csv(path: Path, texts: Sequence[str]) -> str:
+    """A table with columns that nobody asks for."""
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("id", "text", "title"), *((number, text, number) for number, text in enumerate(texts))])
+    return str(path)
+
+
 FORMS: dict[str, Callable[[Path, Sequence[str]], str]] = {
     "in.jsonl": write_lines,
     "in.json.gz": write_gz,
     "in.jsonl.zst": write_zst,
     "in.parquet": write_parquet,
+    "in.csv": write_csv,
     "folder": write_folder,
 }
 """How to write a corpus under a name."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 SKIP, SKIP_FILES = "skip", "skip-files"
 
-_NOTES = {
+NOTES = {
     "keep-newlines": (0, "texts are kept as they are, with their line ends"),
     "lang": (1, "it chooses how --split-sentences cuts"),
     "partitions": (1, "one process cuts the input into shards, which --workers processes make"),
@@ -19,7 +19,7 @@ _NOTES = {
     "trust-remote-code": (0, "a HuggingFaceTokenizer is read from tokenizer.json, and no code of others is run"),
 }
 """Flags of Megatron-LM's that change nothing: how many values each takes, and why."""
-_REFUSED = {
+REFUSED = {
     "split-sentences": (0, "it makes sequences of sentences, for BERT. GPT reads whole documents: leave it out"),
     "vocab": (1, "use --vocab-file"),
     "merges": (1, "use --merge-file"),
@@ -67,7 +67,7 @@ def add_input_flags(flags: argparse.ArgumentParser, *, required: bool, keys: str
 def add_flags_of_megatron(flags: argparse.ArgumentParser) -> None:
     """Accept those flags of Megatron-LM's preprocess_data.py that are not needed here; see `notes_of_megatron`."""
     group = flags.add_argument_group("of Megatron-LM", "Accepted, or refused with what to use instead; none has an effect.")
-    for name, (values, why) in {**_NOTES, **_REFUSED}.items():
+    for name, (values, why) in {**NOTES, **REFUSED}.items():
         settings = {"action": "store_true"} if values == 0 else {"nargs": None if values == 1 else values, "metavar": "VALUE"}
         group.add_argument(f"--{name}", help=why, **settings)  # type: ignore[arg-type]
     group.add_argument("--dataset-impl", choices=("mmap", *_FORMATS), help="mmap is the only format")
@@ -75,15 +75,15 @@ def add_flags_of_megatron(flags: argparse.ArgumentParser) -> None:
 
 def notes_of_megatron(given: argparse.Namespace, flags: argparse.ArgumentParser) -> list[str]:
     """A line for each that was given and changes nothing; exits with status 2 where one is refused."""
-    asked = {name for name in (*_NOTES, *_REFUSED) if getattr(given, name.replace("-", "_")) not in (None, False)}
-    problems = [f"--{name} is refused: {why}" for name, (_, why) in _REFUSED.items() if name in asked]
+    asked = {name for name in (*NOTES, *REFUSED) if getattr(given, name.replace("-", "_")) not in (None, False)}
+    problems = [f"--{name} is refused: {why}" for name, (_, why) in REFUSED.items() if name in asked]
     if given.dataset_impl in _FORMATS:
         problems.append(f"--dataset-impl {given.dataset_impl} is refused: files are written as mmap, which all readers know")
     if "keep-sequential-samples" in asked and given.shuffle_seed is not None:
         problems.append("--keep-sequential-samples contradicts --shuffle-seed: leave one of them out")
     if problems:
         flags.error("; ".join(problems))
-    notes = [f"--{name} has no effect: {why}" for name, (_, why) in _NOTES.items() if name in asked]
+    notes = [f"--{name} has no effect: {why}" for name, (_, why) in NOTES.items() if name in asked]
     return notes + (["--dataset-impl mmap has no effect: it is the only format"] if given.dataset_impl else [])
 
 
