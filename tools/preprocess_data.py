@@ -248,7 +248,7 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
     for line in summary.bad_lines[:_SHOWN_BAD_LINES]:
         screen.note(f"left out: {line}")
     if summary.bad_lines_file:
-        screen.note(f"all that was left out: {summary.bad_lines_file}")
+        screen.note(f"all records left out: {summary.bad_lines_file}")
     screen.note(
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in "
         f"{time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines"

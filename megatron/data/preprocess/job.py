@@ -180,7 +180,8 @@ def _join(reports: JobReports, job: PreprocessJob, summary: Summary, note: Calla
         if not any(report.num_documents[key] for report in reports.of_shard.values()):
             told = f"no document with a token for {prefix} (key {name!r}). No dataset is written."
             if bad := summary.num_bad_lines + summary.num_bad_files:
-                told += f"\n  {bad:,} bad records and files were left out, the first: {next(reports.bad_lines())}"
+                what = "bad records and files" if summary.num_bad_files else "bad records"
+                told += f"\n  {bad:,} {what} were left out, the first: {next(reports.bad_lines())}"
             parts.remove()  # to continue would not help
             raise ValueError(told)
     note(f"joining the parts into {' and '.join(summary.prefixes)}")
