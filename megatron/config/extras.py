@@ -20,7 +20,7 @@ def optional(library: str, needed: str) -> Any:
     try:
         return importlib.import_module(library)
     except ImportError as error:
-        extra = library.partition(".")[0]
+        extra = library.partition(".")[0].replace("_", "-")
         raise ValueError(f"{needed}, which is not installed: {how_to_install(extra)}") from error
 
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.source import StoredCheckpoint, open_source
+from megatron.data.indexed_writer import write_dataset
+from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
+from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.huggingface_models import logits, opened, saved, some_ids
 from tests.support.model_styles import STYLES
 from tests.support.runs import arguments, losses, run
 from tests.support.vocabularies import BPE, tokenizer_json, write_json
 from tools.checkpoint import main
+from tools.checkpoints.model_card import without_folders
 
 QUIET = {"log_interval": 1, "train_iters": 2}
 Texts = pytest.CaptureFixture[str]
@@ -269,3 +276,58 @@ def test_help_needs_neither_torch_nor_numpy(command: str) -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code, command], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--verify" in done.stdout, done.stderr
+
+
+def test_a_model_card_tells_data_and_training_and_no_folder_and_what_comes_next_works(tmp_path: Path, capsys: Texts) -> None:
+    """Two datasets at 3 to 1, and then one of them alone."""
+    pytest.importorskip("transformers")
+    places = [Path(write_bytes(tmp_path / "books")), tmp_path / "code"]
+    with write_dataset(str(places[1]), np.uint16) as writer:
+        for number in range(40):
+            writer.add_documents([*range(number, number + 60), ByteTokenizer().eod])
+    common: dict[str, Any] = {**FLAGS, **STYLES["llama"], "log_interval": 1, "seed": 77, "save": tmp_path / "run"}
+    common["metrics_file"] = tmp_path / "run" / "numbers.jsonl"
+    run(arguments(**{**common, "data_path": [3, places[0], 1, places[1]], "train_iters": 2}))
+    run(
+        arguments(
+            **{**common, "data_path": places[1], "train_iters": 3, "load": tmp_path / "run", "override_opt_param_scheduler": True}
+        )
+    )
+    out = tmp_path / "a model"
+    assert tool("export", tmp_path / "run", out, "--license", "mit", "--dtype", "bfloat16") == 0
+    card = (out / "README.md").read_text()
+    state = StoredCheckpoint(tmp_path / "run" / "iter_0000003").state["progress"]
+    settings = StoredCheckpoint(tmp_path / "run" / "iter_0000003").settings
+    tokens = state["consumed_samples"] * settings.model.seq_length
+    assert "\nlicense: mit\n" in card and f"The run read {tokens:,} tokens in 3 iterations:" in card
+    blended = state["phases"][1]["first_sample"] * settings.model.seq_length
+    prints = [part["fingerprint"] for phase in state["phases"] for part in phase["parts"]]
+    assert (
+        f"| {places[0].name} | about {blended * 0.75:,.0f} |" in card
+        and f"| {places[1].name} | about {tokens - blended * 0.75:,.0f} |" in card
+        and all(one in card for one in prints)
+    )
+    last = losses(tmp_path / "run" / "numbers.jsonl")[-1]
+    assert (
+        f"| training | {last:.4f} | 3 |" in card
+        and "| seed | 77 |" in card
+        and f"| learning rate | {settings.optimizer.lr:g} to" in card
+    )
+    for file in out.iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes(), file.name
+
+    told = capsys.readouterr().out
+    steps = dict(re.findall(r"^  ([^:\n]+): +(.+)$", told.partition("next:\n")[2], re.MULTILINE))
+    assert [*steps] == ["transformers", "vLLM", "GGUF, in llama.cpp", "upload"]
+    assert shlex.split(steps["vLLM"]) == ["vllm", "serve", str(out)]
+    assert shlex.split(steps["upload"]) == ["hf", "upload", "a model", str(out)]
+    assert shlex.split(steps["GGUF, in llama.cpp"])[-1] == f"{out}.gguf"
+    python, flag, code = shlex.split(steps["transformers"])
+    assert (python, flag) == ("python", "-c")
+    exec(code, {})
+    assert "generated_text" in capsys.readouterr().out
+
+
+def test_paths_in_notes_lose_their_folders() -> None:
+    text = "/home/me/runs/a is damaged; took ~/b/iter_1, '../c/d' and (/x). 16/32 and/or https://a.b/c stay"
+    assert without_folders(text) == "a is damaged; took iter_1, 'd' and (x). 16/32 and/or https://a.b/c stay"

@@ -18,11 +18,12 @@ from tests.support.cli import ROOT
 from tests.support.legacy_checkpoints import write_legacy_example
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
-from tools import checkpoint, generate_text
+from tools import checkpoint, evaluate, generate_text
 
 TOOLS: dict[str, Callable[[list[str]], int]] = {
     "tools/checkpoint.py": checkpoint.main,
     "tools/generate_text.py": generate_text.main,
+    "tools/evaluate.py": evaluate.main,
 }
 PLACES = {"run/iter_0000100": "run/iter_0000002", "run/iter_0000200": "run/iter_0000004", "100": "2"}
 """What a page says for a large run, and this test for a small one."""
@@ -42,6 +43,7 @@ PAGE = (ROOT / "docs/checkpoints.md").read_text()
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_corpus(ROOT / "megatron/config", tmp_path / "corpus.jsonl")
+    (tmp_path / "book.txt").write_text("def load(path):\n    return path\n")
     sentencepiece(tmp_path / "corpus.jsonl", tmp_path / "tokenizer.model", 500)
     run(arguments(**MODEL, **TOKENIZER, train_iters=1, save="base"))
     write_legacy_example(tmp_path / "legacy", vocab_size=60)

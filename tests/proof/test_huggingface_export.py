@@ -173,7 +173,7 @@ def test_the_readme_says_what_was_found_and_what_is_lost(tmp_path: Path) -> None
         "--fp32-residual-connection",
         "0.125",
         "a note of the tokenizer",
-        "memory",
+        "license: unknown",
     ):
         assert said in text
     assert len(written.notes) == 4 and written.checked == "All is well."

@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare logits, and ids of texts, with transformers, and write nothing if they differ (logits by more than 1e-4)",
     )
+    parser.add_argument(
+        "--license",
+        default="unknown",
+        metavar="ID",
+        help="for the model card: the Hub's identifier of a licence, such as apache-2.0 (a field to be filled in)",
+    )
     add_choice(parser)
 
 
@@ -67,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron.checkpoint.huggingface.families import fitting
     from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
-    from tools.checkpoints.huggingface_writer import SpecialTokens, export
+    from tools.checkpoints.huggingface_writer import Export, SpecialTokens, export
+    from tools.checkpoints.model_card import Trained, model_card, next_steps
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
     trained = open_source(args.source, args.step, average=args.ema)
@@ -102,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
         has_files = (folder / "tokenizer_config.json").exists()
         return told if tokenizer is None or not has_files else f"{told} {compare_ids(tokenizer, folder)}"
 
+    def card(made: Export, has_tokenizer: bool) -> str:
+        return model_card(source, Trained.of(trained), made, licence=args.license, has_tokenizer=has_tokenizer)
+
     written = export(
         source,
         args.output,
@@ -111,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         tokens=tokens,
         extras=write_tokenizer,
         check=verify if args.verify else None,
+        card=card,
     )
     print(
         f"wrote {written.folder}: {written.num_parameters:,} parameters in {written.dtype} ({size(written.num_bytes)}) as "
@@ -119,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
     for note in written.notes:
         print(f"note: {note}")
     print(written.checked or "not compared with transformers (--verify does)")
+    print("\n".join(next_steps(written.folder, has_tokenizer=(written.folder / "tokenizer_config.json").exists())))
     return 0
 
 

@@ -28,6 +28,7 @@ from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry, header_bytes, in_files
 from megatron.checkpoint.source import WeightSource, misfits
 from megatron.checkpoint.storage import open_storage
+from tools.checkpoints.model_card import UNKNOWN, model_card
 
 MAX_SHARD_BYTES = 5 * 10**9
 """transformers' own limit for a file."""
@@ -75,6 +76,7 @@ def export(
     tokens: SpecialTokens = SpecialTokens(),
     extras: Callable[[Path], list[str]] | None = None,
     check: Callable[[Path], str] | None = None,
+    card: Callable[[Export, bool], str] | None = None,
 ) -> Export:
     """Write a folder; it appears under its name when it is complete.
 
@@ -87,6 +89,8 @@ def export(
         tokens: ids for config.json and generation_config.json.
         extras: writes further files (the tokenizer's) into the folder, and returns notes for the user.
         check: tests the folder before it gets its name: raises, or returns a sentence on its result, for the README.
+
+        card: makes the text of README.md of what was written, and whether a tokenizer is there; by default a card without a run.
 
     Raises:
         CheckpointError: the folder is taken, no architecture fits, or special tokens lie outside the vocabulary.
@@ -124,9 +128,13 @@ def export(
             notes=notes,
             checked=check(temporary) if check else None,
         )
-        (temporary / "README.md").write_text(
-            _readme(source, written, (temporary / "tokenizer_config.json").exists()), encoding="utf-8"
+        has_tokenizer = (temporary / "tokenizer_config.json").exists()
+        text = (
+            model_card(source, None, written, licence=UNKNOWN, has_tokenizer=has_tokenizer)
+            if card is None
+            else card(written, has_tokenizer)
         )
+        (temporary / "README.md").write_text(text, encoding="utf-8")
         sync_folder(temporary)
         temporary.rename(folder)  # onto nothing, or an empty folder
         sync_folder(folder.parent)
@@ -214,32 +222,6 @@ def _unsaid(source: WeightSource, family: Family) -> list[str]:
     if source.model.hidden_dropout and "resid_pdrop" not in family.write(source.model):
         notes.append(f"the dropout of hidden states ({source.model.hidden_dropout:g}) has no field in {family.model_type}")
     return notes
-
-
-def _readme(source: WeightSource, written: Export, has_tokenizer: bool) -> str:
-    name = written.folder.name
-    imports = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
-    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if has_tokenizer else ""
-    checked = written.checked or "The logits were not compared with those of the training framework (--verify was not given)."
-    notes = "".join(f"- {note}\n" for note in written.notes)
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# {name}
-
-{written.num_parameters:,} parameters in {written.dtype}, architecture `{written.family}`, vocabulary {source.vocab_size:,}.
-Written from `{source.name}`.
-
-{checked}
-
-```python
-from transformers import {imports}
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-{tokenizer}```
-""" + (f"\n{notes}" if notes else "")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
