@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
@@ -150,7 +151,8 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     data = open_data(config, context)
     exhaustion.vocab_size = data.vocab_size
     patience_s = 60 * config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
-    saver = Saver(config.checkpoint, context, run_record(config, argv), data.vocab_size, patience_s=patience_s)
+    record = run_record(config, argv)
+    saver = Saver(config.checkpoint, context, record, data.vocab_size, patience_s=patience_s)
     timers = startup.make_timers(config.logging, context)
 
     startup.check_precision(config.precision, context)
@@ -165,25 +167,28 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     batches = data.at(resumed.progress, plan, context)
     step.finish_publishing()  # weights of a checkpoint
     step.prepare(plan.num_microbatches(resumed.progress.consumed_samples))
-    reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None)
+    curves = [sys.executable, str(Path(__file__).resolve().parent / "tools" / "plot_loss.py")]
+    reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None, draw=curves)
     for line in [
         *loaded.notes,
         *([] if rehearsal is None else account.expect(rehearsal.plan(context), context)),
         *([] if foretold is None else foretold.expect(context)),
         *startup.describe(config, context, step, num_parameters, plan, resumed.progress.consumed_samples),
         *batches.describe(resumed.progress.phases),
+        *startup.describe_outputs(config),
         *resumed.notes,
     ]:
         reporter.say(f"  {line}")
     if resumed.path is not None:
         reporter.say(f"resuming from {resumed.path} at iteration {resumed.progress.iteration}")
 
+    facts = startup.facts(record, context, model, plan, num_parameters)
     draw = None
     if config.logging.profile_pipeline and context.rank == 0:
         from tools.schedules.of_run import RunPictures
 
         draw = RunPictures().draw
-    with saver.owning():
+    with saver.owning(), reporter.running(resumed.progress, facts):
         stopped = Loop(
             config,
             context,
@@ -205,7 +210,6 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
             goodput=Goodput(resumed.account, time.time() - (time.monotonic() - started_at)),
             rewinds=Rewinds.of(config, context, step, resumed.schedule, data, resumed.path),
         ).run(resumed.progress)
-        reporter.close()
     watching.close()
     disconnect()
     return stopped

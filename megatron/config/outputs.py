@@ -77,6 +77,9 @@ class LoggingConfig:
     """Log gradient and weight norms of each layer (TensorBoard and metrics file)."""
     metrics_file: str | None = None
     """Write one JSON object a line for every logged iteration and evaluation, with full digits."""
+    loss_picture: bool = True
+    """Draw loss.png in the folder of --save, or else of --tensorboard-dir, once a minute and at the end: training loss, validation
+    loss and learning rate of the run since its first start. A process of its own draws it; needs the matplotlib extra."""
     timing_log_level: int = setting(0, at_least=0, at_most=2, unit="level of detail")
     """Detail of the timers, 0 to 2."""
     timing_log_option: Literal["minmax", "max", "all"] = setting("minmax", idle=_NO_TIMERS)
@@ -144,3 +147,10 @@ class DebugConfig:
     weight, the same at every layout. tools/verify_layout.py finds where two runs part."""
     trace_steps: int = setting(10, at_least=1, unit="steps", acts=acts_with(save_trace=GIVEN))
     """Steps that --save-trace records, from the first one of this start on."""
+
+
+def run_folder(checkpoint: CheckpointConfig, logging: LoggingConfig) -> str | None:
+    """The folder in which a run keeps its record and its picture: --save, or --tensorboard-dir where checkpoints go to an object
+    store or nowhere; None without both."""
+    places = (checkpoint.save, logging.tensorboard_dir)
+    return next((place for place in places if place is not None and "://" not in place), None)

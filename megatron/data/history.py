@@ -105,6 +105,19 @@ def go_on(before: Sequence[Phase], now: Phase) -> list[Phase]:
     return [*kept, now]
 
 
+def tokens_read(phases: Sequence[Phase], samples: int, seq_length: int) -> int:
+    """Tokens of the first samples of a run, whose phases may have samples of several lengths.
+
+    Args:
+        phases: those up to there; none where nothing is known of them.
+        seq_length: tokens of a sample now.
+    """
+    first = [*(phase.first_sample for phase in phases), samples]
+    lengths = [phase.seq_length for phase in phases]
+    known = sum(max(0, min(samples, end) - start) * length for start, end, length in zip(first, first[1:], lengths, strict=False))
+    return known if phases else samples * seq_length
+
+
 def pass_over(phases: Sequence[Phase], iteration: int, sample: int, count: int) -> list[Phase]:
     """The phases of a run that goes back to an iteration and reads on behind samples that it then passes over.
 

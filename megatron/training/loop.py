@@ -166,13 +166,15 @@ class Loop:
             progress.recent = remembered(progress.recent, result.loss, result.grad_norm, self.config.spikes)
             if result.spike is not None:
                 last = range(progress.consumed_samples - samples, progress.consumed_samples)
-                self.reporter.say(result.spike.words(iteration, last))
+                words = result.spike.words(iteration, last)
+                self.reporter.say(words)
+                self.reporter.event("spike", progress, words)
         if result is None or result.skipped:
             progress.skipped_iterations += 1
         else:
             progress.updated_samples += samples
         self.goodput.spent("steps that do not count" if result is None or result.skipped else "steps")
-        self.reporter.step(progress, result, rate, samples, lambda: self._extras(result))
+        self.reporter.step(progress, result, rate, samples, lambda: self._extras(result), self.goodput.seconds)
         if result is not None:
             for watcher in watching:
                 watcher.after_step(progress, result, samples, rate, decay)
@@ -208,11 +210,13 @@ class Loop:
         if self.rewinds is None:
             return False
         self.flight.phase("rewinding")
+        left = progress.iteration
         with self.reporter.paused():
             found = self.rewinds.rewind(progress, self.plan, self.saver, self.reporter.say)
             if found is not None:
                 self.plan, self.train_batches = found.plan, found.batches.training
                 self.goodput.went_back(found.account)
+                self.reporter.event("rewind", progress, f"back from iteration {left} to {progress.iteration}", left=left)
                 for watcher in watching:
                     watcher.after_rewind(progress)
         self.flight.phase("between steps")
@@ -244,7 +248,9 @@ class Loop:
                 self._evaluate(progress, self.test_batches, "test")
         self.reporter.say(self.goodput.words())
         why = self.signals.words() if stopped == _ON_SIGNAL else stopped
-        self.reporter.say(f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}")
+        words = f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}"
+        self.reporter.say(words)
+        self.reporter.event("end", progress, words)
 
     def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
         """Evaluate; returns whether that came to its end, and was not given up on a signal."""
@@ -273,6 +279,8 @@ class Loop:
                 place = self.saver.save(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)
                 if self.rewinds is not None:
                     self.rewinds.saved(place)
+                if place is not None:
+                    self.reporter.event("save", progress, f"checkpoint {place}")
             if self.config.training.manual_gc:
                 gc.collect()
         self.goodput.spent("saves")

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 
 from megatron.config.outputs import LoggingConfig
+from megatron.data.history import tokens_read
+from megatron.metrics.history import HistoryFile
 from megatron.metrics.log_line import training_log_line, validation_lines
 from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
 from megatron.metrics.output import Printer
@@ -25,7 +27,10 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
 from megatron.spec.counts import flops_per_step
 from megatron.spec.weights import in_layer
+from megatron.training.goodput import Use
 from megatron.training.gradient_noise import NoiseEstimate, noise_scale
+from megatron.training.loss_picture import LossPicture
+from megatron.training.memory_report import process_bytes
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
@@ -63,6 +68,8 @@ class Reporter:
         resumed: continue the metrics file instead of beginning it.
         judges: whether steps are judged as loss spikes, so that their number is logged.
         settings: saved with the curves where the sink can.
+        folder: that of the run, in which its record is kept; None without one.
+        draw: the command that draws the picture of a record, whose folder is added to it; None where none is wanted.
     """
 
     def __init__(
@@ -78,6 +85,8 @@ class Reporter:
         resumed: bool = False,
         judges: bool = False,
         settings: Mapping[str, Any] | None = None,
+        folder: str | None = None,
+        draw: Sequence[str] | None = None,
     ) -> None:
         self._judges = judges
         self._config, self._model, self._context, self._timers = config, model, context, timers
@@ -85,19 +94,55 @@ class Reporter:
         self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
         self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
         self._sinks = [*self._curves, *([self._file] if self._file else [])]
+        self._history = HistoryFile(folder, model.config.seq_length) if speaks and folder is not None else None
+        self._picture = LossPicture(draw, folder) if speaks and folder is not None and draw is not None else None
         self._printer = Printer()
         self._first = True
         self._last_step = time.perf_counter()
         self._interval = _Interval(self._last_step)
 
+    @contextmanager
+    def running(self, progress: Progress, facts: Mapping[str, Any]) -> Iterator[None]:
+        """Within the block the run goes on from `progress`. Behind it everything is written and closed; where the block is left by
+        an error, only the record of the run is, and nothing is waited for.
+
+        Args:
+            facts: what the record tells of this start.
+        """
+        if self._history is not None:
+            tokens = tokens_read(progress.phases, progress.consumed_samples, self._model.config.seq_length)
+            self._history.start(progress.iteration, progress.consumed_samples, tokens, facts)
+        if self._picture is not None:
+            self._picture.start()
+        try:
+            yield
+        except BaseException as error:
+            self.event("end", progress, str(error).partition("\n")[0] or type(error).__name__)
+            if self._picture is not None:
+                self._picture.leave()
+            raise
+        for sink in self._sinks:
+            sink.close()
+        if self._history is not None:
+            self._history.close()
+        if self._picture is not None:
+            self._picture.close()
+
     def step(
-        self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: Callable[[], dict]
+        self,
+        progress: Progress,
+        result: StepResult | None,
+        learning_rate: float,
+        batch: int,
+        extras: Callable[[], dict],
+        spent: Mapping[Use, float] | None = None,
     ) -> None:
         """Take the result of a step (None for one that the user skips), and log if it is time.
 
         Args:
             batch: sequences of the step.
             extras: further numbers to log; called on every rank, and only when a line is due.
+            spent: seconds of the run so far, by use.
         """
         sums = self._interval
         sums.steps += 1
@@ -118,9 +163,20 @@ class Reporter:
         now = time.perf_counter()
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
+        if self._history is not None:
+            made = result is not None and not result.skipped
+            self._history.step(
+                progress.iteration,
+                progress.consumed_samples,
+                batch,
+                lm_loss=result.loss if result is not None else None,
+                grad_norm=result.grad_norm if result is not None and made else None,
+                learning_rate=learning_rate,
+                seconds=now - self._last_step,
+            )
         self._last_step = now
         if self._first or progress.iteration % self._config.log_interval == 0:
-            self._line(progress, result, learning_rate, batch, extras())
+            self._line(progress, result, learning_rate, batch, extras(), spent or {})
             self._first = False
             self._last_step = time.perf_counter()
             self._interval = _Interval(self._last_step)
@@ -131,10 +187,16 @@ class Reporter:
             self.say(line)
         values = {f"{split}_loss": loss} | ({} if mtp_loss is None else {f"{split}_mtp_loss": mtp_loss})
         self._write(self._sinks, progress, values)
+        self._record("evaluation", progress, values)
 
     def measured(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Write further numbers to the metrics file and the curves."""
         self._write(self._sinks, progress, values)
+        self._record("measured", progress, values)
+
+    def event(self, event: str, progress: Progress, words: str, **values: Any) -> None:
+        """Write into the record of the run that something happened. The log has been told in other words."""
+        self._record("event", progress, {"event": event, "words": words.strip(), **values})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -150,10 +212,9 @@ class Reporter:
         if self._speaks:
             self._printer.say(line)
 
-    def close(self) -> None:
-        """Close the sinks."""
-        for sink in self._sinks:
-            sink.close()
+    def _record(self, kind: str, progress: Progress, values: Mapping[str, Any]) -> None:
+        if self._history is not None:
+            self._history.line(kind, progress.iteration, progress.consumed_samples, values)
 
     @staticmethod
     def _write(sinks: Iterable[Sink], progress: Progress, values: Mapping[str, float]) -> None:
@@ -166,7 +227,13 @@ class Reporter:
         return flops / seconds / self._context.topology.world_size / 1e12
 
     def _line(
-        self, progress: Progress, result: StepResult | None, learning_rate: float, batch: int, extras: dict[str, float]
+        self,
+        progress: Progress,
+        result: StepResult | None,
+        learning_rate: float,
+        batch: int,
+        extras: dict[str, float],
+        spent: Mapping[Use, float],
     ) -> None:
         sums = self._interval
         seconds = time.perf_counter() - sums.started
@@ -235,8 +302,15 @@ class Reporter:
         if self._file:
             self._write([self._file], progress, values)
         self._write(self._curves, progress, {"tokens_per_s": values["tokens_per_s"], **extras})
-        if self._config.timing_log_level > 0:
-            self._report_times(progress)
+        timers = self._report_times(progress) if self._config.timing_log_level > 0 else {}
+        if self._history is not None:
+            whole = {name: value for name, value in values.items() if "/" not in name}
+            found = {**self._memory(), "spent": spent, **({"timers_ms": timers} if timers else {})}
+            self._record("log", progress, {**whole, **found})
+
+    def _memory(self) -> dict[str, int]:
+        host, device = process_bytes(), self._context.device
+        return {"memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host, "host_bytes": host}
 
     def _write_curves(self, progress: Progress, result: StepResult, learning_rate: float, batch: int, seconds: float) -> None:
         values = {
@@ -262,13 +336,15 @@ class Reporter:
             }
         self._write(self._curves, progress, values)
 
-    def _report_times(self, progress: Progress) -> None:
+    def _report_times(self, progress: Progress) -> dict[str, float]:
+        """Tell the times of all ranks. Returns the slowest rank's, in milliseconds an iteration."""
         ranks = gather_objects(self._timers.elapsed_ms(), self._context.world)
         times = {name: [ms / self._interval.steps for ms in each] for name, each in times_of_ranks(ranks).items()}
         if text := format_times(times, self._config.timing_log_option):
             self.say(text)
         if self._config.log_timers_to_tensorboard:
             self._write(self._curves, progress, {f"{name}-time": max(each) / 1000 for name, each in times.items()})
+        return {name: max(each) for name, each in times.items()}
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

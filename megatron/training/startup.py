@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,12 +16,13 @@ from megatron.attention.parts import kernel_in_words
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.outputs import LoggingConfig
+from megatron.config.outputs import LoggingConfig, run_folder
 from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_dict
 from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import mixed_peak_flops
+from megatron.metrics.history import HISTORY
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
@@ -42,6 +44,7 @@ from megatron.spec.layers import context_ways, layers
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
 from megatron.training.failure import together
+from megatron.training.loss_picture import PICTURE, missing_library
 from megatron.training.progress import BatchSizePlan
 from megatron.training.rehearsal import this_job
 from megatron.training.reporter import Reporter
@@ -235,9 +238,19 @@ def make_learning_schedule(optimizer: OptimizerConfig, training: TrainingConfig,
 
 
 def make_reporter(
-    config: Config, context: ParallelContext, model: Model, plan: BatchSizePlan, timers: Timers, *, resumed: bool
+    config: Config,
+    context: ParallelContext,
+    model: Model,
+    plan: BatchSizePlan,
+    timers: Timers,
+    *,
+    resumed: bool,
+    draw: Sequence[str] | None = None,
 ) -> Reporter:
     """Make the reporter of the run. All ranks call it together.
+
+    Args:
+        draw: the command that draws the picture of a run's record.
 
     Raises:
         SetupError: the metrics file or another sink cannot be opened.
@@ -255,5 +268,42 @@ def make_reporter(
             resumed=resumed,
             judges=config.spikes.spike_policy != "none",
             settings=to_dict(config),
+            folder=run_folder(config.checkpoint, config.logging),
+            draw=draw if config.logging.loss_picture and missing_library() is None else None,
         ),
     )
+
+
+def facts(
+    record: Mapping[str, Any], context: ParallelContext, model: Model, plan: BatchSizePlan, num_parameters: int
+) -> dict[str, Any]:
+    """What the record of a run tells of a start: see `megatron/metrics/history.py`.
+
+    Args:
+        record: settings, command line and versions.
+    """
+    topology, device = context.topology, context.device
+    return {
+        "total_iterations": plan.total_iterations,
+        "total_samples": plan.total_samples,
+        "seq_length": model.config.seq_length,
+        "parameters": num_parameters,
+        "world_size": topology.world_size,
+        "layout": {axis: topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "peak_flops": device_peak(context, model),
+        **record,
+    }
+
+
+def describe_outputs(config: Config) -> Iterator[str]:
+    """Lines of the start-up log on where the run can be watched."""
+    folder, logging = run_folder(config.checkpoint, config.logging), config.logging
+    if folder is None:
+        yield f"no record of the run and no {PICTURE}: --save or --tensorboard-dir with a local folder would keep them there"
+        return
+    lacks = missing_library() if logging.loss_picture else None
+    drawn = f", its picture is {PICTURE} there" if logging.loss_picture and lacks is None else ""
+    yield f"the record of the run is {os.path.join(folder, HISTORY)}{drawn}"
+    if lacks is not None:
+        yield lacks

@@ -65,6 +65,7 @@ TINY: dict[str, Any] = {
     "eval_iters": 0,
     "log_interval": 1,
     "hang_warn_s": 0,
+    "no_loss_picture": True,
 }
 """Settings of a run that takes about 10 ms for a microbatch. The vocabulary (61 with the end of document) divides by nothing."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 MODULES = (
     "megatron.metrics.device_peaks",
     "megatron.spec.counts",
+    "megatron.metrics.history",
     "megatron.metrics.log_line",
     "megatron.metrics.loggers",
     "megatron.metrics.timers",

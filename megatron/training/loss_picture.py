@@ -1,0 +1,98 @@
+"""`loss.png` in the folder of a run, drawn of its record by a process of its own while training goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.config.version import how_to_install
+
+PICTURE = "loss.png"
+EVERY_S, FIRST_S = 60.0, 15.0
+"""Seconds between pictures, and before the first."""
+_AT_MOST_S, _AT_END_S = 120.0, 30.0
+"""Seconds that a picture may take, and for which the end of the run waits for the last one."""
+LIBRARY = "matplotlib"
+
+
+def missing_library() -> str | None:
+    """What to install for the picture, if it is not there. The library is not imported: the run has no need of it."""
+    if importlib.util.find_spec(LIBRARY) is not None:
+        return None
+    return f"{PICTURE} needs {LIBRARY}, which is not installed: {how_to_install(LIBRARY)}"
+
+
+class LossPicture:
+    """Has the picture drawn. A thread waits for the process that draws, so that neither can hold up a step or end the run; what
+    goes wrong is told once, on stderr.
+
+    Args:
+        command: draws the picture of the record of a run, whose folder is given as its last word. It ends with 0, or with a line on
+            stderr that says what is wrong.
+    """
+
+    def __init__(self, command: Sequence[str], folder: str | Path, *, every_s: float = EVERY_S, first_s: float = FIRST_S) -> None:
+        self._command, self._folder = [*command, str(folder)], folder
+        self._every_s, self._first_s = every_s, first_s
+        self._ending = threading.Event()
+        self._told = False
+        self._thread = threading.Thread(target=self._draw_often, name="loss picture", daemon=True)
+
+    def start(self) -> None:
+        """From now on it is drawn."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Have the last one drawn, and wait a while for it."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(_AT_END_S)
+
+    def leave(self) -> None:
+        """Have the last one drawn without waiting for it, where the run ends by a failure."""
+        with suppress(OSError):
+            self._begin(subprocess.DEVNULL)
+
+    def _begin(self, stderr: int) -> subprocess.Popen[bytes]:
+        # Ctrl-C in the terminal is for the run alone; the run's cores are not for the picture.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(
+            self._command, stdin=nothing, stdout=nothing, stderr=stderr, start_new_session=True, env=environment
+        )
+
+    @staticmethod
+    def _reason(process: subprocess.Popen[bytes]) -> str | None:
+        """Wait for the process. Returns why there is no picture, if there is none."""
+        try:
+            _, said = process.communicate(timeout=_AT_MOST_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return f"it took more than {_AT_MOST_S:g} s"
+        lines = said.decode(errors="replace").strip().splitlines()
+        return None if process.returncode == 0 else lines[-1] if lines else f"exit status {process.returncode}"
+
+    def _draw_often(self) -> None:
+        pause = self._first_s
+        while not self._ending.wait(pause):
+            self._draw()
+            pause = self._every_s
+        self._draw()
+
+    def _draw(self) -> None:
+        try:
+            reason = self._reason(self._begin(subprocess.PIPE))
+        except OSError as error:
+            reason = str(error)
+        if reason is not None and not self._told:
+            self._told = True
+            with suppress(OSError, ValueError):  # stderr may be gone
+                sys.stderr.write(f"{self._folder}/{PICTURE} cannot be drawn ({reason}): training goes on without it\n")
+                sys.stderr.flush()

@@ -1,0 +1,97 @@
+"""What a run keeps in its folder for those who watch it: the record, and the picture drawn of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.version import how_to_install
+from megatron.metrics.history import HISTORY, read_history
+from megatron.training import loss_picture
+from tests.support.runs import arguments, launch, losses, on_rank, read_metrics, report, run, spoil
+
+KEPT: dict[str, Any] = {"train_iters": 8, "log_interval": 3, "eval_iters": 1, "eval_interval": 4, "save_interval": 3}
+
+
+def test_the_record_goes_on_after_a_stop(tmp_path: Path) -> None:
+    """Every step once, with the loss that the metrics file has; from a checkpoint that is older than the record, at two stages."""
+    stages = {"pipeline_model_parallel_size": 2}
+    run(arguments(**KEPT | {"log_interval": 1, "save_interval": None}, metrics_file=tmp_path / "each", fp64=True))
+    settings = {**KEPT, **stages, "fp64": True, "save": tmp_path / "run", "load": tmp_path / "run"}
+    run(arguments(**settings, exit_interval=5, metrics_file=tmp_path / "metrics"), 2)
+    run(arguments(**settings, ckpt_step=3, log_layer_norms=True, timing_log_level=1, metrics_file=tmp_path / "metrics"), 2)
+    found = read_history(tmp_path / "run")
+    assert [step.iteration for step in found.steps] == [*range(1, 9)]
+    assert [step.lm_loss for step in found.steps] == pytest.approx(losses(tmp_path / "each"), rel=1e-7)
+    assert [(step.tokens, step.batch) for step in found.steps] == [(number * 8 * 16, 8) for number in range(1, 9)]
+    assert all(step.grad_norm and step.learning_rate and step.seconds for step in found.steps)
+    assert [(line["iteration"], line["validation_loss"]) for line in found.evaluations] == [
+        (line["iteration"], pytest.approx(line["validation_loss"], rel=1e-10))
+        for line in read_metrics(tmp_path / "each")
+        if "validation_loss" in line
+    ]
+    assert [line["iteration"] for line in found.starts] == [0, 3]
+    first = found.starts[0]
+    assert first["world_size"] == 2 and first["layout"] == {"tp": 1, "cp": 1, "dp": 1, "pp": 2} and first["device"] == "cpu"
+    assert first["config"]["training"]["train_iters"] == first["total_iterations"] == 8 and "torch" in first["versions"]
+    assert [line["iteration"] for line in found.logs] == [1, 3, 4, 6]  # the first step of each start, then every third
+    last, logged = found.logs[-1], [line for line in read_metrics(tmp_path / "metrics") if line["iteration"] == 6][-1]
+    assert {name: last[name] for name in logged if "/" not in name} == {k: v for k, v in logged.items() if "/" not in k}
+    assert any("/" in name for name in logged) and not any("/" in name for name in last)
+    assert last["memory_bytes"] > 10**7 and last["spent"]["steps"] > 0 and last["timers_ms"]["optimizer"] > 0
+    assert [(line["event"], line["iteration"]) for line in found.events] == [
+        *(("save", 3), ("save", 5), ("end", 5)),
+        *(("save", 6), ("save", 8), ("end", 8)),
+    ]
+
+
+def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
+    """Of a run that stops early, and of one whose numbers are not finite any more, whose end is in the record; that one has only
+    --tensorboard-dir. Without any folder nothing is kept, and the log says what would keep it."""
+    kept = {**KEPT, "train_iters": 4, "no_loss_picture": False}
+    said = run(arguments(**kept, exit_interval=2, save=tmp_path / "stopped"))
+    assert f"the record of the run is {tmp_path}/stopped/{HISTORY}, its picture is loss.png there" in said
+    nan = launch(
+        arguments(**kept | {"save_interval": None}, tensorboard_dir=tmp_path / "nan"), before=on_rank(0, 3, spoil(float("nan")))
+    )
+    assert nan[0].code == 1, report(nan)
+    end = read_history(tmp_path / "nan").events[-1]
+    assert end["event"] == "end" and "gradient" in end["words"] and len(read_history(tmp_path / "nan").steps) == 2
+    without = run(arguments(**{**kept, "no_loss_picture": True}, save=tmp_path / "without"))
+    assert "loss.png" not in without and not (tmp_path / "without" / "loss.png").exists()
+    assert "no record of the run and no loss.png: --save or --tensorboard-dir" in run(arguments(train_iters=1, save="memory://x"))
+    assert (tmp_path / "stopped" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    for _ in range(1000):  # nothing waits for that of a run that failed
+        if (tmp_path / "nan" / "loss.png").exists():
+            break
+        time.sleep(0.02)
+    assert (tmp_path / "nan" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_path: Path) -> None:
+    """Each is told once. Neither is a library that is not there."""
+    folder = tmp_path / "run"
+    (folder / "loss.png").mkdir(parents=True)
+    (folder / HISTORY).symlink_to("/dev/full")
+
+    def draws_at_once(rank: int) -> None:
+        loss_picture.FIRST_S = loss_picture.EVERY_S = 0.01
+
+    ended = launch(arguments(train_iters=6, save=folder, no_loss_picture=False), before=draws_at_once)
+    assert ended[0].code == 0, report(ended)
+    said = ended[0].stderr.splitlines()
+    assert sum("history.jsonl cannot be written (No space left on device)" in line for line in said) == 1, said
+    assert sum("loss.png cannot be drawn" in line for line in said) == 1, said
+
+    def lacks_matplotlib(rank: int) -> None:
+        sys.modules["matplotlib"] = None  # type: ignore[assignment]
+        setattr(loss_picture.importlib.util, "find_spec", lambda *_: None)  # type: ignore[attr-defined]  # noqa: B010
+
+    said_2 = run(arguments(train_iters=2, save=tmp_path / "two", no_loss_picture=False), before=lacks_matplotlib)
+    assert said_2.count(f"loss.png needs matplotlib, which is not installed: {how_to_install('matplotlib')}") == 1
+    assert json.loads((tmp_path / "two" / HISTORY).read_text().splitlines()[-1])["event"] == "end"

@@ -1,0 +1,116 @@
+"""The process that draws a run's picture cannot hold up the run; the picture shows the record."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.version import how_to_install
+from megatron.metrics.history import HistoryFile, read_history
+from megatron.training import loss_picture
+from megatron.training.loss_picture import LossPicture, missing_library
+from tools import plot_loss
+
+
+def program(code: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", f"import sys, time; {code}"]
+
+
+def count(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def until(path: Path, size: int) -> None:
+    """Wait for a file to be so large."""
+    for _ in range(2000):
+        if count(path) >= size:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} has {count(path)} bytes")
+
+
+def test_it_is_drawn_at_intervals_and_at_the_end(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    draw = program(f"open({str(marks)!r}, 'a').write(sys.argv[-1][-1])")
+    picture = LossPicture(draw, tmp_path / "x", every_s=0.01, first_s=0.0)
+    picture.start()
+    until(marks, 2)
+    picture.close()
+    assert not picture._thread.is_alive()
+    drawn = count(marks)
+    LossPicture(draw, tmp_path / "x").close()  # a run that never began
+    assert count(marks) == drawn
+
+    picture = LossPicture(draw, tmp_path / "x", first_s=1e6)
+    picture.start()
+    picture.close()
+    assert count(marks) == drawn + 1
+    picture.leave()
+    until(marks, drawn + 2)
+
+
+def test_what_goes_wrong_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that fails, one that hangs, and one that is not there."""
+    for command, reason in (
+        (program("sys.exit('first\\nno space left')"), "no space left"),
+        (program("sys.exit(3)"), "exit status 3"),
+        ([str(tmp_path / "nothing")], "No such file or directory"),
+        (program("time.sleep(100)"), "it took more than 0.2 s"),
+    ):
+        if "0.2" in reason:
+            monkeypatch.setattr(loss_picture, "_AT_MOST_S", 0.2)
+        picture = LossPicture(command, tmp_path, first_s=1e6)
+        picture._draw()
+        picture._draw()
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1 and reason in said[0] and said[0].endswith("training goes on without it")
+
+
+def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_library() is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert how_to_install("matplotlib") in (missing_library() or "")
+
+
+def record(folder: Path, steps: int) -> None:
+    """A run that was started again in its middle, with NaN, a spike and evaluations."""
+    file = HistoryFile(folder, 64)
+    for begin, end in ((0, steps // 2 + 1), (steps // 2, steps)):
+        file.start(begin, begin * 2, begin * 128, {"total_iterations": 2 * steps})
+        for iteration in range(begin + 1, end + 1):
+            loss = float("nan") if iteration == 2 else 2.0 + 8 / iteration
+            file.step(iteration, 2 * iteration, 2, lm_loss=loss, grad_norm=1.0, learning_rate=1e-3, seconds=0.1)
+            if iteration % 3 == 0 and iteration < 30:
+                file.line("evaluation", iteration, 2 * iteration, {"validation_loss": loss})
+    file.line("event", 3, 6, {"event": "spike", "words": ""})
+    file.close()
+
+
+def test_records_of_any_length_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One step, some, and more than have a point each; a file that was there is replaced or left as it is."""
+    for steps in (1, 7, 150, 4001):
+        folder = tmp_path / str(steps)
+        record(folder, steps)
+        assert [step.iteration for step in read_history(folder).steps] == [*range(1, steps + 1)]
+        assert plot_loss.main([str(folder)]) == 0
+        assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+        assert sorted(path.name for path in folder.iterdir()) == ["history.jsonl", "loss.png"]
+    (tmp_path / "taken.svg").mkdir()
+    assert plot_loss.main([str(folder), "--output", str(tmp_path / "taken.svg")]) == 1
+    assert "Is a directory" in capsys.readouterr().err and not [*tmp_path.glob(".taken*")]
+    (tmp_path / "new").mkdir()
+    assert plot_loss.main([str(tmp_path / "new")]) == 1 and "is no file" in capsys.readouterr().err
+    HistoryFile(tmp_path / "new", 1).close()
+    assert plot_loss.main([str(tmp_path / "new")]) == 0 and "no steps yet" in capsys.readouterr().out
+
+
+def test_the_smoothed_curve_is_a_mean_of_neighbours() -> None:
+    """Over as many on both sides at the beginning; over those that there are at the end; without what is not a number."""
+    values = np.array([10.0, 4.0, 1.0, np.nan, 3.0, 2.0])
+    assert plot_loss.smoothed(values, 1).tolist() == [10.0, 5.0, 2.5, 2.0, 2.5, 2.5]
+    assert plot_loss.smoothed(values, 2)[1] == 5.0
