@@ -8,7 +8,7 @@ others are to do: write the stacks of their ranks, and later end them. A node th
 itself what is told; its own watcher, which does not hear the first node either, judges its ranks alone.
 
 How long a stillness is a hang: --hang-warn-s, or three times the longest one that ended by itself in the same phase, whichever is
-longer. A phase that was never seen to end (the start, with its compilation; the first save; the first evaluation) gets ten times
+longer. A phase that no rank has left yet (the start, with its compilation; the first save; the first evaluation) gets ten times
 --hang-warn-s.
 """
 
@@ -81,6 +81,7 @@ class Judge:
     def __init__(self, warn_s: float) -> None:
         self._warn_s = warn_s
         self._longest: dict[str, float] = {}
+        self._left = set[str]()
         self._stillness, self._phases = 0.0, frozenset[str]()
         self._stepped = False
 
@@ -95,11 +96,13 @@ class Judge:
         if stillness < self._stillness:  # it ended by itself
             for phase in self._phases:
                 self._longest[phase] = max(self._longest.get(phase, 0.0), self._stillness)
-        self._stillness, self._phases = stillness, frozenset(one.phase for one in snapshots)
+        phases = frozenset(one.phase for one in snapshots)
+        self._left |= self._phases - phases
+        self._stillness, self._phases = stillness, phases
         return stillness
 
     def _limit(self, phase: str) -> float:
-        if phase in self._longest or (phase in _ORDINARY and self._stepped):
+        if phase in self._left or (phase in _ORDINARY and self._stepped):
             return max(self._warn_s, _SEEN * self._longest.get(phase, 0.0))
         return _UNSEEN * self._warn_s
 

@@ -220,7 +220,8 @@ def test_a_stillness_that_has_happened_before_is_no_hang() -> None:
         judge.look([replace(one, phase=phase, iteration=iteration, steps=max(0, iteration - 1), quiet_s=quiet_s)])
         return judge.limit_s()
 
-    assert limit("starting", 0, 0.0) == limit("in a step", 1, 60.0) == 100.0
+    assert limit("starting", 0, 0.0) == limit("starting", 0, 0.4) == limit("starting", 0, 0.0) == 100.0, "it only drew breath"
+    assert limit("in a step", 1, 60.0) == 100.0
     assert limit("in a step", 2, 0.5) == 180.0, "the first step stood still for a minute"
     assert limit("reading data", 3, 1.0) == 10.0 and limit("saving", 3, 50.0) == 100.0
     assert limit("in a step", 4, 0.0) == 180.0 and limit("saving", 5, 0.0) == 150.0
