@@ -1,0 +1,52 @@
+"""The commands of docs/from_megatron.md, run as they are written, and what the page says that they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.program.test_readme import commands, page_of_a_flag, shell
+from tests.support.cli import ROOT
+from tools import migrate
+
+PAGE = (ROOT / "docs/from_megatron.md").read_text()
+SCRIPT, PRINTED = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+FILES = {"llama3_8b.toml": "llama3_8b.toml", "config_tiny_llama.yaml": "tiny_llama.yaml", "pretrain_llama.sh": "llama2_deepspeed.sh"}
+"""Files that the page names, and those of the tests that stand for them."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.sh").write_text(SCRIPT)
+    for name, found in FILES.items():
+        shutil.copy(ROOT / "tests/support/foreign" / found, tmp_path / name)
+    (tmp_path / "ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_commands_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands(PAGE):
+        words = shlex.split(command)
+        if words[:2] == ["python", "tools/migrate.py"]:
+            into = words.index(">") if ">" in words else len(words)
+            assert migrate.main(words[2:into]) == 0, command
+            said = capsys.readouterr().out
+            if words[2] == "train.sh":
+                assert said == PRINTED
+                (folder / "here.sh").write_text(said)
+        elif words == ["bash", "here.sh"]:
+            said = shell(f"bash {folder}/here.sh".replace("bash", f"sed -i s,checkpoints,{folder}/checkpoints, {folder}/here.sh; bash"), folder)
+            losses = [float(found) for found in re.findall(r"lm loss: (\S+)", said)]
+            assert losses[-1] < losses[0] and (folder / "checkpoints").is_dir()
+        else:
+            page_of_a_flag(command, folder, full=False)
+
+
+def test_a_sentence_of_the_page_in_the_middle_of_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = re.findall(r"`python tools/migrate\.py (train\.sh -- [^`]+)`", PAGE)
+    assert migrate.main(["--set", "1=x", *command.split()]) == 0 and "--bf16" in capsys.readouterr().out
