@@ -70,6 +70,17 @@ def node_not_heard(silent_s: float, ranks: Sequence[Snapshot], living: Sequence[
     return Departure(None, words, tuple(sorted(one.rank for one in living if one.rank not in there)))
 
 
+def never_heard(missing: int, living: Sequence[Snapshot]) -> Departure:
+    """Nothing moves, and of some ranks nothing was ever heard.
+
+    Args:
+        missing: how many these are.
+        living: all others.
+    """
+    words = f"{missing} ranks have never been heard from: their nodes, or the links to them, are down"
+    return Departure(None, words, tuple(sorted(one.rank for one in living)))
+
+
 def head_not_heard(silent_s: float, address: str, living: Sequence[Snapshot]) -> Departure:
     """The same as another node sees it that does not hear the first one.
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron.flight.diagnosis import Departure, find_departed, head_not_heard, listed, node_not_heard
+from megatron.flight.diagnosis import Departure, find_departed, head_not_heard, listed, never_heard, node_not_heard
 from megatron.flight.record import Channel, Snapshot, ask_for_trace, ask_to_end, process_state, read_record
 
 HANG_EXIT_CODE = 86
@@ -172,17 +172,22 @@ class NodeWatcher:
         aged = [dataclasses.replace(one, quiet_s=one.quiet_s + now - at) for at, ranks in others for one in ranks]
         everyone = [*mine, *aged]
         living = [one for one in everyone if one.phase != "ended"]
-        if len(everyone) < self._orders.world and not self._missed and now - self._began > _ALL_HEARD_WITHIN_S:
+        missing = self._orders.world - len(everyone)
+        if missing and not self._missed and now - self._began > _ALL_HEARD_WITHIN_S:
             self._missed = True
             self._say(
-                f"the records of {self._orders.world - len(everyone)} of {self._orders.world} ranks are not seen, so no hang "
-                "can be told. The watchers of the nodes speak over TCP with that of the first node"
+                f"the records of {missing} of {self._orders.world} ranks are not seen, so no rank can be "
+                "told as the cause of a hang. The watchers of the nodes speak over TCP with that of the first node"
             )
-        if len(everyone) < self._orders.world or not living:
+        if not living:
             return
         stillness = self._judge.look(living)
+        if missing and stillness < _UNSEEN * self._orders.warn_s:  # a node may be slow to begin
+            return
 
         def finding() -> Departure:
+            if missing:
+                return never_heard(missing, living)
             apart = [(now - at, ranks) for at, ranks in others if now - at > _APART * stillness]
             apart = [(silent, ranks) for silent, ranks in apart if any(one.phase != "ended" for one in ranks)]
             return find_departed(living) if not apart else node_not_heard(*max(apart, key=lambda one: one[0]), living)

@@ -213,7 +213,7 @@ def _pauses(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
         if rank == culprit:
             _at_phase("in a step", iteration, lambda: next(stops, lambda: None)())
 
-    ended = launch(arguments(**flags, train_iters=iteration + 9, hang_warn_s=0.6), ranks, before=before)
+    ended = launch(arguments(**flags, train_iters=iteration + 200, log_interval=100, hang_warn_s=0.6), ranks, before=before)
     assert [end.code for end in ended] == [0] * ranks, report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
     assert f". rank {culprit} (node " in lines[0] and FAULTS["stopped"].says in lines[0], lines
@@ -246,7 +246,7 @@ def _is_cut_off(tmp_path: Path, layout: int, culprit: int, iteration: int) -> No
 
         def then(rank: int) -> None:
             if rank == culprit:
-                _at_phase("in a step", iteration, lambda: nodes.cut(culprit // (ranks // 2)))
+                _at_phase("in a step", 20 * iteration, lambda: nodes.cut(culprit // (ranks // 2)))  # once the nodes have met
 
         ended = _on_two_nodes(nodes, ranks, then, **flags, train_iters=10_000, hang_warn_s=1, hang_kill_s=2, save=tmp_path)
     assert [end.code for end in ended] == [HANG_EXIT_CODE] * ranks, report(ended)
