@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
-from megatron.config.given import DryRun, check_output
+from megatron.config.given import DryRun, check_output, without_gaps
 from megatron.config.launcher import launched
 from megatron.config.save import run_record
 from megatron.planner.garbage import collect_seldom
@@ -83,6 +83,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     from megatron.planner.plan import write_plan
     from megatron.planner.plan_text import format_plan
     from megatron.planner.step_time import cluster_of, dtype_of, time_of
+    from megatron.training.ahead import check_ahead
 
     if launched().rank > 0:
         return
@@ -106,6 +107,8 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 
             topology = Topology.of(config.parallel, job.world_size)
             write_page("--dry-run-html", job.html_file, plan_page(plan, topology, time, loaded.notes))
+        if loaded.config == without_gaps(loaded.config):  # as it would be started
+            check_ahead(loaded.config, job.world_size, only_what_is_there=True)
     except ValueError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         sys.exit(2)

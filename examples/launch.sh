@@ -2,11 +2,13 @@
 # with flags of pretrain_gpt.py (and `telling`, if it wants other intervals than those below), and calls `launch`.
 #
 # A start has these parts:
-#   1. a dry run of the very command line: wrong settings end here, with exit status 2, and the log says what the job takes;
+#   1. a dry run of the very command line: wrong settings, and those that do not go with the checkpoint in RUN, end here, with exit
+#      status 2, and the log says what the job takes;
 #   2. a health check of all nodes, tools/check_cluster.py;
 #   3. a supervisor on every node (launch_node.sh). It starts all ranks again when one fails, up to MAX_RESTARTS times in a row
 #      without a newer state, and where MIN_NODES or MIN_RANKS allow it with fewer;
-#   4. if it gives up, 2 and 3 again, as long as each attempt leaves a newer checkpoint than the one before.
+#   4. if it gives up, 2 and 3 again, as long as each attempt leaves a newer checkpoint than the one before. What another start
+#      would meet again ends the job: wrong settings (2), numbers that are not finite (88).
 # A start always goes on from the newest checkpoint of RUN.
 #
 # SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit; a second one ends them at once. Under Slurm, SIGUSR1 (which
@@ -24,7 +26,7 @@
 #   MIN_NODES      of several nodes, so many are enough to go on with when others are lost (all)
 #   MIN_RANKS      on one node, so many ranks are (all)
 #   LAUNCHER       supervisor, or torchrun (supervisor)
-#   PYTHON         the Python to run (python)
+#   PYTHON         the Python to run (python, or that of the project's .venv where python lacks what is needed)
 
 telling=(--log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 --save-interval 1000)
 missing=() wrong=() stops=0 requeue="" attempt=0
@@ -57,7 +59,9 @@ launch() {
         wrong+=("LAUNCHER must be supervisor or torchrun, but is '$LAUNCHER'")
     whole PORT 1 65534 # the health check takes the next one
     ((${#wrong[@]} == 0)) || fail 2 "$(printf '%s\n' "${wrong[@]}")"
-    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) python=${PYTHON:-python}
+    root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+    source "$root/tools/find_python.sh"
+    python=$(find_python "$root") || exit 2
     flags=("${model[@]}" "${layout[@]}" "${batch[@]}" "${optimizer[@]}" "${data[@]}"
         "${telling[@]}" --tensorboard-dir "$run/tensorboard" --metrics-file "$run/metrics.jsonl"
         --save "$run/checkpoints" --load "$run/checkpoints" --keep-last 3 --async-save "$@")
@@ -163,6 +167,7 @@ train() {
         on_nodes bash "$root/examples/launch_node.sh" "$nodes" "$per_node" "$head:$port" "$run-$attempt" \
             "${program[@]}" || status=$?
         ((stops == 0 && status != 0 && status != 85)) || break # 85: the ranks were asked to stop
+        ((status != 2 && status != 88)) || fail "$status" "another start would end in the same way: not started again"
         [[ $(newest) != "$before" ]] ||
             fail "$status" "failed (exit status $status) before it saved a checkpoint: not started again"
         say "failed (exit status $status) after checkpoint $(newest) was saved: starting again from there"

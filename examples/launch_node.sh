@@ -33,6 +33,12 @@ meeting=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdz
 ((nodes > 1)) || meeting=(--standalone)
 # Otherwise ranks that torchrun starts again would find in its store the addresses of those that have ended, and wait for them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Ranks that any other start would end like (wrong settings, numbers that are not finite) write their code behind 16 bytes of this
+# file. torchrun would start them again, so it is ended.
+MEGATRON_LIFE_FILE=$(mktemp)
+export MEGATRON_LIFE_FILE
+trap 'rm -f "$MEGATRON_LIFE_FILE"' EXIT
+final() { od -A n -t d8 -j 16 -N 8 "$MEGATRON_LIFE_FILE" 2> /dev/null | tr -d ' \n' || true; }
 stops=0
 trap 'stops=$((stops + 1))' TERM INT USR1
 (
@@ -42,9 +48,17 @@ trap 'stops=$((stops + 1))' TERM INT USR1
 ) &
 agent=$!
 
-status=0
-wait "$agent" || status=$?
-((stops)) || exit "$status"
+while ((stops == 0)) && kill -0 "$agent" 2> /dev/null; do
+    [[ -z $(final) ]] || kill -USR2 "$agent" 2> /dev/null || true
+    sleep 0.5 &
+    wait "$!" || true
+done
+if ((stops == 0)); then
+    status=0
+    wait "$agent" || status=$?
+    code=$(final)
+    exit "${code:-$status}"
+fi
 
 # Where torchrun has no ranks, because it waits for other nodes, there is nothing to save.
 ranks=" $(pgrep -P "$agent" | tr '\n' ' ' || true)" without_ranks=0

@@ -1,6 +1,7 @@
-# To be sourced by bash: make the project's own Python environment, .venv in the repository root, and put it on PATH.
+# Make the project's own Python environment, .venv in the repository root; sourced by bash, also put it on PATH.
 #
 #   source tools/setup_env.sh [EXTRA ...]     extras of pyproject.toml to install as well, such as: dev
+#   bash tools/setup_env.sh [EXTRA ...]       only make it, and say how to use it
 #
 # The first call installs; later calls see that nothing has changed and return at once.
 #
@@ -30,6 +31,8 @@ _setup() {
     local root venv wanted extras stamp group
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     if [[ -n ${NO_SETUP:-} ]]; then
+        command -v python > /dev/null 2>&1 ||
+            _setup_fail "NO_SETUP=1 takes the active environment, but there is no 'python': activate one, or leave NO_SETUP out"
         _setup_check_python python
         export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
         return
@@ -61,3 +64,6 @@ _setup() {
 }
 
 _setup "$@"
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then
+    echo "setup: ready. For this shell: source $(cd "$(dirname "$0")/.." && pwd)/.venv/bin/activate"
+fi

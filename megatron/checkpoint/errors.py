@@ -10,6 +10,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, or does not fit the run. The message says what to do."""
 
 
+class MismatchError(CheckpointError):
+    """The settings do not go with the checkpoint: another start with the same would find the same."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint are missing, truncated or altered."""
 

@@ -287,3 +287,21 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
         f"checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "
         "(mp_rank_*/model_optim_rng.pt)"
     )
+
+
+def refuse_foreign(folder: str) -> None:
+    """Refuse a folder that is no save folder: it is no reason to begin with random weights.
+
+    Raises:
+        CheckpointError: it is one of another program, or no folder.
+    """
+    storage = open_storage(folder)
+    if storage.local is not None and storage.local.exists() and not storage.local.is_dir():
+        what = "a file" if storage.local.is_file() else "a device or a pipe"
+        raise CheckpointError(f"{folder} is {what}: give the --save folder of a run")
+    kind = kind_of(storage)
+    if kind in FOREIGN:
+        raise CheckpointError(
+            f"{folder} is {kind}, not a --save folder: bring its weights into one by tools/checkpoint.py import, and begin "
+            "with that (--pretrained-checkpoint)"
+        )

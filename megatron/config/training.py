@@ -294,3 +294,14 @@ class OptimizerConfig:
     """On resume take the schedules from the command line although the checkpoint's differ."""
     use_checkpoint_opt_param_scheduler: bool = setting(False, acts=_LOADS)
     """On resume take the schedules from the checkpoint."""
+    resume_schedule: Literal["new", "saved"] | None = setting(None, acts=_LOADS)
+    """Which schedules of learning rate and weight decay count on resume where they differ, as they do in a run that is made longer:
+    new, those of this command line (as --override-opt-param-scheduler), or saved, those of the checkpoint (as
+    --use-checkpoint-opt-param-scheduler)."""
+
+    @property
+    def takes_schedules(self) -> Literal["new", "saved"] | None:
+        """Which schedules count on resume; None: they must be the same."""
+        if self.override_opt_param_scheduler:
+            return "new"
+        return "saved" if self.use_checkpoint_opt_param_scheduler else self.resume_schedule

@@ -24,7 +24,8 @@ from megatron.resilience import layouts
 from megatron.resilience.book import Book, StoreAway, update
 from megatron.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish
 from megatron.resilience.ranks import bind_to, name_process, own_signals
-from megatron.resilience.roll import REFUSED, Life, Roll, Seat, StartPlan
+from megatron.resilience.roll import Life, Roll, Seat, StartPlan
+from megatron.training.life import REFUSED
 
 _LOOK_EVERY_S = 0.2
 _TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0

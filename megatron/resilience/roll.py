@@ -19,8 +19,6 @@ from megatron.training.life import LOST_CONTACT
 
 Phase = Literal["gathering", "running", "over"]
 Kind = Literal["done", "stopped", "refused", "failed"]
-REFUSED = 2
-"""Exit code of ranks with wrong settings, which another start would not make right."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,8 @@ class Roll:
         gone = [name for name in self.order if name not in self.members and name not in self.reports]
         awaited = [name for name in self.order if name in self.members and name not in self.reports]
         if "refused" in kinds:
-            return self.ended(REFUSED, "the settings are wrong: not started again")
+            refused = next(report for report in self.reports.values() if report.kind == "refused")
+            return self.ended(refused.code, f"{refused.words}: not started again")
         if self.told or "stopped" in kinds:
             if awaited:
                 return self

@@ -24,14 +24,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from megatron.config.cli import parse
+from megatron.config.cli import load, parse
+from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.resilience.command import settings
 from megatron.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish
 from megatron.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices
-from megatron.resilience.roll import REFUSED, JobLimits, Life, NodeReport
+from megatron.resilience.roll import JobLimits, Life, NodeReport
 from megatron.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge, stops
-from megatron.training.life import LIFE_FILE, read_life
+from megatron.training.life import LIFE_FILE, REFUSED, read_life
 
 PROGRAM = "supervisor"
 _LOOKS_EVERY_S = 0.1
@@ -293,6 +294,26 @@ class Supervisor:
         return self._stop_code if leaves else 1
 
 
+def goes_on(program: str, config: Config, world_size: int) -> bool:
+    """Whether the run can go on from its checkpoint, as far as settings tell; if not, it has been said why.
+
+    A fork looks: a storage or a tokenizer may start threads, which later forks would not have.
+    """
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 0
+        with suppress(BaseException):  # what else goes wrong, the ranks will say better
+            from megatron.training.ahead import misfit_ahead
+
+            if (words := misfit_ahead(config, world_size)) is not None:
+                code = REFUSED
+                sys.stderr.write(f"{os.path.basename(program)}: {words}\n")
+                sys.stderr.flush()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != REFUSED
+
+
 def main(words: Sequence[str]) -> int:
     """The exit code of the job: 0 when it is done, that of ranks that were asked to stop, 2 for wrong settings, else that of the
     first failure since there was a newer state."""
@@ -304,7 +325,9 @@ def main(words: Sequence[str]) -> int:
 
         return serve_until_told(own.serve)
     try:
-        config = parse(own.flags)
+        least, most = own.elastic
+        # Where fewer ranks may do, the layout for those that are there is found later.
+        config = parse(own.flags) if least < most else load(own.flags, most).config
     except ConfigError as error:
         sys.stderr.write(f"{os.path.basename(own.program)}: {error}\n")
         return REFUSED
@@ -312,6 +335,8 @@ def main(words: Sequence[str]) -> int:
         say("without --load, ranks that are started again begin the run anew")
     name_process("supervisor")
     import_what_runs_need()
+    if not goes_on(own.program, config, own.elastic[1]):
+        return REFUSED
     gc.collect()
     gc.freeze()  # forks then leave what is there alone, and share its memory
     return Supervisor(own, config.training.exit_signal_code).run()

@@ -6,11 +6,16 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.resilience.roll import REFUSED, Life, NodeReport
-from megatron.training.life import LOST_CONTACT
+from megatron.resilience.roll import Life, NodeReport
+from megatron.training.life import DIVERGED, LOST_CONTACT, REFUSED
 
 HANG = 86
 """Exit code of ranks that stood still, all of them, whoever was to blame."""
+_FINAL = {
+    REFUSED: "the settings are wrong, or do not go with the checkpoint",
+    DIVERGED: "the numbers are not finite, or loss spikes come again",
+}
+"""Exit codes that the next start would end with too."""
 _SHARED = {LOST_CONTACT: "it lost contact with another rank", HANG: "it stood still"}
 """Exit codes that say nothing of the rank's own place."""
 
@@ -24,8 +29,9 @@ def judge(ended: Mapping[int, int], running: int, stop_code: int, *, stopping: b
         stop_code: exit code of ranks that were asked to stop (--exit-signal-code).
         stopping: whether the job was asked to stop, or a rank has ended as if it was.
     """
-    if REFUSED in ended.values():
-        return NodeReport("refused", REFUSED, "wrong settings")
+    for code, words in _FINAL.items():
+        if code in ended.values():
+            return NodeReport("refused", code, words)
     failed = blamed(ended, stop_code)
     if failed is not None and not stopping:
         return NodeReport("failed", _status(ended[failed]), how(ended[failed]))

@@ -16,11 +16,11 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from megatron.audit.replicas import AuditError
-from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError, listed
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.life import LIFE_FILE, LOST_CONTACT
+from megatron.training.life import DIVERGED, LIFE_FILE, LOST_CONTACT, REFUSED, tell_end
 from megatron.training.lost_contact import lost_contact
 from megatron.training.spikes import SpikeError
 
@@ -28,7 +28,15 @@ T = TypeVar("T")
 
 
 class SetupError(ValueError):
-    """Something that the user can fix was wrong on at least one rank."""
+    """Something that the user can fix was wrong on at least one rank.
+
+    Args:
+        final: every start with the same settings would find it.
+    """
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 def together(context: ParallelContext, action: Callable[[], T]) -> T:
@@ -37,19 +45,23 @@ def together(context: ParallelContext, action: Callable[[], T]) -> T:
     Raises:
         SetupError: on every rank, if the action raised ValueError or OSError on any; names the ranks and gives each message once.
     """
-    failure, result = None, None
+    failure, result, misfit, of_files = None, None, False, False
     try:
         result = action()
     except (ValueError, OSError) as error:
         failure = str(error) or type(error).__name__
+        misfit, of_files = isinstance(error, MismatchError), isinstance(error, OSError | DamagedCheckpointError)
     failures: dict[str, list[int]] = {}
-    for rank, message in enumerate(gather_objects(failure, context.world)):
+    found = gather_objects((failure, misfit, of_files), context.world)
+    for rank, (message, _, _) in enumerate(found):
         if message is not None:
             failures.setdefault(message, []).append(rank)
     if failures:
         everywhere = len(failures) == 1 and len(next(iter(failures.values()))) == context.world.size
         raise SetupError(
-            "\n".join(message if everywhere else f"{ranks_in_words(ranks)}: {message}" for message, ranks in failures.items())
+            "\n".join(message if everywhere else f"{ranks_in_words(ranks)}: {message}" for message, ranks in failures.items()),
+            # What only some ranks meet may be their node's fault, and a file system may recover.
+            final=any(one for _, one, _ in found) or (everywhere and not any(one for _, _, one in found)),
         )
     return result  # type: ignore[return-value]
 
@@ -124,6 +136,11 @@ def leave_well(code: int = 0) -> None:
 
 
 def _code(error: BaseException, explanations: Explanations) -> int:
+    if LIFE_FILE in os.environ:
+        if isinstance(error, MismatchError) or (isinstance(error, SetupError) and error.final):
+            return REFUSED
+        if isinstance(error, (NonFiniteError, LossScaleError, SpikeError)):
+            return DIVERGED
     known = explanations.find(error) is not None or isinstance(error, _SHARED) or not isinstance(error, RuntimeError)
     return LOST_CONTACT if LIFE_FILE in os.environ and not known and _parallel() and lost_contact(str(error)) else 1
 
@@ -165,4 +182,5 @@ def _leave(code: int, message: str) -> None:
         if message:
             sys.stderr.write(f"pretrain_gpt.py: {message}\n")
         sys.stderr.flush()
+    tell_end(code)
     os._exit(code)

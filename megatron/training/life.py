@@ -1,13 +1,14 @@
 """What a start of the run has made so far, for a launcher that starts ranks again. Needs no torch.
 
 The launcher names a file in the environment. The first rank of the node writes two numbers into it: the iteration of the state from
-which the start began, and the last iteration that it finished.
+which the start began, and the last iteration that it finished. Any rank may add a third (`tell_end`).
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from contextlib import suppress
 
 from megatron.config.launcher import launched
 
@@ -15,7 +16,10 @@ LIFE_FILE = "MEGATRON_LIFE_FILE"
 """Variable of the environment with its path."""
 LOST_CONTACT = 87
 """Exit code with which a rank tells such a launcher that it only lost contact with another; any other launcher gets 1."""
-_FORM = struct.Struct("<qq")
+REFUSED, DIVERGED = 2, 88
+"""Exit codes of ranks that another start would end in the same way: for settings that are wrong or do not go with the checkpoint;
+for numbers that are not finite, or loss spikes that come again. Any other launcher gets 1 for all but wrong settings."""
+_FORM, _END = struct.Struct("<qq"), struct.Struct("<q")
 
 
 class LifeNote:
@@ -35,6 +39,16 @@ class LifeNote:
         """An iteration is finished."""
         if self._file is not None:
             os.pwrite(self._file, _FORM.pack(self._began, iteration), 0)
+
+
+def tell_end(code: int) -> None:
+    """A rank ends with a code that every other start would end with: a third number, for launchers that see no codes of ranks."""
+    path = os.environ.get(LIFE_FILE)
+    if path is not None and code in (REFUSED, DIVERGED):
+        with suppress(OSError):
+            file = os.open(path, os.O_WRONLY)
+            os.pwrite(file, _END.pack(code), _FORM.size)
+            os.close(file)
 
 
 def read_life(path: str) -> tuple[int, int] | None:

@@ -6,15 +6,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
 from megatron.checkpoint.node_storage import LOCATION
 from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_config, read_state
-from megatron.checkpoint.source import FOREIGN, kind_of
+from megatron.checkpoint.source import refuse_foreign
 from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
 from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig
+from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
@@ -27,7 +28,8 @@ from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
 from megatron.training.kept_state import newer_in_memory
 from megatron.training.progress import Progress
-from megatron.training.saver import ACCOUNT, LearningSchedule, global_tensors, with_defaults
+from megatron.training.saved_schedule import agreed_schedule, flags_that_differ
+from megatron.training.saver import ACCOUNT, LearningSchedule, global_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,8 @@ class ChosenCheckpoint(NamedTuple):
     """Parameters that it lacks and that begin with their initial values."""
     account: Any = None
     """See `Resumed`."""
+    schedule_flags: Sequence[str] = ()
+    """Settings of the schedules that differ from the run's, in words."""
 
 
 def resume(
@@ -84,28 +88,21 @@ def resume(
 
         def look(damaged: dict[int, str]) -> ChosenCheckpoint | None:
             place = LOCATION if own and newer_in_memory(open_storage(folder), damaged) else folder
-            return _look(config, place, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
+            return look_in(config, place, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
 
         chosen = fill(config.model, look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
         if chosen is not None:
             if checkpoint.finetune:
                 return _begun(chosen, schedule, "--finetune")
             return continued(chosen, optimizer, scaler, schedule, wants_state=wants_state)
-        # A user who wants a part of a checkpoint needs one.
-        needs = {
-            "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
-            "--finetune": checkpoint.finetune,
-            "--no-load-optim": not checkpoint.load_optim,
-        }
-        if named := [flag for flag, given in needs.items() if given]:
-            raise CheckpointError(f"--load {folder} holds no checkpoint, and {named[0]} is given")
+        check_may_lack(checkpoint)
         usual = checkpoint.load == checkpoint.save  # the first start of a run that is restarted by the same command
         notes = [f"{'' if usual else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0"]
     if checkpoint.pretrained_checkpoint is not None:
         base = checkpoint.pretrained_checkpoint
         chosen = fill(
             config.model,
-            lambda damaged: _look_base(config, base, vocab_size, damaged),
+            lambda damaged: look_at_base(config, base, vocab_size, damaged),
             context,
             optimizer,
             wants_state=False,
@@ -116,11 +113,26 @@ def resume(
     return Resumed(Progress(), schedule, None, notes)
 
 
+def check_may_lack(checkpoint: CheckpointConfig) -> None:
+    """Refuse a run whose --load holds no checkpoint, if it needs one: a user who wants a part of it does.
+
+    Raises:
+        MismatchError: it does.
+    """
+    needs = {
+        "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
+        "--finetune": checkpoint.finetune,
+        "--no-load-optim": not checkpoint.load_optim,
+    }
+    if named := [flag for flag, given in needs.items() if given]:
+        raise MismatchError(f"--load {checkpoint.load} holds no checkpoint, and {named[0]} is given")
+
+
 def continued(
     chosen: ChosenCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
 ) -> Resumed:
     """Take over the counts, and agree on the schedules."""
-    path, state, notes, _, account = chosen
+    path, state, notes, _, account, flags = chosen
     try:
         if wants_state:
             optimizer.num_updates = int(state["optimizer_updates"])
@@ -128,7 +140,8 @@ def continued(
         else:
             notes = [*notes, "moments start from zero (--no-load-optim)"]
         progress = Progress.from_json(state["progress"])
-        return Resumed(progress, agreed_schedule(schedule, state["schedule"], path), path, notes, account)
+        agreed = agreed_schedule(schedule, state["schedule"], path, flags, progress.updated_samples)
+        return Resumed(progress, agreed, path, notes, account)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"the state.json of {path} is not that of a run of this program ({error!r}): add --finetune to take its weights alone"
@@ -162,11 +175,11 @@ def fill(
     damaged: dict[int, str] = {}
     while True:
         # One rank looks and tells the others: so thousands need not ask the file system, and all take the same checkpoint.
-        chosen = broadcast_object(together(context, lambda: look(damaged) if context.rank == 0 else None), context.world)
+        chosen = broadcast_object(together(context, lambda: _chosen(look, damaged) if context.rank == 0 else None), context.world)
         if chosen is None:
             return None
         if wants_state and not chosen.state.get("has_optimizer"):
-            raise CheckpointError(
+            raise MismatchError(
                 f"{chosen.path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
             )
         has_average = chosen.state.get("ema_decay") is not None
@@ -193,6 +206,15 @@ def fill(
         return chosen._replace(notes=[*chosen.notes, *_told_of_averages(optimizer, has=has_average, taken=averages), _told(loaded)])
 
 
+def _chosen(look: Callable[[dict[int, str]], ChosenCheckpoint | None], damaged: dict[int, str]) -> ChosenCheckpoint | None:
+    try:
+        return look(damaged)
+    except DamagedCheckpointError:
+        raise
+    except CheckpointError as error:
+        raise MismatchError(str(error)) from error
+
+
 def _told_of_averages(optimizer: ShardedOptimizer, *, has: bool, taken: bool) -> list[str]:
     """What becomes of the average of the weights (--ema-decay), where the run or the checkpoint has none."""
     if has and not optimizer.averages:
@@ -200,7 +222,7 @@ def _told_of_averages(optimizer: ShardedOptimizer, *, has: bool, taken: bool) ->
     return ["the average of the weights begins at the weights of the checkpoint"] if optimizer.averages and not taken else []
 
 
-def _look(
+def look_in(
     config: Config, folder: str, step: int | None, vocab_size: int, damaged: dict[int, str], *, goes_on: bool
 ) -> ChosenCheckpoint | None:
     """The checkpoint of a run to take, with its content beside tensors; checks that it fits."""
@@ -209,10 +231,10 @@ def _look(
         try:
             path = find_checkpoint(folder, step, tell=told.append, damaged=damaged)
         except DamagedCheckpointError:
-            _refuse_foreign(folder)
+            refuse_foreign(folder)
             raise
         if path is None:
-            _refuse_foreign(folder)
+            refuse_foreign(folder)
             return None
         try:
             return fitting(config, path, vocab_size, [f"WARNING: {text}" for text in told], goes_on=goes_on)
@@ -220,28 +242,14 @@ def _look(
             note_damaged(path, error, damaged, may_fall_back=step is None)
 
 
-def _refuse_foreign(folder: str) -> None:
-    """Refuse a folder that is no save folder: it is no reason to begin with random weights."""
-    storage = open_storage(folder)
-    if storage.local is not None and storage.local.exists() and not storage.local.is_dir():
-        what = "a file" if storage.local.is_file() else "a device or a pipe"
-        raise CheckpointError(f"{folder} is {what}: give the --save folder of a run")
-    kind = kind_of(storage)
-    if kind in FOREIGN:
-        raise CheckpointError(
-            f"{folder} is {kind}, not a --save folder: bring its weights into one by tools/checkpoint.py import, and begin "
-            "with that (--pretrained-checkpoint)"
-        )
-
-
-def _look_base(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> ChosenCheckpoint:
+def look_at_base(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> ChosenCheckpoint:
     """The checkpoint whose weights to begin with: `base` itself, or the newest in it."""
     storage = open_storage(base)
     if storage.size(MANIFEST) is not None:
         if damaged:  # there is no other
             raise DamagedCheckpointError("; ".join(damaged.values()))
         return fitting(config, storage.place, vocab_size, [], goes_on=False)
-    found = _look(config, base, None, vocab_size, damaged, goes_on=False)
+    found = look_in(config, base, None, vocab_size, damaged, goes_on=False)
     if found is None:
         raise CheckpointError(
             f"--pretrained-checkpoint {base} holds no checkpoint: give a --save folder or an iter_ folder "
@@ -262,7 +270,8 @@ def fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, g
         raise CheckpointError(
             f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
         )
-    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin), record.get(ACCOUNT))
+    differ = flags_that_differ(from_dict(record["config"]), config) if goes_on else []
+    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin), record.get(ACCOUNT), differ)
 
 
 def _told(loaded: Loaded) -> str:
@@ -289,6 +298,7 @@ _NOT_TOLD = {
     "exit_duration_in_mins",
     "override_opt_param_scheduler",
     "use_checkpoint_opt_param_scheduler",
+    "resume_schedule",
     "distributed_timeout_minutes",
     "hang_warn_s",
     "hang_kill_s",
@@ -372,39 +382,6 @@ def _is_left_out(name: str, here: ModelConfig) -> bool:
     depth = depth_of(name)
     shares = name.endswith("router.shares") and here.moe_router_load_balancing_type != "global_aux_loss"
     return shares or (depth is not None and depth >= here.mtp_num_layers)
-
-
-def agreed_schedule(here: LearningSchedule, saved: dict[str, Any], path: Place) -> LearningSchedule:
-    """The schedule to continue with.
-
-    Raises:
-        CheckpointError: the two differ and no flag says which one counts.
-    """
-    if here.optimizer.use_checkpoint_opt_param_scheduler:
-        return here.with_saved(saved)
-    mine, saved = here.to_json(), with_defaults(saved)
-    if here.optimizer.override_opt_param_scheduler or mine == saved:
-        return here
-    flat_mine, flat_saved = ({**d, **d["lengths"]} for d in (mine, saved))
-    idle = {"lengths"}  # the run may be longer or shorter where no schedule depends on its length
-    if here.optimizer.weight_decay_incr_style == "constant":
-        idle.add("total_samples")
-    if here.optimizer.lr_decay_style == "constant":
-        idle.add("decay_samples")
-    elif here.lengths.rewarm_start is not None:
-        idle.discard("total_samples")  # at which the second course ends
-    differing = [
-        f"{name}: {flat_saved[name]} there, {flat_mine[name]} here"
-        for name in flat_mine
-        if name not in idle and flat_mine[name] != flat_saved[name]
-    ]
-    if not differing:
-        return here
-    raise CheckpointError(
-        f"the schedules of learning rate or weight decay differ from those of {path}:\n  "
-        + "\n  ".join(differing)
-        + "\n  Add --override-opt-param-scheduler to take these, or --use-checkpoint-opt-param-scheduler to take the checkpoint's."
-    )
 
 
 def _differences(saved: Any, here: Any) -> dict[str, str]:

@@ -229,6 +229,53 @@ def test_the_help_is_the_header(script: str) -> None:
     assert any(line.startswith("By the dry run") for line in lines) and lines[-1].startswith("  pipeline idle")
 
 
+def bare(folder: Path, script: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script in a shell that knows nothing of the project, in another folder."""
+    return subprocess.run(
+        ["bash", str(script)],
+        env={"PATH": "/usr/bin:/bin"} | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the scripts, in a folder with a blank in its name, without an environment."""
+    for name in ("examples", "tools"):
+        (tmp_path / "a tree" / name).mkdir(parents=True)
+        for path in (ROOT / name).glob("*.sh"):
+            shutil.copy(path, tmp_path / "a tree" / name)
+    return tmp_path / "a tree"
+
+
+def test_scripts_find_the_environment_of_the_project(tree: Path, tmp_path: Path) -> None:
+    """From any shell, in any folder; where there is none, one line says how to make it. PYTHON counts before all."""
+    script, python = tree / "examples" / SINGLE, tree / ".venv/bin/python"
+    none = bare(tmp_path, script, DRY_RUN="1", PATH=str(bare_path(tmp_path)))
+    assert none.returncode == 2 and none.stdout == "" and none.stderr.count("\n") == 1
+    assert f"Make one: bash {tree}/tools/setup_env.sh (or name one: PYTHON=" in none.stderr
+    python.parent.mkdir(parents=True)
+    for path in (python, tmp_path / "mine"):
+        path.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$0 $*"\n')
+        path.chmod(0o755)
+    started = f"{tree}/pretrain_gpt.py "
+    assert bare(tmp_path, script, DRY_RUN="1").stdout.startswith(f"{python} {started}")
+    assert bare(tmp_path, script, DRY_RUN="1", PYTHON=str(tmp_path / "mine")).stdout.startswith(f"{tmp_path}/mine {started}")
+
+
+def bare_path(folder: Path) -> Path:
+    """A folder for PATH that has what bash scripts need, and no Python."""
+    place = folder / "path"
+    place.mkdir()
+    for name in ("bash", "dirname", "cat", "awk", "sed"):
+        (place / name).symlink_to(shutil.which(name) or "")
+    return place
+
+
 # ---- starts, with stand-ins for Python and Slurm
 
 SAVES = f'echo 5 > "$CHECKPOINTS/{LATEST}"\n'
@@ -322,6 +369,29 @@ def test_failures_are_tried_again_while_there_is_progress(tmp_path: Path) -> Non
     assert status == 7 and len(started.noted("resilience.supervisor")) == 3 == len(started.noted("check_cluster"))
     assert "failed (exit status 7) after checkpoint 1 was saved: starting again from there" in said
     assert said.splitlines()[-1].endswith("failed (exit status 7) before it saved a checkpoint: not started again")
+
+
+@pytest.mark.parametrize("code", [2, 88])
+def test_what_would_fail_again_is_not_tried(tmp_path: Path, code: int) -> None:
+    """Settings that do not go with the checkpoint, and numbers that are not finite, though a newer checkpoint was saved."""
+    started = start(EXAMPLES / SINGLE, tmp_path, f"{SAVES}exit {code}\n")
+    status, said = started.ended()
+    assert status == code and len(started.noted("resilience.supervisor")) == 1
+    assert said.endswith("another start would end in the same way: not started again\n")
+
+
+def test_torchrun_is_ended_where_another_start_would_fail(tmp_path: Path) -> None:
+    """It sees no codes of ranks, which leave theirs in a file."""
+    number = "\\130" + "\\0" * 7
+    training = f"""trap 'exit 1' USR2
+head -c 16 /dev/zero > "$MEGATRON_LIFE_FILE"
+printf '{number}' >> "$MEGATRON_LIFE_FILE"
+{SAVES}until wait -n; do sleep 60 & done
+"""
+    started = start(EXAMPLES / SINGLE, tmp_path, training, LAUNCHER="torchrun", SKIP_CHECK="1", TMPDIR=str(tmp_path))
+    status, said = started.ended()
+    assert status == 88 and said.endswith("another start would end in the same way: not started again\n")
+    assert len(started.noted("torch.distributed.run")) == 1 and not list(tmp_path.glob("tmp.*"))
 
 
 def test_what_fails_at_once_is_not_tried_for_ever(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -166,7 +167,15 @@ def test_another_optimizer(saved: Path, tmp_path: Path) -> None:
 
 def test_a_longer_run_changes_a_schedule_that_follows_its_length(saved: Path, tmp_path: Path) -> None:
     """A linear decay over the whole run does; a constant rate does not."""
-    _refused(arguments(load=saved, train_iters=4), 1, "decay_samples: 16 there, 32 here")
+    said = _refused(arguments(load=saved, train_iters=4), 1, "decay_samples: 16 there, 32 here")
+    assert "\n  --train-iters 2 in the checkpoint, 4 here\n" in said
+    (rehearsed,) = launch([*arguments(load=saved, train_iters=4), "--dry-run"], 1)
+    assert rehearsed.code == 2 and "device memory" in rehearsed.stdout and said == rehearsed.stderr, report([rehearsed])
+    rates = dict(re.findall(r"--resume-schedule (new|saved) .* goes on with (\S+)", said))
+    assert {word: float(rate) for word, rate in rates.items()} == {"new": 0.005, "saved": 0.0}
+    for word, rate in rates.items():
+        longer = arguments(load=saved, train_iters=4, resume_schedule=word, log_interval=1)
+        assert "iteration        3/       4" in (told := run(longer)) and f"learning rate: {float(rate):.6E}" in told
     constant = {"lr_decay_style": "constant", "save": tmp_path, "load": tmp_path}
     run(arguments(**constant, train_iters=1))
     run(arguments(**constant, train_iters=2))

@@ -93,7 +93,8 @@ def test_nodes_are_lost_and_join(tmp_path: Path) -> None:
 
 
 def test_what_is_not_started_again(tmp_path: Path) -> None:
-    """A job that was asked to stop, and one with wrong settings."""
+    """A job that was asked to stop; one with wrong settings, or such that do not go with its checkpoint, which starts no ranks; and
+    one whose numbers are no longer finite."""
     with Job(tmp_path) as job:
         node = job.node("--nproc-per-node", "2", **ENDLESS)
         node.wait_for(lambda: job.saved() >= 4)
@@ -102,6 +103,16 @@ def test_what_is_not_started_again(tmp_path: Path) -> None:
         assert node.said().count("exiting on SIGTERM") == 1 == node.said().count("on cpu (gloo)")
         wrong = job.node("--nproc-per-node", "2", **ENDLESS, num_attention_heads=3)
         assert wrong.ended() == 2 and wrong.said().count("num-attention-heads") and "back after" not in wrong.said()
+        for settings, words in (
+            ({"lr": 2e-3}, "--lr 0.001 in the checkpoint, 0.002 here\n"),
+            ({"hidden_size": 64}, "--hidden-size 32 there, 64 here"),
+        ):
+            unfit = job.node("--nproc-per-node", "2", **{**ENDLESS, **settings})
+            assert unfit.ended() == 2 and words in unfit.said() and "on cpu (gloo)" not in unfit.said(), unfit.said()
+        apart = {"save": tmp_path / "apart", "load": tmp_path / "apart", "save_interval": 1}
+        diverged = job.node("--nproc-per-node", "2", **{**ENDLESS, **apart, "lr": 1e300})
+        assert diverged.ended() == 88, diverged.said()
+        assert diverged.said().count("on cpu (gloo)") == 1 and "not started again (exit code 88)" in diverged.said()
         job.assert_nothing_left()
 
 

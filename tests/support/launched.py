@@ -126,6 +126,7 @@ def start(script: Path, folder: Path, training: str, *added: str, **variables: s
         "CHECKPOINTS": str(run / "checkpoints"),
         "RUN": str(run),
         "DATA": "text",
+        "PYTHON": str(folder / "python"),
         **variables,
     }
     with (folder / "said").open("w") as said:  # not a pipe, which what is left behind would hold open

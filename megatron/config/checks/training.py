@@ -174,9 +174,14 @@ retained_are_saved = divides("save_retain_interval", "save_interval", "Only what
 
 _TAKEN, _BASE = "use_checkpoint_opt_param_scheduler", "pretrained_checkpoint"
 one_scheduler = exclude_each_other(
-    "override_opt_param_scheduler", _TAKEN, why="On resume the schedules come from the command line or from the checkpoint."
+    "override_opt_param_scheduler",
+    _TAKEN,
+    "resume_schedule",
+    why="On resume the schedules come from the command line or from the checkpoint.",
 )
-weights_alone_or_schedules = exclude_each_other(_TAKEN, "finetune", why="Fine-tuning takes only the weights from the checkpoint.")
+weights_alone_or_schedules = exclude_each_other(
+    _TAKEN, "resume_schedule", "finetune", why="Fine-tuning takes only the weights from the checkpoint."
+)
 one_start_from_weights = exclude_each_other(
     _BASE,
     "finetune",

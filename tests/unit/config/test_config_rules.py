@@ -741,6 +741,13 @@ CASES: list[Case] = [
         ["--no-override-opt-param-scheduler"],
     ),
     (
+        "--load l --override-opt-param-scheduler --resume-schedule saved",
+        1,
+        {"--override-opt-param-scheduler", "--resume-schedule"},
+        ["exclude each other"],
+        ["--no-override-opt-param-scheduler"],
+    ),
+    (
         "--load l --finetune --use-checkpoint-opt-param-scheduler",
         1,
         {"--finetune", "--use-checkpoint-opt-param-scheduler"},
@@ -1266,6 +1273,7 @@ CASES: list[Case] = [
     ("--exit-on-missing-checkpoint", 1, {"--exit-on-missing-checkpoint"}, ["only with --load"], []),
     ("--override-opt-param-scheduler", 1, {"--override-opt-param-scheduler"}, ["only with --load"], []),
     ("--use-checkpoint-opt-param-scheduler", 1, {"--use-checkpoint-opt-param-scheduler"}, ["only with --load"], []),
+    ("--resume-schedule new", 1, {"--resume-schedule"}, ["only with --load"], []),
     ("--tokenizer-model m", 1, {"--tokenizer-model"}, ["HuggingFaceTokenizer or TikTokenizer or SentencePieceTokenizer or"], []),
     ("--vocab-file v", 1, {"--vocab-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),
     ("--merge-file v", 1, {"--merge-file"}, ["only with --tokenizer-type GPT2BPETokenizer"], []),

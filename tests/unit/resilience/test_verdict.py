@@ -24,6 +24,7 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
         ([KILLED], 1, False, "failed", 128 + 9),
         ([2], 1, False, "refused", 2),
         ([1, 2], 0, True, "refused", 2),
+        ([LOST_CONTACT, 88], 0, False, "refused", 88),
         ([STOP], 1, True, None, 0),
         ([STOP, STOP], 0, False, "stopped", STOP),
         ([STOP, 1], 0, True, "stopped", STOP),
