@@ -1,0 +1,61 @@
+"""What the site adds to docs/: the menu, the pages made here, and links out of docs/. (.ci/run builds it.)"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.cli import ROOT
+from tools.site import hooks
+
+
+def test_the_menu_names_every_page_once_and_pages_to_come_too(tmp_path: Path) -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    written = [*hooks._named(nav)]
+    assert len(written) == len(set(written)) and all((ROOT / "docs" / name).exists() for name in written if name != "index.md")
+    config: Any = SimpleNamespace(docs_dir=str(tmp_path), nav=[{"Home": "index.md"}, {"Begin": ["a.md"]}])
+    for name in ("a.md", "new.md"):
+        (tmp_path / name).write_text("# A page\n")
+    hooks.on_config(config)
+    found = [*hooks._named(config.nav)]
+    assert found.count("new.md") == found.count("a.md") == 1
+    assert {"CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md"} < set(found)
+
+
+def test_public_modules_can_be_imported_and_say_what_they_are() -> None:
+    names = hooks.public_modules()
+    assert len(names) == len(set(names)) >= 9
+    for name in names:
+        assert (importlib.import_module(name).__doc__ or "").strip(), name
+
+
+def test_links_out_of_docs_lead_to_copies() -> None:
+    page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    text = "[x](../examples/launch.sh) [y](b.md#z) [z](../CONTRIBUTING.md#style) [l](https://a.b/c) [n](../nowhere.py)"
+    made = hooks.on_page_markdown(text, page, None, None)  # type: ignore[arg-type]
+    assert made == "[x](files/examples/launch.sh) [y](b.md#z) [z](CONTRIBUTING.md#style) [l](https://a.b/c) [n](../nowhere.py)"
+    page.file.src_uri = "index.md"  # README.md, whose links to docs/ are taken as they lie there
+    made = hooks.on_page_markdown("[a](tour.md) [b](LICENSE)", page, None, None)  # type: ignore[arg-type]
+    assert made == "[a](tour.md) [b](files/LICENSE)"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("text:\n- a\n- b", "text:\n\n- a\n- b"),
+        ("- a\n  more\n- b", "- a\n  more\n- b"),
+        ("```\ntext\n- a\n```", "```\ntext\n- a\n```"),
+    ],
+)
+def test_a_list_is_parted_from_the_text_above(written: str, read: str) -> None:
+    assert "\n".join(hooks._parted(written.split("\n"))) == read
+
+
+def test_groups_of_ranks_are_no_links() -> None:
+    made = '<td><autoref optional identifier="2, 3" class="x">0, 1</autoref> and groups::</p>'
+    assert hooks.on_page_content(made, None, None, None) == "<td>[0, 1] [2, 3] and groups:</p>"  # type: ignore[arg-type]
