@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--tasks", nargs="+", metavar="TASK", help="tasks of lm-evaluation-harness")
     flags.add_argument("--window", type=int, metavar="N", help="tokens that the model reads at once (its --seq-length)")
     flags.add_argument("--stride", type=int, metavar="N", help="with --files: tokens that a window scores (the whole window)")
-    flags.add_argument("--batch-size", type=int, default=4, metavar="N", help="windows that are read at once (4)")
+    flags.add_argument("--batch-size", type=int, metavar="N", help="windows that are read at once (4,096 tokens of them)")
     flags.add_argument("--max-documents", type=int, metavar="N", help="with --files: only the first documents of each file")
     flags.add_argument("--num-fewshot", type=int, metavar="N", help="with --tasks: examples before a question (the task's own)")
     flags.add_argument("--limit", type=int, metavar="N", help="with --tasks: only the first questions of each")
@@ -106,7 +106,7 @@ def _tasks(given: argparse.Namespace, found: Opened) -> dict[str, Any]:
 
     assert found.tokenizer is not None
     scorer = Scorer(found.model, found.context, given.batch_size, given.window)
-    answers = Answers(found.model, found.context, found.tokenizer, scorer, given.batch_size)
+    answers = Answers(found.model, found.context, found.tokenizer, scorer)
     return run_tasks(answers, given.tasks, num_fewshot=given.num_fewshot, limit=given.limit, include_path=given.include_path)
 
 

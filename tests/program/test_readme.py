@@ -26,7 +26,7 @@ from tests.support.launched import SCRIPTS
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
 from tests.support.warm_python import warm_python
-from tools import checkpoint, draw_step, generate_text, plot_coordinates, plot_memory, verify_layout
+from tools import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout
 from tools.data import input_flags
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -145,10 +145,14 @@ def on_a_checkpoint(command: str, folder: Path, full: bool) -> None:
     sentencepiece(folder / "corpus.jsonl", folder / "tokenizer.model", 500)
     tokenizer = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": folder / "tokenizer.model", "vocab_size": None}
     run([*arguments(**tokenizer, train_iters=1, save=folder / "checkpoints"), *shape.split()])
-    words = [str(folder / word) if word in ("checkpoints", "exported", "imported") else word for word in shlex.split(command)]
+    words = [
+        str(folder / word) if word in ("checkpoints", "exported", "imported", "corpus.jsonl") else word
+        for word in shlex.split(command)
+    ]
     if "import" in words:
         assert checkpoint.main(["export", str(folder / "checkpoints"), str(folder / "exported")]) == 0
-    assert (checkpoint if "checkpoint.py" in words[1] else generate_text).main(words[2:]) == 0
+    tool = next(tool for tool in (checkpoint, evaluate, generate_text) if tool.__name__.partition(".")[2] in words[1])
+    assert tool.main(words[2:]) == 0
 
 
 def bench(command: str, folder: Path, full: bool) -> None:
@@ -203,7 +207,7 @@ KINDS: list[tuple[str, Callable[[str, Path, bool], None]]] = [
     (r"python pretrain_gpt\.py --help$", help_text),
     (r"python pretrain_gpt\.py --mock-data ", training_on_one_process),
     (r"python tools/preprocess_data\.py ", preprocessing),
-    (r"python tools/(checkpoint|generate_text)\.py ", on_a_checkpoint),
+    (r"python tools/(checkpoint|generate_text|evaluate)\.py ", on_a_checkpoint),
     (r"python tools/bench\.py", bench),
     (r"torchrun ", launch),
     (r"(\w+=\S+ )+(bash|sbatch) examples/train_\w+\.sh$", launch_script),

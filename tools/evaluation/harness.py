@@ -28,8 +28,8 @@ class Answers:
     All ranks of the model get the same requests in the same order and answer together.
     """
 
-    def __init__(self, model: Model, context: ParallelContext, tokenizer: Tokenizer, scorer: Scorer, batch_size: int) -> None:
-        self.model, self.context, self.words, self.scorer, self.batch_size = model, context, tokenizer, scorer, batch_size
+    def __init__(self, model: Model, context: ParallelContext, tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self.model, self.context, self.words, self.scorer = model, context, tokenizer, scorer
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Of each (context, continuation): log-probability of the continuation, and whether it is the likeliest."""

@@ -14,6 +14,7 @@ from megatron.inference.forward import sequence_logits
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 
+_TOKENS = 4096
 _CHUNK = 1 << 24
 """Logits, at most, of which the softmax is taken at once."""
 
@@ -63,7 +64,7 @@ class Scorer:
     """Scores sequences in batches. All ranks of the model call it together and get the same.
 
     Args:
-        batch_size: windows in a forward.
+        batch_size: windows in a forward; by default as many as have 4,096 tokens, and at least one.
         length: tokens of a window, by default the model's sequence length.
         stride: see `windows`; by default the length.
 
@@ -72,7 +73,12 @@ class Scorer:
     """
 
     def __init__(
-        self, model: Model, context: ParallelContext, batch_size: int, length: int | None = None, stride: int | None = None
+        self,
+        model: Model,
+        context: ParallelContext,
+        batch_size: int | None = None,
+        length: int | None = None,
+        stride: int | None = None,
     ) -> None:
         config = model.config
         self.length = config.seq_length if length is None else length
@@ -81,7 +87,8 @@ class Scorer:
             raise ValueError(f"--window {self.length} is more than the {config.num_positions} positions that the model has learned")
         if not 1 <= self.stride <= self.length:
             raise ValueError(f"--stride {self.stride} must be from 1 to the {self.length} tokens of a window (--window)")
-        self._model, self._context, self._batch_size = model, context, batch_size
+        self._model, self._context = model, context
+        self._batch_size = max(1, _TOKENS // self.length) if batch_size is None else batch_size
 
     def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Score]:
         """Score sequences of token ids, each from the given place on.
