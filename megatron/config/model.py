@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.experts import ExpertFields
+from megatron.config.lora import LoraFields
 from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
 from megatron.spec.activations import activation_of
 
@@ -297,5 +298,5 @@ class ShapeFields:
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertFields, ShapeFields):
+class ModelConfig(LoraFields, ExpertFields, ShapeFields):
     """Shape and parts of a GPT- or Llama-style decoder."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import ShardGroup
+from megatron.parallel.shards import Shard, ShardGroup
 
 Inspect = Callable[[ParamEntry, torch.Tensor], None]
 """Receives a parameter and one gradient of it on this rank: that of one use in one microbatch, in the parameter's local shape."""
@@ -42,6 +42,8 @@ class Provider(ABC):
 
     groups: list[ShardGroup]
     """This rank's shards, in about the order in which the forward needs them. The optimizer updates and publishes in this order."""
+    frozen: Sequence[Shard] = ()
+    """Parameters that no step changes: shards that are in no group, whose weights are all there is of them."""
 
     @abstractmethod
     def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:

@@ -46,6 +46,7 @@ from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, j
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import DividedParam
+from megatron.parallel.topology import GRADIENT_AXES
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,31 @@ def _runs(group: range, groups: Sequence[range], place: int) -> bool:
     return place in group or (group is groups[-1] and place >= group.start)
 
 
-StatePart = BucketPart | UnitsPart
+@dataclass(frozen=True)
+class FrozenPart:
+    """Parameters that no step changes; every rank keeps all of its own, and nothing beside them."""
+
+    entries: Sequence[ParamEntry]
+    axes: tuple[str, ...] = GRADIENT_AXES
+
+    def group(self, context: ParallelContext) -> Group:
+        """The ranks that keep the same."""
+        return context.group(*self.axes)
+
+    def kept(self, index: int) -> Kept:
+        """What each of them keeps."""
+        return StateMemory(Bytes(sum(entry.param.nbytes for entry in self.entries))), []
+
+    def params(self) -> list[DividedParam]:
+        """None that a rank updates."""
+        return []
+
+    def cuts(self) -> set[int]:
+        """None: all keep the same."""
+        return set()
+
+
+StatePart = BucketPart | UnitsPart | FrozenPart
 
 
 def _padded(size: int, held: Iterable[ShardSize], dtype: torch.dtype) -> Bytes:
@@ -333,7 +358,9 @@ def state_layout(
             of_grid = [entry for entry in inside if entry.record.partial_over == axes]
             parts.append(UnitsPart(of_grid, axes, context.fsdp_shard(axes), policy.params_cpu, dtype))
         sent += fsdp_traffic([unit for some in units for unit in some], context, policy, dtype, num_microbatches)
-    plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size)
+    if frozen := [entry for entry in entries if entry.record.frozen]:
+        parts.append(FrozenPart(frozen))
+    plans = plan_buckets([e for e in entries if not e.record.frozen], context, bucket_size=config.ddp_bucket_size)
     reductions = [1] * len(plans)
     if sharding == "optim_grads":
         main = main_grad_dtype(dtype)

@@ -161,6 +161,7 @@ def build_model(
         *(context, params, weights, dtype, sequence_parallel, overlap),
         context_ways=tuple(ways),
         gathers_tokens=gathers_tokens,
+        lora_scale=config.lora_scale,
         num_chunks=len(table),
     )
     chunks = {

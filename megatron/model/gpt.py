@@ -241,6 +241,8 @@ class GPTChunk(nn.Module):
         """Hidden states after the chunk's last layer: what `forward` returns where the chunk is not the last."""
         x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
         assert x is not None, "a chunk that is not the first needs hidden states"
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x.requires_grad_()  # of a frozen embedding: backward goes through all layers, as without LoRA
         dtype = self.residual_dtype
         tables = {
             rotary: None if rotary is None else rotary_table(inputs.positions, rotary, dtype, inputs.length)

@@ -35,6 +35,7 @@ class ShardedOptimizer:
         staged: whether the gradients and weights of offloaded shards are copied from and to the device; by default on every device
             but the CPU, whose memory is the host's.
         largest: the largest scores of a step, [layers, query heads]; only --qk-clip needs them.
+        frozen: what it never changes, and checkpoints hold beside its shards.
 
     Raises:
         ValueError: a package that the settings need is not installed.
@@ -48,8 +49,9 @@ class ShardedOptimizer:
         *,
         staged: bool | None = None,
         largest: torch.Tensor | None = None,
+        frozen: Sequence[Shard] = (),
     ) -> None:
-        self.groups = list(groups)
+        self.groups, self.frozen = list(groups), list(frozen)
         self.shards = [shard for group in self.groups for shard in group.shards]
         self.num_updates = 0
         """Updates made so far, also before a resume. (The moments are loaded in place.)"""
@@ -96,6 +98,11 @@ class ShardedOptimizer:
         self.averages = config.ema_decay is not None
         """Whether the shards have an average of the weights."""
         self.begin_averages()
+
+    @property
+    def held(self) -> list[Shard]:
+        """All shards, those that it never changes too: what checkpoints hold."""
+        return [*self.shards, *self.frozen]
 
     @torch.no_grad()
     def begin_averages(self) -> None:

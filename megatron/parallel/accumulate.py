@@ -7,7 +7,8 @@ by one), `accumulate_sum` (a sum of rows, as a bias has), `accumulate_rows` (tha
 operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice. And a schedule decides when a weight
 gradient is computed: inside `deferring()` products are deferred.
 
-A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch.
+A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch. One that requires no gradient
+is frozen: it gets none, and an operation that has nothing else to do for it need not come here.
 """
 
 from __future__ import annotations
@@ -168,6 +169,8 @@ def is_deferring() -> bool:
 def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Add a ready gradient, which has the parameter's shape."""
     sink = sink_of(param)
+    if not param.requires_grad:
+        return
     if sink is not None:
         sink.add(grad)
     elif param.grad is None:
@@ -187,6 +190,10 @@ def accumulate_products(
         pieces: ([n, out], [n, in]) of some rows each; the memory of a piece may be used again for the next.
         product: makes each of them.
     """
+    if not param.requires_grad:
+        for _ in pieces:  # what makes them does more than that
+            pass
+        return
     _collect(param, lambda sink: sink.add_products(pieces, product))
 
 
@@ -209,6 +216,8 @@ def accumulate_rows(param: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) 
 def _collect(param: torch.Tensor, add: Callable[[GradSink], None]) -> None:
     """Add to the parameter's sink or, where it has none, by way of a passing one to `.grad`."""
     sink = sink_of(param)
+    if not param.requires_grad:
+        return
     if sink is not None:
         add(sink)
         return
@@ -291,4 +300,4 @@ class _Through(torch.autograd.Function):
 
 def through(param: nn.Parameter) -> torch.Tensor:
     """The parameter for use in an ordinary torch operation. Its gradient goes to `accumulate`."""
-    return _Through.apply(param)
+    return _Through.apply(param) if param.requires_grad else param

@@ -62,6 +62,7 @@ class ParamRecord(ParamFacts):
             heads=weight.heads,
             scores=weight.scores,
             by_counts=weight.by_counts,
+            frozen=weight.frozen,
         )
 
     @property
@@ -153,7 +154,7 @@ class ParamEntry:
     @property
     def uses_per_microbatch(self) -> int:
         """How often backward writes its gradient in one microbatch on this rank: once for each use, if it has a gradient."""
-        return 0 if self.record.by_counts is not None else len(self.holders) + self.more_uses
+        return 0 if self.record.by_counts is not None or self.record.frozen else len(self.holders) + self.more_uses
 
     @property
     def held_elsewhere(self) -> bool:
@@ -214,5 +215,5 @@ def materialize(module: nn.Module, table: ParamTable, device: torch.device) -> N
     """Give every meta parameter of the table memory on `device` (values undefined until initialised)."""
     for entry in table:
         if entry.param.is_meta:
-            entry.replace(nn.Parameter(torch.empty_like(entry.param, device=device)))
+            entry.replace(nn.Parameter(torch.empty_like(entry.param, device=device), requires_grad=entry.param.requires_grad))
     assert not any(p.is_meta for p in module.parameters()), "a parameter was made outside the table"

@@ -34,6 +34,8 @@ class Scope:
     """How context ranks share keys and values in each layer, where there are several."""
     gathers_tokens: bool = False
     """Whether experts get their tokens by allgather, and not by alltoall."""
+    lora_scale: float = 1.0
+    """Factor of what adapters give."""
     prefix: str = ""
     chunk: int = 0
     num_chunks: int = 1
@@ -50,6 +52,10 @@ class Scope:
     def weight(self, attribute: str) -> Weight:
         """The spec's entry for a parameter of this module."""
         return self.weights[f"{self.prefix}{attribute}"]
+
+    def has(self, attribute: str) -> bool:
+        """Whether the spec has a parameter of this module."""
+        return f"{self.prefix}{attribute}" in self.weights
 
     def parameter(self, module: nn.Module, attribute: str, weight: Weight | None = None) -> None:
         """Declare a parameter: enter its record in the table and register the local part on the module, on the meta device.
@@ -68,12 +74,12 @@ class Scope:
         # Steps of a bias are much smaller than the bias, so 16 bits would lose them.
         dtype = self.dtype if record.by_counts is None else torch.promote_types(self.dtype, torch.float32)
         local = torch.empty(record.local_shape(self.context.axis_sizes), dtype=dtype, device="meta")
-        module.register_parameter(attribute, nn.Parameter(local))
+        module.register_parameter(attribute, nn.Parameter(local, requires_grad=not record.frozen))
         self.table.add(record, module, attribute, self.chunk)
 
     def optional(self, module: nn.Module, attribute: str) -> None:
         """Declare a parameter if the spec has it; else the attribute is None."""
-        if f"{self.prefix}{attribute}" in self.weights:
+        if self.has(attribute):
             self.parameter(module, attribute)
         else:
             module.register_parameter(attribute, None)

@@ -292,6 +292,7 @@ class ChunkRun:
             model.overlap,
             context_ways=model.context_ways,
             gathers_tokens=model.gathers_tokens,
+            lora_scale=model.config.lora_scale,
             chunk=chunk.index,
             num_chunks=chunk.num_chunks,
         )
@@ -306,6 +307,8 @@ class ChunkRun:
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:
+            if entry.record.frozen:
+                continue
             dtype = main_grad_dtype(entry.param.dtype)
             provide = partial(torch.empty, entry.param.shape, dtype=dtype, device=device)
             sink = GradSink(dtype, partial(self._wrote, entry.record.name), provide)

@@ -76,7 +76,7 @@ def describe_groups(config: OptimizerConfig, weights: Iterable[Weight]) -> list[
     """A table of the groups for the start-up log: how many parameters, how they are updated, and which they are."""
     group_of, members = groups_of(config), dict[ParamGroup, list[Weight]]()
     for weight in weights:
-        if weight.by_counts is None:  # choices of experts move the others
+        if weight.by_counts is None and not weight.frozen:  # choices of experts move the others
             members.setdefault(group_of(weight), []).append(weight)
     rows = [("tensors", "parameters", "optimizer", "learning rate", "weight decay", "")]
     for group, found in members.items():

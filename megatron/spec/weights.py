@@ -18,6 +18,8 @@ from megatron.spec.mlps import ExpertsSpec, MLPSpec
 WORD_EMBEDDING = "embedding.word.weight"
 OUTPUT = "output.weight"
 """The output layer's weight where it has one of its own."""
+LORA_A, LORA_B = "lora_a.weight", "lora_b.weight"
+"""The matrices of an adapter, behind the name of its linear layer."""
 _IN_LAYER = re.compile(r"layers\.(\d+)(?:\.(.+))?")
 _IN_DEPTH = re.compile(r"mtp\.(\d+)(?:\.(.+))?")
 
@@ -106,6 +108,8 @@ class ParamFacts:
     """What its rows, or the elements of a bias, are in the scores of heads, where they are of heads and no norm comes after."""
     by_counts: ByCounts | None = field(default=None, kw_only=True)
     """How the choices of routers move it; None: a gradient does."""
+    frozen: bool = field(default=False, kw_only=True)
+    """Whether nothing moves it: it has neither gradient nor state of an optimizer (all but the adapters of LoRA)."""
 
     @property
     def role(self) -> Role:
@@ -200,6 +204,12 @@ def depth_weights(model: ModelConfig, layer: LayerSpec, k: int) -> Iterator[Weig
 
 
 def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
+    """The parameters outside the layers; beside LoRA's adapters they are frozen."""
+    for weight in _outside_layers(model, vocab_size):
+        yield weight if model.lora_rank is None else replace(weight, frozen=True)
+
+
+def _outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
     """The word embedding [v, h], perhaps tied; learned positions [positions, h] and a norm of both, if there are any; the final
     norm; the output layer [v, h] where it has a weight of its own."""
     yield vocabulary(WORD_EMBEDDING, model, vocab_size, "table")
@@ -232,9 +242,33 @@ def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: ParamKind) 
 
 
 def layer_weights(model: ModelConfig, layer: LayerSpec, number: int, name: str | None = None) -> Iterator[Weight]:
-    """The parameters of one layer. Output projections have initial standard deviation std / sqrt(2 x layers) (GPT-2). With muP the
+    """The parameters of one layer; with LoRA they are frozen, and each of its targets has an adapter behind it."""
+    name = name or f"layers.{number}"
+    for weight in _layer_weights(model, layer, name):
+        if model.lora_rank is None:
+            yield weight
+            continue
+        yield replace(weight, frozen=True)
+        if weight.name in {f"{name}.{target}.weight" for target in model.lora_targets}:
+            yield from _adapter(weight, model.lora_rank)
+
+
+def _adapter(weight: Weight, rank: int) -> Iterator[Weight]:
+    """The two matrices beside a linear layer's weight [..., out, in]: `lora_a` [rank, in], with the variance of PEFT's initial values
+    (Kaiming's for a uniform distribution with a = sqrt(5)), and `lora_b` [..., out, rank], which begins at zero. They are split as
+    inputs and outputs of the weight are."""
+    *outputs, inputs = weight.shape
+    layer, last = weight.name.removesuffix(".weight"), len(outputs)
+    of_inputs = tuple((1, axis) for dim, axis in weight.splits if dim == last)
+    of_outputs = tuple((dim, axis) for dim, axis in weight.splits if dim != last)
+    yield Weight(f"{layer}.{LORA_A}", (rank, inputs), of_inputs, init=Init((3 * inputs) ** -0.5))
+    yield Weight(f"{layer}.{LORA_B}", (*outputs, rank), of_outputs)
+
+
+def _layer_weights(model: ModelConfig, layer: LayerSpec, name: str) -> Iterator[Weight]:
+    """The layer itself. Output projections have initial standard deviation std / sqrt(2 x layers) (GPT-2). With muP the
     standard deviation of all matrices falls as 1 / sqrt(width), that of tables and of the output layer stays (Yang et al. 2022)."""
-    name, hidden, attention, mlp = name or f"layers.{number}", model.hidden_size, layer.attention, layer.mlp
+    hidden, attention, mlp = model.hidden_size, layer.attention, layer.mlp
     std = model.init_method_std / model.mup_width**0.5
     output_std = std / (2 * model.num_layers) ** 0.5
     norms = {which: list(norm(f"{name}.{which}", layer.norm, hidden)) for which in layer.norms}

@@ -6,12 +6,14 @@ gives [s/n, b, out].
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from megatron.parallel.scope import Scope
 from megatron.parallel.vectors import VectorUser
-from megatron.precision.products import products_of
+from megatron.precision.products import PLAIN, products_of
 from megatron.tensor_parallel.linear import Form, InputMode, OutputMode, Remade, handle_of, linear_by_handle, linear_of
 
 
@@ -27,6 +29,7 @@ class LinearLayer(VectorUser):
         self.form = form
         scope.parameter(self, "weight")
         scope.optional(self, "bias")
+        self.adapter = Adapter(scope, form) if scope.has("lora_a.weight") else None
         self.handle = handle_of(self)
         self.gather = form.group.size if "gather" in (form.input_mode, form.output_mode) else 1
         self.scatter = form.group.size if form.output_mode == "scatter" else 1
@@ -41,11 +44,38 @@ class LinearLayer(VectorUser):
         return (None if self.used_bias is not None else self.bias,)
 
     def product(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """The linear operation of this layer."""
+        """The linear operation of this layer, with its adapter."""
+        if self.adapter is None:
+            return self._product(x)
+        beside = self.adapter(x)  # first: where the layer runs again, the product that nobody keeps is then the last
+        return self._product(x) + beside
+
+    def _product(self, x: torch.Tensor | Remade) -> torch.Tensor:
         if torch.compiler.is_compiling():
             assert isinstance(x, torch.Tensor)
             return linear_by_handle(x, self.weight, self.used_bias, self.handle, self.gather, self.scatter)
         return linear_of(self.form, x, self.weight, self.used_bias)
+
+
+class Adapter(nn.Module):
+    """What LoRA adds to a linear layer (Hu et al. 2021): scale x B A x, for the same input and in the form of the layer's output.
+
+    The layer's communication goes with the rank in place of its width: of a column-parallel layer's two sides the input's is between
+    A and B, of a row-parallel one the output's. What no rank splits, A of the one and B of the other, all hold and compute alike.
+    """
+
+    def __init__(self, scope: Scope, form: Form) -> None:
+        super().__init__()
+        self.scale = scope.lora_scale
+        plain, same = Form(form.group), replace(form, overlap=None, products=PLAIN)
+        splits_inputs = bool(scope.weight("lora_a.weight").splits)
+        self.a = LinearLayer(scope.child("lora_a"), same if splits_inputs else plain)
+        self.b = LinearLayer(scope.child("lora_b"), plain if splits_inputs else same)
+
+    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
+        """Map the layer's input to what is added to its output."""
+        low = self.a.product(x)  # [s, b, rank], or [s/n, b, rank]
+        return self.b.product(low if self.scale == 1.0 else low * self.scale)
 
 
 class ColumnParallelLinear(LinearLayer):

@@ -128,7 +128,7 @@ def _backward(
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     grad_output: torch.Tensor,
-    kept: torch.Tensor,
+    kept: torch.Tensor | None,
     make: Make | None = None,
     *,
     source_is_larger: bool = False,
@@ -137,12 +137,14 @@ def _backward(
     """Add the gradients of weight and bias where they go, now or deferred, and return that of the input.
 
     Args:
-        kept: the input, or what `make` makes it of.
+        kept: the input, or what `make` makes it of. Not needed where the weight is frozen; the bias is frozen with it.
         gives_input: whether the input has a gradient.
     """
     group, overlap, make, matrix = form.group, form.overlap, make or _as_it_is, weight.flatten(0, -2)
-    deferring = form.defers and is_deferring()
+    frozen = not weight.requires_grad
+    deferring = form.defers and is_deferring() and not frozen
     if deferring and source_is_larger:
+        assert kept is not None
         kept, make = make(kept), _as_it_is
     if form.output_mode == "share":
         grad_output = all_reduce(grad_output.clone(), group)
@@ -152,14 +154,17 @@ def _backward(
     # A deferred weight gradient keeps only the local part of a gathered input, and gathers it again.
     local, pending = grad_output, None
     if overlap is not None and gives_input and gathers_dy:
-        whole_dy, grad_input = overlap.gathered(local, matrix, None, group, keeps=True)
-        assert whole_dy is not None, "as asked for"
-        grad_output, pending = whole_dy, Pending(grad_input)
-    elif overlap is not None and gives_input and gathers_x and deferring:
+        whole_dy, grad_input = overlap.gathered(local, matrix, None, group, keeps=not frozen)
+        assert frozen or whole_dy is not None, "as asked for"
+        grad_output, pending = grad_output if whole_dy is None else whole_dy, Pending(grad_input)
+    elif overlap is not None and gives_input and gathers_x and (deferring or frozen):
         pending = Pending(overlap.scattered(local, matrix, group))
     elif gathers_dy:
         grad_output = all_gather(local, group)
-    whole_x = start_all_gather(make(kept), group) if gathers_x and not deferring else None
+    whole_x = None
+    if gathers_x and not deferring and not frozen:
+        assert kept is not None
+        whole_x = start_all_gather(make(kept), group)
     if gives_input and pending is None:
         grad_input = form.products.input_gradient(grad_output, matrix)
         if form.input_mode == "copy":
@@ -168,6 +173,9 @@ def _backward(
             pending = start_reduce_scatter(grad_input, group)
         else:
             pending = Pending(grad_input)
+    if frozen:
+        return None if pending is None else pending.wait()
+    assert kept is not None
     if bias is not None:
         accumulate_sum(bias, grad_output.flatten(0, -2))
     if not deferring:
@@ -204,8 +212,9 @@ class _Linear(torch.autograd.Function):
         make: Make | None,
     ) -> torch.Tensor:
         kept = x if source is None else source
-        about_to_save(kept)
-        ctx.save_for_backward(kept)
+        if weight.requires_grad:
+            about_to_save(kept)
+            ctx.save_for_backward(kept)
         ctx.make, ctx.source_is_larger = make, kept.nbytes > x.nbytes
         # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
         ctx.form, ctx.weight, ctx.bias = form, weight, bias
@@ -213,13 +222,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, *tuple[None, ...]]:  # type: ignore[override]
-        (kept,) = ctx.saved_tensors
         grad_input = _backward(
             ctx.form,
             ctx.weight,
             ctx.bias,
             grad_output,
-            kept,
+            ctx.saved_tensors[0] if ctx.saved_tensors else None,
             ctx.make,
             source_is_larger=ctx.source_is_larger,
             gives_input=ctx.needs_input_grad[0],

@@ -7,6 +7,7 @@ from functools import partial
 
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.buckets import Buckets
+from megatron.data_parallel.frozen import FrozenParams
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Provider
 from megatron.model.build import Model
@@ -26,8 +27,11 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
     def buckets(entries: Sequence[ParamEntry], sharding: str) -> Buckets:
         return Buckets(entries, units, context, config, values, sharding=sharding)
 
+    frozen = [entry for entry in model.params if entry.record.frozen]
     if config.sharding != "optim_grads_params":
-        return [buckets(list(model.params), config.sharding)]
+        fixed: list[Provider] = [FrozenParams(frozen, context, values)] if frozen else []
+        return [*fixed, buckets([entry for entry in model.params if not entry.record.frozen], config.sharding)]
+    assert not frozen, "refused beside LoRA"
     inside = [entry for entry in model.params if is_fully_sharded(entry, context)]
     outside = [entry for entry in model.params if not is_fully_sharded(entry, context)]
     providers: list[Provider] = [buckets(outside, "optim_grads")] if outside else []

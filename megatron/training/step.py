@@ -138,7 +138,8 @@ class TrainStep:
         self.providers = make_providers(model, context, parallel)
         groups = [group for provider in self.providers for group in provider.groups]
         largest = None if model.largest is None else model.largest.found
-        self.optimizer = ShardedOptimizer(groups, optimizer, context, largest=largest)
+        frozen = [shard for provider in self.providers for shard in provider.frozen]
+        self.optimizer = ShardedOptimizer(groups, optimizer, context, largest=largest, frozen=frozen)
         self.executor = Executor(
             context,
             model.boundary(micro_batch_size, context.topology),

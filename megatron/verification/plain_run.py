@@ -26,7 +26,7 @@ from megatron.verification.reference.model import Added, Batch, Rules, Seen, by_
 from megatron.verification.reference.muon import MuonUpdate
 from megatron.verification.reference.qk_clip import ScoreClip
 from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights, is_trained
 from megatron.verification.reference.training import Again, Course, Rule, State, batch_size, scheduled_sizes, update
 from megatron.verification.reference.update_rules import Numbers
 
@@ -116,7 +116,8 @@ class _Reference:
             of each, the sum of the loss, the tokens that count, and what it adds to each gradient of the mean loss [M, ...]; and
             the outputs of modules [B, s, h].
         """
-        leaves = {name: w.detach().requires_grad_() for name, w in self.state.weights.items()}
+        fixed = {name: w for name, w in self.state.weights.items() if not is_trained(self.shape, name)}
+        leaves = {name: w.detach().requires_grad_() for name, w in self.state.weights.items() if name not in fixed}
         seen: dict[str, list[Tensor]] = {}
 
         self._largest = {}
@@ -130,7 +131,8 @@ class _Reference:
             seen.setdefault(name, []).append(values.detach())
 
         micro = self.config.training.micro_batch_size
-        parts = [self._losses(leaves, _batch(self.task.samples, start, micro), keep) for start in range(first, first + size, micro)]
+        weights = {**fixed, **leaves}
+        parts = [self._losses(weights, _batch(self.task.samples, start, micro), keep) for start in range(first, first + size, micro)]
         tokens = torch.stack([count for _, count, _ in parts]).sum()
         minimised = [loss_sum / tokens + added / len(parts) for loss_sum, _, added in parts]
         apart = [torch.autograd.grad(each, list(leaves.values())) for each in minimised]
@@ -212,6 +214,9 @@ def reference_shape(
         width=model.hidden_size / model.mup_base_width if model.mup_base_width else 1.0,
         eight_bits=EightBits(precision.fp8_recipe, precision.fp8_format == "hybrid") if precision.fp8_format else None,
         in_64_bits=ends if precision.first_last_layers_bf16 else (0, 0),
+        lora_rank=model.lora_rank,
+        lora_scale=(model.lora_alpha or model.lora_rank) / model.lora_rank if model.lora_rank else 1.0,
+        lora_targets=model.lora_targets,
     )
 
 

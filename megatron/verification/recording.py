@@ -105,7 +105,7 @@ class StepRecorder:
         def unscaled(shard: Shard) -> torch.Tensor:
             return shard.grad.double() / (result.loss_scale if shard.record.by_counts is None else 1.0)
 
-        self._gradients = parts_of_shards(self.step, unscaled)
+        self._gradients = parts_of_shards(self.step, unscaled, with_frozen=False)
 
     def begin(self, op: Op) -> None:
         """Called when the executor begins an operation."""
@@ -166,10 +166,12 @@ def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
     return found
 
 
-def parts_of_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor]) -> list[TensorPart]:
+def parts_of_shards(
+    step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor], *, with_frozen: bool = True
+) -> list[TensorPart]:
     """Parts of global tensors from this rank's shards; `tensor_of` gives a number for each element of a shard."""
     parts = []
-    for shard in step.optimizer.shards:
+    for shard in step.optimizer.held if with_frozen else step.optimizer.shards:
         flat = tensor_of(shard).detach()
         assert flat.shape == (shard.weights.numel(),)
         for placed in shard.boxes(step.context):
@@ -201,7 +203,7 @@ def counted_squares(step: TrainStep, scale: float) -> dict[str, float]:
 
 def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:
     """Overwrite the main parameters of this rank's shards by their boxes of global weights, and publish them as a resume does."""
-    for shard in step.optimizer.shards:
+    for shard in step.optimizer.held:
         assert weights[shard.record.name].shape == shard.record.shape, shard.record.name
         for placed in shard.boxes(step.context):
             part = weights[shard.record.name][placed.box.index].reshape(-1)

@@ -444,7 +444,7 @@ def keep_gradients(step: TrainStep, kept: list[TensorPart]) -> None:
 
     def keeping(*args: Any, **named: Any) -> None:
         step.optimizer.step = update  # type: ignore[method-assign]
-        kept.extend(parts_of_shards(step, lambda shard: shard.grad.double() / step.scaler.scale))
+        kept.extend(parts_of_shards(step, lambda shard: shard.grad.double() / step.scaler.scale, with_frozen=False))
         update(*args, **named)
 
     step.optimizer.step = keeping  # type: ignore[method-assign]

@@ -220,7 +220,7 @@ def attention(
     """Causal attention of a layer over [B, s, h], within documents and the layer's window."""
     batch, seq, _ = x.shape
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
-    groups = linear(layer, "attention.qkv", x, eight).view(batch, seq, g, n // g + 2, d)
+    groups = linear(shape, layer, "attention.qkv", x, eight).view(batch, seq, g, n // g + 2, d)
     q = groups[:, :, :, : n // g].reshape(batch, seq, n, d)
     k, v = groups[:, :, :, -2], groups[:, :, :, -1]
     if shape.qk_norm:
@@ -255,13 +255,13 @@ def latent_attention(
         return norm(shape, layer, f"attention.{name}", values) if shape.qk_norm else values
 
     if latent.query_rank is None:
-        q = linear(layer, "attention.q", x, eight)
+        q = linear(shape, layer, "attention.q", x, eight)
     else:
-        q = linear(layer, "attention.q_up", normed("q_latent_norm", linear(layer, "attention.q_down", x, eight)), eight)
+        q = linear(shape, layer, "attention.q_up", normed("q_latent_norm", linear(shape, layer, "attention.q_down", x, eight)), eight)
     q = q.unflatten(-1, (shape.heads, -1))
-    kv = linear(layer, "attention.kv_up", normed("kv_latent_norm", linear(layer, "attention.kv_down", x, eight)), eight)
+    kv = linear(shape, layer, "attention.kv_up", normed("kv_latent_norm", linear(shape, layer, "attention.kv_down", x, eight)), eight)
     kv = kv.unflatten(-1, (shape.heads, -1))
-    rotary = [q[..., latent.plain :], linear(layer, "attention.k_rotary", x, eight)[:, :, None]]
+    rotary = [q[..., latent.plain :], linear(shape, layer, "attention.k_rotary", x, eight)[:, :, None]]
     if shape.is_rotated(number):
         local = shape.window_of(number) is not None and shape.local_base is not None
         rotary = [rotate(shape, part, positions, local=local) for part in rotary]
@@ -296,7 +296,7 @@ def mix(
         scores = torch.cat([scores, sinks.view(1, n, 1, 1).expand(batch, n, seq, 1)], dim=-1)
     probabilities = scores.softmax(dim=-1)[..., :seq]
     mixed = torch.einsum("bnij,bjnd->bind", probabilities, v)
-    return linear(layer, "attention.output", mixed.flatten(2), eight)
+    return linear(shape, layer, "attention.output", mixed.flatten(2), eight)
 
 
 def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *, local: bool = False) -> Tensor:
@@ -326,13 +326,13 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *,
 
 def mlp(shape: ReferenceShape, layer: Weights, x: Tensor, eight: EightBits | None = None) -> Tensor:
     """The MLP over [B, s, h]."""
-    up = linear(layer, "mlp.up", x, eight)
+    up = linear(shape, layer, "mlp.up", x, eight)
     if len(layer["mlp.up.weight"].shape) == 2:
-        return linear(layer, "mlp.down", activated(shape.activation, up), eight)
+        return linear(shape, layer, "mlp.down", activated(shape.activation, up), eight)
     gate, up = up.chunk(2, dim=-1)
     if shape.clamp is not None:
         gate, up = torch.minimum(gate, torch.full_like(gate, shape.clamp)), up.clamp(-shape.clamp, shape.clamp)
-    return linear(layer, "mlp.down", activated(shape.activation, gate) * (up + shape.offset), eight)
+    return linear(shape, layer, "mlp.down", activated(shape.activation, gate) * (up + shape.offset), eight)
 
 
 def experts(shape: ReferenceShape, kind: ExpertsShape, layer: Weights, x: Tensor, seen: Seen = by_nobody) -> Tensor:
@@ -363,9 +363,12 @@ def activated(name: str, x: Tensor) -> Tensor:
     return x.clamp(min=0) ** (1 if name == "relu" else 2)
 
 
-def linear(weights: Weights, name: str, x: Tensor, eight: EightBits | None = None) -> Tensor:
-    """Apply a matrix [out, in] (or [halves, out, in], one half after the other) and perhaps a bias to x [..., in]."""
+def linear(shape: ReferenceShape, weights: Weights, name: str, x: Tensor, eight: EightBits | None = None) -> Tensor:
+    """Apply a matrix [out, in] (or [halves, out, in], one half after the other) and perhaps a bias to x [..., in]. Where it has an
+    adapter, the matrix is W + scale B A (Hu et al. 2021)."""
     weight = weights[f"{name}.weight"].flatten(0, -2)
+    if f"{name}.lora_a.weight" in weights:
+        weight = weight + shape.lora_scale * weights[f"{name}.lora_b.weight"].flatten(0, -2) @ weights[f"{name}.lora_a.weight"]
     y = x @ weight.T if eight is None else product(eight, x, weight)
     return y + weights[f"{name}.bias"].flatten() if f"{name}.bias" in weights else y
 

@@ -117,6 +117,12 @@ class ReferenceShape:
     """How products of layers are computed, if in 8 bits."""
     in_64_bits: tuple[int, int] = (0, 0)
     """How many of the first and of the last layers are not."""
+    lora_rank: int | None = None
+    """Rank of adapters beside linear layers, which alone are trained; None where there are none."""
+    lora_scale: float = 1.0
+    """Factor of what they give."""
+    lora_targets: tuple[str, ...] = ()
+    """The linear layers of each layer that have one, such as mlp.up."""
 
     def window_of(self, layer: int) -> int | None:
         """Tokens before its own to which a token of a layer attends; None for all."""
@@ -155,6 +161,9 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = (*out, inner)
         if bias:
             shapes[f"{name}.bias"] = out
+        if shape.lora_rank is not None and name.endswith(tuple(f".{target}" for target in shape.lora_targets)):
+            shapes[f"{name}.lora_a.weight"] = (shape.lora_rank, inner)
+            shapes[f"{name}.lora_b.weight"] = (*out, shape.lora_rank)
 
     def add_heads(name: str) -> None:
         add_linear(f"{name}.qkv", (qkv_rows,), h, shape.bias or shape.qkv_bias)
@@ -232,6 +241,11 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         shapes[f"mtp.{k}.projection.weight"] = (h, 2 * h)
         add_layer(f"mtp.{k}.layer", shape.num_layers - 1)
     return shapes
+
+
+def is_trained(shape: ReferenceShape, name: str) -> bool:
+    """Whether a weight is changed by training: all are, but beside adapters only these."""
+    return shape.lora_rank is None or ".lora_" in name
 
 
 def is_norm(name: str) -> bool:

@@ -89,6 +89,8 @@ def update(
     factor = 1.0 if rule.clip is None else min(1.0, rule.clip / (norm + 1e-6))
     state.updates += 1
     for name, w in state.weights.items():
+        if name not in gradients:  # it is not trained
+            continue
         if name.endswith(BY_COUNTS):
             assert bias_step is not None
             # Rounded, as autograd adds the choices up as fractions: an expert chosen as often as the mean is not moved.
