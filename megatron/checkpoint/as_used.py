@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.checkpoint.adapters import merged
 from megatron.checkpoint.source import OtherModel, TensorInfo, WeightSource
 from megatron.config.model import ModelConfig
 from megatron.spec.weights import depth_of, model_weights
@@ -16,7 +17,8 @@ _OF_TRAINING = ("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_
 
 def as_used(source: WeightSource) -> WeightSource:
     """The model without multi-token prediction, which predicts the next token as before, and without what balances experts: they
-    take all tokens. A source of such a model as it is."""
+    take all tokens; adapters are added to the weights. A source of such a model as it is."""
+    source = merged(source)
     plain: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_TRAINING}
     if source.model.moe_router_load_balancing_type == "global_aux_loss":  # which keeps the shares of experts
         plain["moe_router_load_balancing_type"] = "aux_loss"

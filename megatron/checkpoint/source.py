@@ -173,11 +173,17 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        start = f"{self._kind}."
+        own = self._named(self._kind)
+        # What LoRA leaves as it is has no average of its own.
+        return {**self._named(WEIGHT), **own} if own and self._kind == AVERAGE and self.model.lora_rank is not None else own
+
+    def _named(self, kind: str) -> dict[str, TensorInfo]:
+        start = f"{kind}."
         return {name.removeprefix(start): tensor for name, tensor in self.tensors.items() if name.startswith(start)}
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        return self.read_stored(f"{self._kind}.{name}", box)
+        stored = f"{self._kind}.{name}"
+        return self.read_stored(stored if stored in self.tensors or name not in self.weights else f"{WEIGHT}.{name}", box)
 
     def read_stored(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A stored tensor by its full name, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.

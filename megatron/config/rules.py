@@ -12,6 +12,7 @@ from megatron.config.checks import (
     each,
     experts,
     groups,
+    lora,
     memory,
     model,
     parallel,
@@ -27,7 +28,8 @@ from megatron.config.errors import Violation
 from megatron.config.setting import typed
 
 RULES = rules_in(
-    each, model, parallel, context, experts, pipeline, sharding, memory, speed, training, batch_steps, groups, precision, data
+    *(each, model, parallel, context, experts, pipeline, sharding, memory, speed, training, batch_steps, groups, precision),
+    *(data, lora),
 )
 """All rules. None depends on another: each is evaluated whatever the others say."""
 

@@ -79,6 +79,9 @@ def saved_bytes(config: Config, vocab_size: int, dtype: torch.dtype) -> int:
     """
     rule_of, main, total = rules_of(config.optimizer), main_grad_dtype(dtype), 0
     for record in global_records(config.model, vocab_size).values():
+        if record.frozen:
+            total += math.prod(record.shape) * dtype.itemsize
+            continue
         total += (1 + (config.optimizer.ema_decay is not None)) * math.prod(record.shape) * main.itemsize
         for state in rule_of(record).states(record) if config.checkpoint.save_optim else ():
             total += math.prod(state.shape.shape(record.shape)) * (state.dtype or main).itemsize

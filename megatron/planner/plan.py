@@ -26,6 +26,7 @@ from megatron.spec.counts import (
     layer_flops,
     output_flops,
     recompute_flops,
+    weight_gradient_flops,
 )
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import padded_vocab_size
@@ -256,7 +257,7 @@ def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, 
     """FLOPs of the operations on each chunk for one token. The two products in attention have no weights, so both their gradients
     count as input gradients, and so do the weight gradient of the output layer, which is not deferred, and what is computed again
     within backward."""
-    layers, scores = layer_flops(model), attention_flops(model)
+    layers, scores, trained = layer_flops(model), attention_flops(model), weight_gradient_flops(model)
     costs = []
     for chunk in table:
         attention = sum(scores[layer] for layer in chunk.layers)
@@ -265,8 +266,9 @@ def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, 
         attention += chunk.last * depth_attention_flops(model)
         again = [recompute_flops(model, segment) for segment in chunk.segments]
         ahead = next((flops for flops, segment in reversed([*zip(again, chunk.segments, strict=True)]) if segment.recomputed), 0)
-        input_grad = products + 2 * attention + sum(again) - ahead + (3 if loss_again else 2) * output
-        costs.append(Costs(products + attention + output, input_grad, products, recompute=ahead))
+        of_weights = products if model.lora_rank is None else sum(trained[layer] for layer in chunk.layers)
+        input_grad = products + 2 * attention + sum(again) - ahead + (1 + loss_again + (model.lora_rank is None)) * output
+        costs.append(Costs(products + attention + output, input_grad, of_weights, recompute=ahead))
     return costs
 
 

@@ -49,6 +49,11 @@ def layer_flops(model: ModelConfig) -> tuple[int, ...]:
     return tuple(map(operator.add, products, attention_flops(model)))
 
 
+def weight_gradient_flops(model: ModelConfig) -> tuple[int, ...]:
+    """FLOPs of the gradients of each layer's weights for one token: of its products in the forward, but for what is frozen."""
+    return _of_layers(model, lambda layer: 2 * sum(weight.active for weight in _matrices(model, layer) if not weight.frozen))
+
+
 def attention_flops(model: ModelConfig) -> tuple[int, ...]:
     """The part of `layer_flops` that the products q k^T and scores x v take."""
     # Two products over the sequence, of two FLOPs each.
@@ -99,7 +104,10 @@ def flops_in_8_bits(model: ModelConfig, precision: PrecisionConfig) -> int:
 def recompute_flops(model: ModelConfig, segment: Segment) -> int:
     """FLOPs for one token of what backward computes again of neighbouring layers: all but the last product, whose result is not
     needed; of an MLP alone, its first product. (Probabilities are left out: whether they are kept depends on the kernel.)"""
-    products = _of_layers(model, lambda layer: [2 * weight.active for weight in _matrices(model, layer)][-2:])
+    own = _of_layers(
+        model, lambda layer: [weight for weight in _matrices(model, layer) if model.lora_rank is None or weight.frozen]
+    )
+    products = [[2 * weight.active for weight in weights][-2:] for weights in own]
     numbers = [min(number, model.num_layers - 1) for number in segment.layers]  # a depth's layer is as the last one
     if segment.recomputed:
         forward, is_depth = layer_flops(model), segment.layers.start >= model.num_layers
@@ -131,13 +139,23 @@ def depth_attention_flops(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
     """Forward and backward FLOPs for one token, averaged over a sequence.
 
-    Each product of forward has two in backward (the gradients of both factors), so the whole is three times forward.
+    Each product of forward has two in backward (the gradients of both factors), so the whole is three times forward; that of a
+    frozen weight has one.
 
     Args:
         model: shape of the model.
         vocab_size: rows of the output layer, without padding.
     """
-    return 3 * (sum(layer_flops(model)) + depth_flops(model) + output_flops(model, vocab_size))
+    forward = sum(layer_flops(model)) + depth_flops(model) + output_flops(model, vocab_size)
+    return 3 * forward - frozen_flops(model, vocab_size)
+
+
+def frozen_flops(model: ModelConfig, vocab_size: int) -> int:
+    """FLOPs of the weight gradients for one token that are not computed, as the weights are frozen (LoRA)."""
+    if model.lora_rank is None:
+        return 0
+    products = sum(map(operator.sub, layer_flops(model), attention_flops(model)))
+    return products - sum(weight_gradient_flops(model)) + output_flops(model, vocab_size)
 
 
 def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, attended_sequences: float | None = None) -> float:
@@ -171,6 +189,8 @@ def kept_per_token(
     def of(weights: Iterable[Weight]) -> float:
         residual = split = 0
         for weight in weights:
+            if weight.frozen:
+                continue
             inputs, outputs = weight.shape[-1], weight.numel // weight.shape[-1]
             if not weight.splits:
                 residual += inputs + outputs

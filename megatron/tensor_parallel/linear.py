@@ -222,12 +222,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, *tuple[None, ...]]:  # type: ignore[override]
+        saved = ctx.saved_tensors
         grad_input = _backward(
             ctx.form,
             ctx.weight,
             ctx.bias,
             grad_output,
-            ctx.saved_tensors[0] if ctx.saved_tensors else None,
+            saved[0] if saved else None,
             ctx.make,
             source_is_larger=ctx.source_is_larger,
             gives_input=ctx.needs_input_grad[0],

@@ -14,6 +14,7 @@ from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_
 from megatron.checkpoint.source import refuse_foreign
 from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
+from megatron.config.lora import LoraFields
 from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
@@ -263,9 +264,15 @@ def fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, g
     record = read_config(path)
     notes = notes + check_model(config, record, vocab_size, path, goes_on=goes_on)
     saved = {weight.name for weight in model_weights(from_dict(record["config"]).model, vocab_size)}
-    begin = [one for one in model_weights(config.model, vocab_size) if one.by_counts is not None and one.name not in saved]
+    lacking = [one for one in model_weights(config.model, vocab_size) if one.name not in saved]
+    begin = [one for one in lacking if one.by_counts is not None]
     if begin:
         notes.append(f"{len(begin)} tensors of routers that the checkpoint lacks begin anew ({begin[0].name}, ...)")
+    if config.model.lora_rank is not None:
+        adapters = [one for one in lacking if not one.frozen]
+        begin += adapters
+        if adapters:
+            notes.append(f"{len(adapters)} matrices of adapters begin anew beside the weights of the checkpoint")
     if goes_on and "progress" not in state:
         raise CheckpointError(
             f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
@@ -328,6 +335,8 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
     fewer = {name for name in FREE_DOWNWARD if getattr(config.model, name) < getattr(saved.model, name)}
     more = {name for name in FREE_UPWARD if getattr(config.model, name) > getattr(saved.model, name)}
     may_differ = FREE_FIELDS | fewer | more | (frozenset() if goes_on else FREE_AT_BEGINNING)
+    if not goes_on and saved.model.lora_rank is None:
+        may_differ |= vars(LoraFields()).keys()
     wrong = [text for name, text in model.items() if name not in may_differ]
     if record["vocab_size"] != vocab_size:
         wrong.append(f"vocabulary {record['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
@@ -336,6 +345,7 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
             f"{path} holds another model:\n  "
             + "\n  ".join(wrong)
             + "\n  Use the checkpoint's settings (--use-checkpoint-args takes them), or another checkpoint."
+            + _about_adapters(saved.model, config.model, goes_on=goes_on)
         )
     before, now = saved.optimizer.optimizer, config.optimizer.optimizer
     if goes_on and before != now and config.checkpoint.load_optim:
@@ -364,6 +374,15 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
     if saved.model.mtp_num_layers > config.model.mtp_num_layers:
         told.append(_told_of_depths(saved.model, config.model, vocab_size))
     return told
+
+
+def _about_adapters(saved: ModelConfig, here: ModelConfig, *, goes_on: bool) -> str:
+    """What to do where a checkpoint has other adapters than the run, or one of them has none."""
+    if saved.lora_rank is None and here.lora_rank is not None and goes_on:
+        return "\n  To train adapters beside these weights, begin with them: --pretrained-checkpoint in place of --load, or --finetune."
+    if saved.lora_rank is not None and saved.lora_rank != here.lora_rank:
+        return "\n  tools/checkpoint.py import makes a checkpoint in which its adapters are added to the weights."
+    return ""
 
 
 def _told_of_depths(saved: ModelConfig, here: ModelConfig, vocab_size: int) -> str:
@@ -401,6 +420,8 @@ def _effective(model: ModelConfig) -> ModelConfig:
         num_query_groups=model.num_key_value_heads,
         group_query_attention=False,  # only the number of key-value heads counts
         max_position_embeddings=model.num_positions if learned else None,
+        lora_alpha=None if model.lora_rank is None else model.lora_scale * model.lora_rank,
+        lora_targets=tuple(sorted(model.lora_targets)),
     )
 
 

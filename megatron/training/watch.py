@@ -58,7 +58,7 @@ class RunChecks(Watcher):
         self._step, self._every, self._say = step, every, say
         self._replicas = Replicas(copies_held(step.model.params, step.optimizer.shards, step.context), step.context)
         records = global_records(step.model.config, step.model.vocab_size)
-        self._records = {name: record for name, record in records.items() if record.by_counts is None}
+        self._records = {name: record for name, record in records.items() if record.by_counts is None and not record.frozen}
         self._compared: int | None = None
         self._own: OwnGradients | None = None
         self._audited = False

@@ -132,7 +132,9 @@ class _Reference:
 
         micro = self.config.training.micro_batch_size
         weights = {**fixed, **leaves}
-        parts = [self._losses(weights, _batch(self.task.samples, start, micro), keep) for start in range(first, first + size, micro)]
+        parts = [
+            self._losses(weights, _batch(self.task.samples, start, micro), keep) for start in range(first, first + size, micro)
+        ]
         tokens = torch.stack([count for _, count, _ in parts]).sum()
         minimised = [loss_sum / tokens + added / len(parts) for loss_sum, _, added in parts]
         apart = [torch.autograd.grad(each, list(leaves.values())) for each in minimised]

@@ -166,9 +166,7 @@ def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
     return found
 
 
-def parts_of_shards(
-    step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor], *, with_frozen: bool = True
-) -> list[TensorPart]:
+def parts_of_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor], *, with_frozen: bool = True) -> list[TensorPart]:
     """Parts of global tensors from this rank's shards; `tensor_of` gives a number for each element of a shard."""
     parts = []
     for shard in step.optimizer.held if with_frozen else step.optimizer.shards:

@@ -103,11 +103,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
+    from megatron.checkpoint.adapters import merged
     from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
     from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
 
-    source = open_source(args.source, args.step, average=args.ema)
+    source = merged(open_source(args.source, args.step, average=args.ema))
     is_legacy = isinstance(source, LegacyCheckpoint)
     if args.embedding_rows is not None and not is_legacy:
         raise ValueError(f"--embedding-rows has no effect on {args.source}, which says how many rows it has: leave it out")

@@ -80,6 +80,11 @@ def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
                 f"--param-groups {text!r}: {meant[0].name} is moved by the choices of experts, and by no optimizer.",
                 why="--moe-router-bias-update-rate says by how much biases are moved.",
             )
+        elif meant and all(one.frozen for one in meant):
+            yield _finding(
+                f"--param-groups {text!r}: beside --lora-rank {meant[0].name} is not trained.",
+                why="Adapters have names like layers.*.attention.qkv.lora_a.weight.",
+            )
 
 
 @rule("ademamix_warmup_iters", "optimizer", reads=("param_groups", "train_iters"))

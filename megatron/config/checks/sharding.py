@@ -60,11 +60,11 @@ def _splits_sequence(config: Config) -> bool:
 STRATEGY, SHARD_SIZE, RESHARD = "data_parallel_sharding_strategy", "fsdp_shard_size", "fsdp_reshard_after_forward"
 
 _OF_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-_SHARDING = (STRATEGY, "use_distributed_optimizer")
+SHARDING = (STRATEGY, "use_distributed_optimizer")
 _ALL = "--data-parallel-sharding-strategy optim_grads_params"
 
 
-@rule(SHARD_SIZE, "tensor_model_parallel_size", PP, reads=(*_SHARDING, *RANKS))
+@rule(SHARD_SIZE, "tensor_model_parallel_size", PP, reads=(*SHARDING, *RANKS))
 def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding]:
     """Each group of --fsdp-shard-size data ranks shares one copy of the parameters. Without it, all data ranks do."""
     size, ranks = config.parallel.fsdp_shard_size, data_size(config, world_size)
@@ -76,7 +76,7 @@ def shard_size_divides_data(config: Config, world_size: int) -> Iterator[Finding
         )
 
 
-@rule(SHARD_SIZE, "tensor_model_parallel_size", *_OF_EXPERTS, reads=("num_experts", *_SHARDING))
+@rule(SHARD_SIZE, "tensor_model_parallel_size", *_OF_EXPERTS, reads=("num_experts", *SHARDING))
 def copies_hold_experts_alike(config: Config, world_size: int) -> Iterator[Finding]:
     """The ranks that share one copy of the model have each expert as often; or several copies share one of the experts."""
     parallel, copies = config.parallel, _experts_of_a_copy(config)
@@ -102,9 +102,9 @@ def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator
             change(pipeline_schedule=interleaved, num_virtual_stages_per_pipeline_rank=2),
         ]
         message = f"--pipeline-schedule {schedule} cannot be used with {_ALL}."
-        yield Finding(message, [other_schedules, _other_strategy(config)])
+        yield Finding(message, [other_schedules, other_strategy(config)])
 
 
-def _other_strategy(config: Config) -> Change:
+def other_strategy(config: Config) -> Change:
     """The strongest strategy that leaves parameters whole."""
     return without(config, SHARD_SIZE, RESHARD, **{STRATEGY: "optim_grads"})

@@ -257,9 +257,13 @@ def latent_attention(
     if latent.query_rank is None:
         q = linear(shape, layer, "attention.q", x, eight)
     else:
-        q = linear(shape, layer, "attention.q_up", normed("q_latent_norm", linear(shape, layer, "attention.q_down", x, eight)), eight)
+        q = linear(
+            shape, layer, "attention.q_up", normed("q_latent_norm", linear(shape, layer, "attention.q_down", x, eight)), eight
+        )
     q = q.unflatten(-1, (shape.heads, -1))
-    kv = linear(shape, layer, "attention.kv_up", normed("kv_latent_norm", linear(shape, layer, "attention.kv_down", x, eight)), eight)
+    kv = linear(
+        shape, layer, "attention.kv_up", normed("kv_latent_norm", linear(shape, layer, "attention.kv_down", x, eight)), eight
+    )
     kv = kv.unflatten(-1, (shape.heads, -1))
     rotary = [q[..., latent.plain :], linear(shape, layer, "attention.k_rotary", x, eight)[:, :, None]]
     if shape.is_rotated(number):
