@@ -162,7 +162,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     model = model_of(config, context, data.vocab_size)
     step = TrainStep.of(config, model, context, count_zeros=config.logging.log_num_zeros_in_grad, timers=timers)
     account.step = step
-    num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.optimizer.shards, context)
+    num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.optimizer.held, context)
 
     schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
     resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size, in_memory=saver.keeps_in_memory)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.bucket import Fill
+from megatron.data_parallel.bucket_plan import is_tied_apart
 from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.boxes import FlatPiece
@@ -54,7 +55,9 @@ class FrozenParams(Provider):
         elif not values.is_meta:
             fill(values.view(-1), entry.record, entry.record.boxes(FlatPiece(0, values.numel()), self._context))
         entry.replace(nn.Parameter(values, requires_grad=False))
-        piece = FlatPiece(0, values.numel())
-        shard = Shard(entry.record, piece, values.view(-1), values.new_empty(0), range(0))
+        piece, context = FlatPiece(0, values.numel()), self._context
+        first = context.gradient_group.index == 0 and not (is_tied_apart(entry, context) and context.pipeline_ends.index > 0)
+        counted = range(values.numel()) if first and entry.record.counts_at(context) else range(0)
+        shard = Shard(entry.record, piece, values.view(-1), values.new_empty(0), counted)
         shard.main, shard.moments = shard.weights, {}
         return shard

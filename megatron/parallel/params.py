@@ -120,8 +120,8 @@ class ParamRecord(ParamFacts):
 
 def _gradient_axes(weight: Weight, sequence_parallel: bool) -> tuple[str, ...]:
     """Axes over which the gradient of each rank is a partial sum."""
-    if weight.by_counts is not None:
-        return ()  # counts are summed as they are taken, see `moe/balance.py`
+    if weight.by_counts is not None or weight.frozen:
+        return ()  # counts are summed as they are taken, see `moe/balance.py`; what is frozen has no gradient
     if weight.of_experts:
         return EXPERT_AXES[-1:]
     return ("tp", *GRADIENT_AXES) if weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES

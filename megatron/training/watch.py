@@ -142,7 +142,7 @@ class Tracing(Watcher):
         self._last = progress.iteration + config.debug.trace_steps
         resumes = progress.iteration > 0
         self._writer = together(context, lambda: TraceWriter(path, append=resumes) if context.rank == 0 else None)
-        records = global_records(model.config, model.vocab_size)
+        records = {name: one for name, one in global_records(model.config, model.vocab_size).items() if not one.frozen}
         self._recorder = TraceRecorder(step.optimizer.shards, records, context)
         self._look = lambda result: self._recorder.gradients(result.loss_scale)
         step.before_update.append(self._look)
