@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.attention.blocks import BLOCK_BY_BLOCK
 from megatron.attention.largest import LargestScores
 from megatron.config.data import DataConfig
+from megatron.config.lora import LoraTarget
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ContextWay
@@ -45,7 +47,7 @@ from megatron.planner.storages import MemorySpan, StorageLedger, joined
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
 from megatron.spec.segments import Segment
-from megatron.spec.weights import model_weights
+from megatron.spec.weights import LORA_B, model_weights
 from megatron.tensor_parallel.cross_entropy import minimised
 
 _VARIED_LENGTHS = "torch_attn::_varlen_attn"
@@ -82,6 +84,14 @@ class ChunkTrace:
     """Whether the last of these runs again in an operation of its own."""
     soon: ChunkTrace | None = None
     """The same for a microbatch that comes back so soon that its last chosen layer stays on the device."""
+
+
+def _first_products(model: ModelConfig) -> list[str]:
+    """The weights of a layer, one of which is the first to get a gradient of those that are put off."""
+    if model.lora_rank is None:
+        return ["mlp.down.weight", "mlp.experts.down.weight"]
+    last = [target for target in get_args(LoraTarget) if target in model.lora_targets][-1]
+    return [f"{last}.{LORA_B}"]
 
 
 class _CountedHost(HostMemory):
@@ -331,7 +341,7 @@ class ChunkRun:
         modules: list[nn.Module] = [*self._module.layers, *([] if self._module.mtp is None else self._module.mtp.depths)]
         numbers = [segment.layers[-1] for segment in segments]
         own = [f"mtp.{k - model.config.num_layers}.layer" if k >= model.config.num_layers else f"layers.{k}" for k in numbers]
-        self._first_products = {f"{name}.mlp.{part}down.weight" for name in own for part in ("", "experts.")}
+        self._first_products = {f"{name}.{product}" for name in own for product in _first_products(model.config)}
         place = 0
         for segment in segments:
             modules[place].register_forward_pre_hook(self._cut)

@@ -254,9 +254,9 @@ def layer_weights(model: ModelConfig, layer: LayerSpec, number: int, name: str |
 
 
 def _adapter(weight: Weight, rank: int) -> Iterator[Weight]:
-    """The two matrices beside a linear layer's weight [..., out, in]: `lora_a` [rank, in], with the variance of PEFT's initial values
-    (Kaiming's for a uniform distribution with a = sqrt(5)), and `lora_b` [..., out, rank], which begins at zero. They are split as
-    inputs and outputs of the weight are."""
+    """The two matrices beside a linear layer's weight [..., out, in]: `lora_a` [rank, in], with the variance of PEFT's initial
+    values (Kaiming's for a uniform distribution with a = sqrt(5)), and `lora_b` [..., out, rank], which begins at zero. They are
+    split as inputs and outputs of the weight are."""
     *outputs, inputs = weight.shape
     layer, last = weight.name.removesuffix(".weight"), len(outputs)
     of_inputs = tuple((1, axis) for dim, axis in weight.splits if dim == last)

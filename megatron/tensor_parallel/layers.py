@@ -60,8 +60,8 @@ class LinearLayer(VectorUser):
 class Adapter(nn.Module):
     """What LoRA adds to a linear layer (Hu et al. 2021): scale x B A x, for the same input and in the form of the layer's output.
 
-    The layer's communication goes with the rank in place of its width: of a column-parallel layer's two sides the input's is between
-    A and B, of a row-parallel one the output's. What no rank splits, A of the one and B of the other, all hold and compute alike.
+    Between A and B lies the layer's communication, of the rank's channels: that of the input of a column-parallel layer, of the
+    output of a row-parallel one. The matrix that no rank splits, A of the one and B of the other, is whole on all of them.
     """
 
     def __init__(self, scope: Scope, form: Form) -> None:

@@ -23,9 +23,8 @@ from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.spec.groups import groups_of
-from megatron.spec.layer_pattern import pattern_text
-from megatron.spec.mlps import experts_of, has_experts
 from megatron.spec.weights import depth_of, model_weights
+from megatron.training.effective_model import effective
 from megatron.training.failure import together
 from megatron.training.kept_state import newer_in_memory
 from megatron.training.progress import Progress
@@ -331,7 +330,7 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
         CheckpointError: settings that make another model differ, or the optimizer is another one and its state is wanted.
     """
     saved = from_dict(record["config"])
-    model = _differences(_effective(saved.model), _effective(config.model))
+    model = _differences(effective(saved.model), effective(config.model))
     fewer = {name for name in FREE_DOWNWARD if getattr(config.model, name) < getattr(saved.model, name)}
     more = {name for name in FREE_UPWARD if getattr(config.model, name) > getattr(saved.model, name)}
     may_differ = FREE_FIELDS | fewer | more | (frozenset() if goes_on else FREE_AT_BEGINNING)
@@ -379,7 +378,7 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
 def _about_adapters(saved: ModelConfig, here: ModelConfig, *, goes_on: bool) -> str:
     """What to do where a checkpoint has other adapters than the run, or one of them has none."""
     if saved.lora_rank is None and here.lora_rank is not None and goes_on:
-        return "\n  To train adapters beside these weights, begin with them: --pretrained-checkpoint in place of --load, or --finetune."
+        return "\n  To train adapters beside these weights, begin with them: --pretrained-checkpoint, or --load with --finetune."
     if saved.lora_rank is not None and saved.lora_rank != here.lora_rank:
         return "\n  tools/checkpoint.py import makes a checkpoint in which its adapters are added to the weights."
     return ""
@@ -409,36 +408,3 @@ def _differences(saved: Any, here: Any) -> dict[str, str]:
     return {
         name: f"--{name.replace('_', '-')} {there} there, {this} here" for name, (there, this) in values.items() if there != this
     }
-
-
-def _effective(model: ModelConfig) -> ModelConfig:
-    """The settings with defaults filled in, so that a missing one equals the default. What has no effect is the same in all."""
-    learned = model.position_embedding_type == "learned_absolute"
-    return dataclasses.replace(
-        _with_experts_spelt_out(model),
-        kv_channels=model.head_size,
-        num_query_groups=model.num_key_value_heads,
-        group_query_attention=False,  # only the number of key-value heads counts
-        max_position_embeddings=model.num_positions if learned else None,
-        lora_alpha=None if model.lora_rank is None else model.lora_scale * model.lora_rank,
-        lora_targets=tuple(sorted(model.lora_targets)),
-    )
-
-
-def _with_experts_spelt_out(model: ModelConfig) -> ModelConfig:
-    """The same of MLPs and experts."""
-    found = dataclasses.replace(model, ffn_hidden_size=model.ffn_size)
-    if model.num_experts is None:
-        return found
-    marks, of_layer = tuple(has_experts(model, layer) for layer in range(model.num_layers)), experts_of(model)
-    router = of_layer.router
-    return dataclasses.replace(
-        found,
-        ffn_hidden_size=None if all(marks) else model.ffn_size,
-        moe_layer_freq=pattern_text(marks),
-        moe_ffn_hidden_size=of_layer.expert.width,
-        moe_router_pre_softmax=router.pre_softmax,
-        moe_router_topk_scaling_factor=router.scaling,
-        moe_router_num_groups=router.groups,
-        moe_router_group_topk=router.open_groups,
-    )

@@ -54,8 +54,8 @@ _SCHEDULE_FIELDS = (
 def global_tensors(
     optimizer: ShardedOptimizer, context: ParallelContext, *, state: bool = True, averages: bool = True
 ) -> list[GlobalTensor]:
-    """This rank's shards, and what is frozen, as parts of global tensors: `model.<name>`; the average of the weights, if there is one, `ema.<name>`; and
-    with the state moments such as `exp_avg.<name>`."""
+    """This rank's shards, and what is frozen, as parts of global tensors: `model.<name>`; the average of the weights, if there is
+    one, `ema.<name>`; and with the state moments such as `exp_avg.<name>`."""
     found = []
     for shard in optimizer.held:
         name = shard.record.name

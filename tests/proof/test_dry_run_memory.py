@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, get_args
 
 import pytest
 import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
+from megatron.config.lora import LoraTarget
 from megatron.model.build import Model
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.state_size import stage_size
@@ -15,6 +17,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.planner.plan import Plan
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import count_parameters
+from megatron.spec.weights import model_weights
 from megatron.training.providers import make_providers
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
@@ -192,6 +195,23 @@ def test_the_last_stage_keeps_depths_and_an_embedding() -> None:
         )
     ]
     compare(cases, 4)
+
+
+def test_beside_adapters_a_model_keeps_its_weights_alone() -> None:
+    """No gradients, main parameters or moments of what LoRA leaves as it is: at each place of four ranks."""
+    adapters = {"num_layers": 4, "lora_rank": 3, "bf16": True, "ddp_bucket_size": 400}
+    places = ("dp", "tp, sequence", "pp, virtual", "pp, V", "pp, uneven")
+    targets = [get_args(LoraTarget), ("attention.qkv", "mlp.down")]
+    cases = [
+        settings(4, **{**STYLES[style], **GROUPS[group], **adapters}, data_parallel_sharding_strategy=strategy, lora_targets=some)
+        for group, style, strategy, some in zip(
+            places, itertools.cycle(STYLES), itertools.cycle(STRATEGIES[:3]), itertools.cycle(targets), strict=False
+        )
+    ]
+    for one, plan in zip(cases, compare(cases, 4), strict=True):
+        trained = sum(weight.numel for weight in model_weights(one.config.model, plan.job.vocab_size) if not weight.frozen)
+        for kind in plan.kinds:
+            assert kind.memory.gradients.total < min(8 * trained + 1024, kind.memory.parameters.total / 2)
 
 
 def test_host_memory_of_a_device_is_apart() -> None:

@@ -11,6 +11,7 @@ import torch
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket import WholeBucket
 from megatron.data_parallel.buckets import Buckets
+from megatron.data_parallel.frozen import FrozenParams
 from megatron.data_parallel.fsdp import FullyShardedParams
 from megatron.data_parallel.provider import Provider
 from megatron.optimizer.optimizer import ShardedOptimizer
@@ -47,6 +48,8 @@ def held_by(provider: Provider) -> HeldTensors:
             [bucket.grads if isinstance(bucket, WholeBucket) else bucket.own_grads for bucket in provider.buckets],
             [buffer for pool in provider._pools.values() for buffer in pool.buffers],
         )
+    if isinstance(provider, FrozenParams):
+        return HeldTensors([shard.weights for shard in provider.frozen])
     assert isinstance(provider, FullyShardedParams)
     held = HeldTensors(
         [shard.weights for group in provider.groups for shard in group.shards],

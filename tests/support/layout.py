@@ -172,8 +172,20 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         hidden_dropout=0.0,
         make_vocab_size_divisible_by=1,
         mtp_num_layers=shape.mtp_depths,
+        **lora_settings(shape),
     )
     return ModelConfig(**{**settings, **changes})
+
+
+def lora_settings(shape: ReferenceShape) -> dict[str, Any]:
+    """The settings of adapters."""
+    if shape.lora_rank is None:
+        return {}
+    return {
+        "lora_rank": shape.lora_rank,
+        "lora_alpha": shape.lora_scale * shape.lora_rank,
+        "lora_targets": shape.lora_targets,
+    }
 
 
 def latent_settings(latent: LatentShape | None) -> dict[str, Any]:

@@ -40,6 +40,9 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
         settings["init_method_std"] = 0.1
     if not latent and chance(draw, 6):
         settings["mup_base_width"] = one_of(draw, 2, 8, 24)
+    elif not latent and chance(draw, 6):
+        settings |= {"lora_rank": number(draw, 1, 3), "lora_alpha": one_of(draw, None, 0.5, 4.0)}
+        settings["lora_targets"] = one_of(draw, None, ("attention.qkv", "mlp.down"), ("attention.output",))
     return settings
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.verification.reference.model import Added, Batch, Rules, Seen, by_nobody, losses_with_rules, spans, token_losses
 from megatron.verification.reference.qk_clip import ScoreClip
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
+from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights, is_trained
 from megatron.verification.reference.training import Rule, State, update
 from megatron.verification.reference.update_rules import Numbers
 
@@ -145,9 +145,9 @@ def train(
 def loss_and_gradients(
     shape: ReferenceShape, weights: Weights, batch: Batch, loss: Loss = mean_loss
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a batch and its gradient with respect to every weight."""
-    leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
-    value = loss(shape, leaves, batch)
+    """The loss of a batch and its gradient with respect to every weight that is trained."""
+    leaves = {name: w.detach().requires_grad_() for name, w in weights.items() if is_trained(shape, name)}
+    value = loss(shape, {name: leaves.get(name, w) for name, w in weights.items()}, batch)
     gradients = torch.autograd.grad(value, list(leaves.values()))
     return value.item(), dict(zip(leaves, gradients, strict=True))
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from megatron.config.checks import pipeline, sharding
+from megatron.config.checks import lora, pipeline, sharding
 from megatron.config.checks.finding import SettingsRule, rules_in
 from megatron.config.cli import parse
 from megatron.config.config import Config
@@ -31,6 +31,7 @@ BASE = {
 
 PIPELINE_RULES = rules_in(pipeline)
 SHARDING_RULES = rules_in(sharding)
+LORA_RULES = rules_in(lora)
 
 Case = tuple[str, int, set[str], list[str], list[str]]
 """Extra flags, world size, flags of the violation that must take part, pieces of its text, suggestions that must be shown."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.config.checks.finding import Change, Finding, change, exclude_each_other, rule, shown, without
 from megatron.config.checks.groups import readable
-from megatron.config.checks.sharding import SHARDING, STRATEGY, other_strategy
+from megatron.config.checks.sharding import RESHARD, SHARD_SIZE, SHARDING, STRATEGY, other_strategy
 from megatron.config.config import Config
 
 _RANK = "lora_rank"
@@ -33,7 +33,7 @@ def _refused(config: Config, message: str, nearest: Sequence[Change], *fields: s
         yield Finding(f"{shown(config, _RANK)} {message}", [tuple(nearest), _without_lora(config)], fields=(_RANK, *fields))
 
 
-@rule(_RANK, STRATEGY, reads=SHARDING)
+@rule(_RANK, STRATEGY, reads=(*SHARDING, SHARD_SIZE, RESHARD))
 def frozen_weights_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
     """The frozen weights have neither gradients nor main parameters nor moments, so every data rank holds them whole. What is left
     to be sharded, of the adapters, is small."""
@@ -45,7 +45,8 @@ def frozen_weights_are_whole(config: Config, world_size: int) -> Iterator[Findin
 
 @rule(_RANK, "optimizer", reads=("param_groups",))
 def adapters_are_no_hidden_matrices(config: Config, world_size: int) -> Iterator[Finding]:
-    """Muon makes the singular values of an update equal. Of B A, whose factors it would see one by one, that is not known to help."""
+    """Muon makes the singular values of an update equal. It would see the factors of B A one by one, of which that is not known to
+    help."""
     groups = readable(config.optimizer.param_groups)
     if config.optimizer.optimizer == "muon":
         yield from _refused(config, "cannot be used with --optimizer muon.", [change(optimizer="adam")], "optimizer")

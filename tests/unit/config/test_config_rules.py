@@ -20,6 +20,7 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.config.rules import RULES, violations
 from tests.support.rule_cases import (
     BASE,
+    LORA_RULES,
     PIPELINE_RULES,
     SHARDING_RULES,
     Case,
@@ -1320,6 +1321,8 @@ CASES: list[Case] = [
         ["--spike-policy skip", "--data-order epoch"],
     ),
     ("--hang-warn-s 0 --hang-kill-s 60", 1, {"--hang-kill-s"}, ["with a --hang-warn-s other than 0"], []),
+    ("--lora-alpha 8", 1, {"--lora-alpha"}, ["--lora-rank"], []),
+    ("--lora-targets mlp.up", 1, {"--lora-targets"}, ["--lora-rank"], []),
 ]
 
 
@@ -1328,7 +1331,7 @@ def test_a_broken_rule_is_reported() -> None:
 
 
 def test_each_rule_has_a_case() -> None:
-    check_rules_have_cases([rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES)], CASES)
+    check_rules_have_cases([rule for rule in RULES if rule not in (*PIPELINE_RULES, *SHARDING_RULES, *LORA_RULES)], CASES)
 
 
 def test_each_setting_that_may_do_nothing_has_a_case() -> None:
