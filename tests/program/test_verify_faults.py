@@ -63,7 +63,7 @@ FAULTS = {
         "--tensor-model-parallel-size 2 --lora-rank 2",
         "forward",
         "layers.0.attention (layer 0)",
-        None,
+        "tensor",
         ("what the attention gives differs, though all before it agrees",),
     ),
     "divided twice by the data size": Fault(

@@ -147,7 +147,8 @@ def stretch(rank: int, layout: Layout, done: int, source: Path | None, folder: P
 
 def test_a_run_goes_from_layout_to_layout(tmp_path: Path) -> None:
     """And a checkpoint has each weight once, state of an optimizer for the adapters alone; merged it is the plain model's."""
-    r, source = recipe(*KEY), None
+    r = recipe(*KEY)
+    source: Path | None = None
     expected = train(
         r.shape, r.weights, [r.batches[i % 2] for i in range(len(WALK))], lr=r.lr, weight_decay=r.weight_decay, clip=r.clip
     )
@@ -159,6 +160,7 @@ def test_a_run_goes_from_layout_to_layout(tmp_path: Path) -> None:
             assert_equal_tensors(saved_tensors(folder / "loaded", done), saved_tensors(source, done))
         source = folder
     assert not number_differences("losses", losses, expected.losses, 1e-10)
+    assert source is not None
     stored = StoredCheckpoint(checkpoint(source, len(WALK)))
     for name in r.weights:
         kinds = {kind for kind in ("model", "exp_avg", "exp_avg_sq") if f"{kind}.{name}" in stored.tensors}
