@@ -22,6 +22,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun, check_output
+from megatron.config.settle import with_vocabulary
 from megatron.planner.cluster import DEFAULT, cluster_names, load_cluster
 from megatron.planner.garbage import collect_seldom
 from tools.parser import ToolParser
@@ -85,12 +86,15 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
     cluster = replace(cluster, gpus_per_node=own.gpus_per_node or cluster.gpus_per_node)
     given = [*_missing(words), *words]
     loaded = load(given, own.gpus)
-    config, vocab_size = loaded.config, planned_rows(loaded.config.data)
+    config, assumed = with_vocabulary(loaded.config)
+    vocab_size = planned_rows(config.data)
     most = {axis: size for axis in AXES if (size := getattr(own, f"max_{axis}")) is not None}
     search = LayoutSearch(
         config, DryRun(own.gpus, cluster.gpus_per_node, None), vocab_size, cluster, Limits(_fixed(own.fix, AXES), most)
     )
     outcome = search.run()
+    for note in assumed:
+        print(note)
     print(f"{own.gpus} x {cluster.device} ({cluster.name}); {outcome.judged:,} layouts judged, {outcome.planned} of them exactly")
     if not outcome.found:
         if outcome.closest is None:
@@ -129,7 +133,7 @@ def _missing(words: Sequence[str]) -> list[str]:
     found = []
     for flag, rest, others in (
         ("--mock-data", [], ("--data-path",)),
-        ("--tokenizer-type", ["NullTokenizer"], ()),
+        ("--tokenizer-type", ["NullTokenizer"], ("--vocab-file",)),
         ("--vocab-size", ["128256"], ("--vocab-file", "--tokenizer-model")),
         ("--train-iters", ["10"], ("--train-samples", "--train-tokens")),
         ("--lr", ["1e-4"], ()),

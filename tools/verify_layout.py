@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron.config.checks.finding import RANKS
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.given import check_output, is_count, split
+from megatron.config.settle import with_vocabulary
 
 PROGRAM = "verify_layout.py"
 HELP = """\
@@ -169,7 +170,8 @@ def settings(rest: Sequence[str], own: Own) -> tuple[LoadedConfig, int]:
     loaded = load(rest, world_size)
     if loaded.dry_run is not None:
         raise ConfigError([Violation(("--dry-run",), "--dry-run is for pretrain_gpt.py: this tool runs what it proves.")])
-    return loaded, world_size
+    config, assumed = with_vocabulary(loaded.config)
+    return replace(loaded, config=config, notes=tuple(assumed)), world_size
 
 
 def compare(own: Own) -> int:
@@ -199,7 +201,7 @@ def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
     vocab_size = vocabulary_of(loaded.config.data)
     effort = Effort(steps=own.steps, max_ranks=own.max_ranks, isolates=not own.quick)
     proofs = verify_layout(loaded.config, world_size, vocab_size, effort, trace=own.traces[0] if own.traces else None)
-    lines = [*format_report(proofs), f"all together {time.monotonic() - started:.1f} s"]
+    lines = [*format_report(proofs), *loaded.notes, f"all together {time.monotonic() - started:.1f} s"]
     status = 0 if all(proof.equal and not proof.parts_from_trace for proof in proofs) else 1
     return _tell(lines, own, report_json(proofs), status)
 

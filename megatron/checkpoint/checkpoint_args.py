@@ -76,6 +76,11 @@ def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, li
     return dataclasses.replace(config, model=dataclasses.replace(model, **kept), data=data), problems
 
 
+def set_by_checkpoint() -> set[str]:
+    """Fields whose values the checkpoint sets, whatever the command line says."""
+    return {flag.field for flag in flags().values() if _is_taken(flag.topic, flag.field) and flag.field not in FREE_FIELDS}
+
+
 def _is_taken(topic: str, field: str) -> bool:
     return topic == "model" or field in _TOKENIZER_FIELDS
 

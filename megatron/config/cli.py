@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from megatron.config.checks.each import notes as effect_notes
-from megatron.config.compat import KNOWN
+from megatron.config.compat import KNOWN, TAKEN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of
-from megatron.config.given import DryRun, Given, Sorted, dry_run_in, sort_given, split, take, without_gaps
+from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, sort_given, split, take, without_gaps
 from megatron.config.launcher import is_first_rank, launched
 from megatron.config.model_files import LIST, file_of, table
-from megatron.config.rules import violations
+from megatron.config.rules import is_harmless, violations
 from megatron.config.save import to_yaml
+from megatron.config.settle import settled, with_vocabulary
 from megatron.config.yaml_file import read_groups, read_yaml
 
 PROGRAM = "pretrain_gpt.py"
@@ -69,11 +70,17 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
     config, requests, found = _read(argv)
     dry_run = dry_run_in(requests, world_size)
     world_size = dry_run.world_size if dry_run else world_size
-    ruled = violations(without_gaps(config) if dry_run else config, world_size, found.explicit)
-    problems = found.problems + [broken for broken in ruled if not found.doubtful.intersection(broken.flags)]
+    config, notes = settled(config)
+    if dry_run is not None:
+        config, assumed = with_vocabulary(config)
+        notes += assumed
+    whole = without_gaps(config) if dry_run else config
+    ruled = violations(whole, world_size, found.explicit, found.fixed)
+    told = judged(found, lambda field, value: is_harmless(whole, world_size, field, value)) if found.guesses else found.problems
+    problems = told + [broken for broken in ruled if not found.doubtful.intersection(broken.flags)]
     if problems:
         raise ConfigError(problems)
-    return LoadedConfig(config, (*found.notes, *effect_notes(config, world_size)), dry_run)
+    return LoadedConfig(config, (*found.notes, *notes, *effect_notes(config, world_size)), dry_run)
 
 
 def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
@@ -111,8 +118,9 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
     config = found.config()
     contradictions: list[Violation] = []
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        from megatron.checkpoint.checkpoint_args import take_from_checkpoint  # this imports numpy
+        from megatron.checkpoint.checkpoint_args import set_by_checkpoint, take_from_checkpoint  # this imports numpy
 
+        found.fixed.update(set_by_checkpoint())
         config, contradictions = take_from_checkpoint(config, found.explicit)
         found.doubtful.update(flag for item in contradictions for flag in item.flags)  # the model's shape is not known
     found.problems[:0] = [*problems, *unread, *contradictions]
@@ -126,7 +134,9 @@ def _explain_and_exit(names: Sequence[str], given: Sequence[Given], problems: Se
     from megatron.config.help import explain  # this reads the settings' source, for which only this page has time
 
     problems = [problem for problem in problems if "--explain" in problem.flags]
-    problems += sort_given((), [item for item in given if flag_of(item.name) is None and item.name not in KNOWN]).problems
+    problems += sort_given(
+        (), [item for item in given if flag_of(item.name) is None and item.name not in {**KNOWN, **TAKEN}]
+    ).problems
     if problems:
         raise ConfigError(problems)
     _write_and_exit("\n".join(map(explain, names)))

@@ -12,7 +12,10 @@ from fnmatch import fnmatchcase
 from megatron.spec.activations import FLAGS, spelled
 from megatron.spec.schedules import names_that_split_backward
 
-_NO_EFFECT = """
+_DEFERRED = f"--pipeline-schedule {' and '.join(names_that_split_backward())}, to fill the bubble"
+_ACTIVATION = f"The MLP's activation is GELU, {' or '.join(map(spelled, FLAGS))}."
+
+_NO_EFFECT = f"""
 use-mcore-models: there is one implementation of the model
 use-flash-attn: --attention-backend auto, the default, takes flash attention where it can
 attention-softmax-in-fp32: softmax is always computed in at least float32
@@ -29,6 +32,7 @@ no-clone-scatter-output-in-embedding: the embedding's output is never a view of 
 no-gradient-reduce-div-fusion: gradients are summed; the loss carries the scale
 no-scatter-gather-tensors-in-pipeline: how tensors travel between pipeline stages is not a setting
 overlap-p2p-communication-warmup-flush: --overlap-p2p-communication holds in every phase of a schedule
+no-position-embedding: beside rotary positions there is no table that could be left out
 use-cpu-initialization: initial values are always drawn on the CPU and do not depend on the layout
 no-initialization: initial values cost little; a checkpoint replaces them
 init-model-with-meta-device: the model is always built on the meta device, and then given memory for what the rank holds
@@ -54,10 +58,14 @@ no-one-logger: nothing is ever sent to one-logger
 disable-msc: the multi-storage client is never used
 no-barrier-with-level-1-timing: timers never wait for other ranks
 transformer-impl=: there is one implementation of the layers, in torch
-dataloader-type=single: data is always read in one pass of an order that is already shuffled
-ckpt-format=torch_dist,fsdp_dtensor: there is one checkpoint format, which fits every layout
+dataloader-type=single,cyclic: samples are always read in a shuffled order, in which each epoch is shuffled apart
+ckpt-format=torch,torch_dist,torch_dcp,zarr,fsdp_dtensor: there is one checkpoint format, which fits every layout;
+    tools/checkpoint.py reads others
+dist-ckpt-strictness=: every tensor of a checkpoint must be there, and no other
+verify-integrity: checksums of all files are always written, and compared when a checkpoint is loaded
+no-ckpt-fully-parallel-save: every rank always writes only its own part
 main-params-dtype=fp32: main parameters of a 16-bit model are always float32
-main-grads-dtype=fp32: main gradients of a 16-bit model are always float32
+main-grads-dtype=fp32,bf16: main gradients of a 16-bit model are always float32
 exp-avg-dtype=fp32 exp-avg-sq-dtype=fp32: the optimizer's moments have the dtype of the main parameters
 rerun-mode=disabled: iterations are never run twice
 moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-use-legacy-grouped-gemm: products of experts are always grouped, and
@@ -65,27 +73,72 @@ moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-use-legacy-grouped-gem
 moe-shared-expert-overlap: the shared expert is always computed while tokens travel
 moe-per-layer-logging: the log's numbers of experts are always of each layer too (--metrics-file, TensorBoard)
 tensorboard-queue-size=: TensorBoard's own queue is used
+log-batch-size-to-tensorboard log-learning-rate-to-tensorboard log-loss-scale-to-tensorboard no-log-loss-scale-to-tensorboard
+    no-log-learning-rate-to-tensorboard: TensorBoard always gets it
+log-world-size-to-tensorboard: the start-up log and the saved config hold the layout
+log-progress: --metrics-file writes progress, one JSON object a line
+log-energy: energy is not measured
+logging-level=: there is one log; --log-interval says how often it speaks
+empty-unused-memory-level=: buffers are allocated once, so the memory cache is never emptied
+check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad: a loss or gradient that is not a number always stops the run
+disable-gloo-process-groups: beside NCCL, gloo always carries what the hosts say to each other
+microbatch-group-size-per-virtual-pipeline-stage=: the interleaved schedule chooses its rounds itself, for any number of
+    microbatches
+defer-embedding-wgrad-compute wgrad-deferral-limit= delay-wgrad-compute: weight gradients are put off by
+    {_DEFERRED}
+use-nccl-ub fsdp-double-buffer fsdp-manual-registration fsdp-db-use-persist-buf-on-alloc-fail: where blocks are gathered to is
+    chosen by torch's fully_shard
+suggested-communication-unit-size=: blocks are gathered one by one, the next always ahead
+ddp-average-in-collective: gradients are summed and the loss carries the scale
+tp-comm-bootstrap-backend=: pieces of tensors travel by torch's collectives
+fp8-margin= fp8-interval= fp8-amax-history-len= fp8-amax-compute-algo=: they belong to delayed scaling; scales follow from the
+    numbers at hand (--fp8-recipe tensorwise, rowwise or blockwise), so there is no history and no margin
+fp8-param-gather fp8-param: weights are kept, and gathered, in bfloat16, and quantised for each product
+tokenizer-library=: the kind of tokenizer follows from its files, or is --tokenizer-type
+data-impl=mmap,lazy,cached,infer: indexed files are always mapped into memory
+DDP-impl=: gradients are reduced in buckets; --overlap-grad-reduce does so while backward goes on
+use-contiguous-parameters-in-local-ddp no-contiguous-buffers-in-local-ddp: gradients always lie in contiguous buffers
+local-rank= rank= lazy-mpu-init: the launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE), as torchrun does
+dataset=MMAP,LLama-Pretrain-Idxmap max-padding-length=: samples of --seq-length tokens are cut from indexed files (--data-path)
+train-mode=pretrain: only pretraining is built
+test-mode: what a run checks of itself is set by --check-replicas-every and --sentinel-interval
+high-priority-stream-groups=...: tensor ranks and messages between pipeline stages always have streams of high priority
+no-manual-gc-eval: with --manual-gc garbage is always collected around evaluations and saves
+use-ring-exchange-p2p: how tensors travel between pipeline stages is not a setting
+enable-experimental: no feature is hidden behind a switch
 """
 """Flags whose effect is always on here or cannot matter. Those with = take one value: one of those behind it, or any."""
 
-_DEFERRED = f"Weight gradients are put off by --pipeline-schedule {' and '.join(names_that_split_backward())}, to fill the bubble."
-_ACTIVATION = f"The MLP's activation is GELU, {' or '.join(map(spelled, FLAGS))}."
+_TAKEN = """
+checkpoint-activations activations-checkpoint: --recompute-granularity full
+activations-checkpoint-granularity=: --recompute-granularity {}
+activations-checkpoint-method=: --recompute-granularity full --recompute-method {}
+activations-checkpoint-num-layers= checkpoint-num-layers=: --recompute-num-layers {}
+use-rotary-position-embeddings: --position-embedding-type rope
+use-torch-fsdp2: --data-parallel-sharding-strategy optim_grads_params
+torch-fsdp2-no-reshard-after-forward: --fsdp-reshard-after-forward never
+encoder-num-layers=: --num-layers {}
+encoder-seq-length=: --seq-length {}
+check-weight-hash-across-dp-replicas-interval=: --check-replicas-every {}
+eval-iters=-1: --eval-iters 0
+optimizer=dist_muon: --optimizer muon
+embed-layernorm: --embedding-layernorm
+"""
+"""Names, and values (behind =), of Megatron-LM that have others here, as which they are taken; {} stands for the given value."""
+
+NO_TABLE = "no-position-embedding"
+"""Megatron-LM takes it only beside rotary positions, where it does nothing."""
 
 _REFUSED = f"""
-check-weight-hash-across-dp-replicas-interval: Use --check-replicas-every.
 batch-size: Use --micro-batch-size.
 model-parallel-size: Use --tensor-model-parallel-size.
 warmup: Use --lr-warmup-fraction.
 persistent-save-interval: Use --save-interval.
-encoder-num-layers decoder-num-layers: Use --num-layers.
-encoder-seq-length decoder-seq-length: Use --seq-length.
-use-rotary-position-embeddings: Use --position-embedding-type rope.
-no-position-embedding: Use --position-embedding-type none.
-yaml-cfg: Use --config.
+decoder-num-layers: Use --num-layers.
+decoder-seq-length: Use --seq-length.
+yaml-cfg: Use --config, a file of flag names with their values.
 record-memory-history: Use --profile, which also writes a memory snapshot.
 memory-snapshot-path: Use --profile-dir.
-use-torch-fsdp2: Use --data-parallel-sharding-strategy optim_grads_params, which runs on torch's fully_shard.
-torch-fsdp2-no-reshard-after-forward: Use --fsdp-reshard-after-forward never.
 moe-router-force-load-balancing moe-router-force-biased: A router that is forced trains nothing and measures nothing real.
 moe-router-topk-limited-devices: Use --moe-router-num-groups and --moe-router-group-topk.
 moe-router-padding-* moe-pad-experts-for-* moe-apply-probs-on-input moe-latent-size moe-use-upcycling moe-upcycling-*: Of mixtures
@@ -94,18 +147,12 @@ moe-enable-deepep moe-flex-* moe-deepep-* moe-hybridep-*: Tokens travel by torch
 moe-layer-recompute: Use --recompute-granularity selective --recompute-modules mlp.
 moe-extended-tp: Use --expert-tensor-parallel-size.
 overlap-moe-expert-parallel-comm: Only the shared expert is computed while tokens travel.
-checkpoint-activations: Use --recompute-granularity full, or --recompute-activations for the parts that cost little.
-activations-checkpoint-method: Use --recompute-granularity full with --recompute-method.
-checkpoint-num-layers activations-checkpoint-num-layers: Use --recompute-granularity full with --recompute-num-layers.
 distribute-saved-activations distribute-checkpointed-activations: Use --sequence-parallel, which divides what recompute keeps over
     the tensor ranks, and more.
 cpu-offloading-weights: Gathered parameters are freed by --data-parallel-sharding-strategy optim_grads_params, and optimizer state
     is kept in host memory by --optimizer-cpu-offload.
 no-pin-cpu-*: What --optimizer-cpu-offload copies to and from a GPU is always pinned.
-fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo: They belong to --fp8-recipe delayed. Scales follow from the
-    numbers at hand (tensorwise, rowwise or blockwise), so there is no history and no margin.
 no-fp8-wgrad: The gradient of a weight is made in 8 bits, as the other two products are.
-fp8-param-gather fp8-param: Weights are kept, and gathered, in bfloat16, and quantised for each product.
 fp8-quantizer-factory *-fp8-* fp4-format fp4-recipe fp4-param-gather fp4-quantizer-factory kitchen-*: Of narrow
     formats there are --fp8-format e4m3 and hybrid, for the products of linear layers.
 *fsdp*: Sharding of parameters is set by --data-parallel-sharding-strategy optim_grads_params, --fsdp-shard-size,
@@ -114,7 +161,7 @@ muon-tp-mode: Muon sees every matrix whole at every layout; docs/optimizers.md s
 muon-fp32-matmul-prec: Muon's products are in the format of --muon-dtype, bf16 by default.
 muon-scalar-optimizer: Muon leaves embeddings, the output layer and vectors to AdamW; --param-groups may name another for them.
 muon-coefficient-type muon-coefficients: Muon's polynomial is that of Jordan et al. 2024 in every step.
-tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad tp-comm-bootstrap-backend disable-tp-comm-*: Use --tp-comm-overlap alone; how each
+tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad disable-tp-comm-*: Use --tp-comm-overlap alone; how each
     product overlaps is not a setting.
 *cuda-graph*: CUDA graphs are not built yet.
 ckpt-* dist-ckpt-* distrib-optim-*: There is one checkpoint format, which fits every layout.
@@ -134,15 +181,11 @@ adlr-autoresume*: Set --exit-duration-in-mins, or send SIGTERM: the run saves an
 num-distributed-optimizer-instances outer-dp-sharding-strategy enable-full-sharding-in-hsdp: With --data-parallel-sharding-strategy
     optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, which are copies of each other; otherwise state is
     sharded over all data ranks.
-suggested-communication-unit-size: Blocks are gathered one by one, the next always ahead; there is nothing to set.
-microbatch-group-size-per-virtual-pipeline-stage: The interleaved schedule chooses its rounds itself, for any number of
-    microbatches; leave it out.
 offload-optimizer-states: Main parameters and moments are kept in host memory by --optimizer-cpu-offload and
     --optimizer-offload-fraction.
 multiple-validation-sets: Several validation sets are not built yet; an evaluation reads one blend (--valid-data-path, or a share of
     --data-path).
 full-validation: An evaluation reads --eval-iters batches.
-no-ckpt-fully-parallel-save: Every rank always writes its own part of a checkpoint.
 use-mp-args-from-checkpoint-args: Any layout loads any checkpoint: give the layout that you want.
 load-main-params-from-ckpt: Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.
 hierarchical-context-parallel-sizes: Context ranks share keys and values in one step (--cp-comm-type all_gather, a2a or p2p).
@@ -150,7 +193,6 @@ fp16-lm-cross-entropy: The loss is always computed in at least float32.
 grad-reduce-in-bf16: Gradients of a 16-bit model are always summed and reduced in float32.
 ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation: Gradient buckets are set by
     --ddp-bucket-size and --overlap-grad-reduce.
-ddp-average-in-collective: Gradients are summed and the loss carries the scale; leave it out.
 init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a normal distribution (--init-method-std).
 data-parallel-random-init: All data ranks start from the same weights.
 mrope-section relative-attention-num-buckets: The rotary embedding knows --rotary-base, --rotary-percent,
@@ -166,29 +208,37 @@ vocab-extra-ids tokenizer-metadata trust-remote-code legacy-tokenizer: The token
     --tokenizer-model, or --vocab-file and --merge-file, or --vocab-size.
 skip-train: Only training with evaluations in between is built (--eval-interval, --eval-iters).
 decrease-batch-size-if-needed: The global batch size never changes by itself; set --global-batch-size for the layout.
-no-check-for-nan-in-loss-and-grad: A loss or gradient that is not a number always stops the run; leave it out.
 check-for-spiky-loss check-for-large-grads: Use --spike-policy, which judges loss and gradient norm by those of the steps before.
-empty-unused-memory-level: Buffers are allocated once, so the memory cache is never emptied.
 use-mup mup-base-hidden-size mup-width-mult: Use --mup-base-width, the hidden size at which the rates were tuned.
 mup-base-head-dim mup-attn-scale-power: Use --mup-base-kv-channels; scores are then divided by the size of a head.
 train-sync-interval: The host already waits for the device once an iteration.
-no-manual-gc-eval: With --manual-gc garbage is always collected around evaluations and saves.
-defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute: {_DEFERRED}
 pipeline-model-parallel-comm-backend: Messages between pipeline stages go over --distributed-backend.
-disable-gloo-process-groups: Beside NCCL, gloo always carries what the hosts say to each other.
 distributed-timeout-seconds-after-init: One time limit holds throughout (--distributed-timeout-minutes).
-high-priority-stream-groups: Tensor ranks and messages between pipeline stages always have streams of high priority; there is
-    nothing to set.
-use-ring-exchange-p2p: How tensors travel between pipeline stages is not a setting.
-local-rank rank lazy-mpu-init: The launcher gives it in the environment (RANK, LOCAL_RANK, WORLD_SIZE).
-log-progress: Use --metrics-file, one JSON object a line.
-log-energy: Energy is not measured.
-no-log-loss-scale-to-tensorboard: The loss scale is always written.
-log-world-size-to-tensorboard: The start-up log and the saved config hold the layout.
-wandb-entity: Set WANDB_ENTITY in the environment.
-wandb-save-dir: Set WANDB_DIR in the environment.
 config-logger-dir: Use --print-config; the resolved config is also saved with the run.
-enable-experimental: No feature is hidden behind a switch.
+deepspeed deepspeed-config deepspeed-activation-checkpointing no-pipeline-parallel ds-*: This is not DeepSpeed, and what its JSON
+    file sets is not read. Leave them out, and set here --global-batch-size, --fp16 or --bf16 and --clip-grad.
+zero-stage zero-*: Stage 1 is --data-parallel-sharding-strategy optim, stage 2 optim_grads, stage 3 optim_grads_params.
+cpu-optimizer: Use --optimizer-cpu-offload.
+train-tokens lr-decay-tokens lr-warmup-tokens: Use --train-samples, --lr-decay-samples and --lr-warmup-samples: tokens divided by
+    --seq-length.
+moe-expert-parallel-size: Use --expert-model-parallel-size.
+moe-loss-coeff: Use --moe-aux-loss-coeff.
+moe-train-capacity-factor moe-eval-capacity-factor moe-min-capacity: Use --moe-expert-capacity-factor.
+train-weighted-split-paths* valid-weighted-split-paths* test-weighted-split-paths*: Use --train-data-path, --valid-data-path and
+    --test-data-path.
+valid-num-workers: Use --num-workers.
+tokenizer-name-or-path: Use --tokenizer-type HuggingFaceTokenizer, with the model's tokenizer.json in --tokenizer-model.
+patch-tokenizer-type extra-vocab-size: The tokenizer is set by --tokenizer-type and --tokenizer-model, and --vocab-size gives the
+    rows of the word embedding.
+pad-vocab-size-to: Use --vocab-size, the rows of the word embedding.
+pp-partition-method: Use --pipeline-split, or --pipeline-model-parallel-layout.
+kill-switch-path: Send SIGTERM: the run saves and exits.
+abort-on-unmet-fused-kernel-constraints: Use --attention-backend with a name, which is refused where it cannot be used.
+dataset-provider model-provider: Only GPT- and Llama-style models of text are built.
+use-z-loss: Use --z-loss-coeff.
+use-mpi: Start ranks with torchrun, which tells each its RANK, LOCAL_RANK and WORLD_SIZE.
+wandb-name: Use --wandb-exp-name.
+use-gcp-dynamic-checkpointing: Use --keep-last, the number of checkpoints that are kept.
 exit-signal: SIGTERM and SIGUSR1 always save a checkpoint and exit; other signals are not a setting.
 """
 """Names of other versions; then flags, and patterns of flags, that ask for what does not exist here. Each with what to use."""
@@ -196,6 +246,8 @@ exit-signal: SIGTERM and SIGUSR1 always save a checkpoint and exit; other signal
 _CHOICES = """
 tokenizer-type=MultimodalTokenizer,SFTTokenizer,BertWordPieceLowerCase,BertWordPieceCase: is not built yet; byte-level BPE, tiktoken
     and sentencepiece files, bytes and NullTokenizer are
+tokenizer-type=PretrainedFromHF,Llama3Tokenizer,DeepSeekV2Tokenizer,DeepSeekV3Tokenizer,Qwen2Tokenizer: is of another program; with
+    tokenizer.json of the model in --tokenizer-model, HuggingFaceTokenizer is the same
 recompute-modules=moe,moe_act,shared_experts: is not built; core_attn, layernorm, mlp_act and mlp are, and mlp means experts too
 recompute-modules=mla_up_proj: is not built yet; core_attn, layernorm, mlp_act and mlp are
 fp8-recipe=delayed: is refused: its scales follow from what earlier steps saw, a state that no layout, resume or recompute could
@@ -204,11 +256,13 @@ fp8-recipe=mxfp8: is not built yet (blocks of 32 numbers with scales that are po
 fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
 moe-router-load-balancing-type=sinkhorn: is not built; aux_loss, seq_aux_loss, global_aux_loss and none are
 moe-token-dispatcher-type=flex: is not built; alltoall and allgather are
-optimizer=dist_muon: is muon here, which always divides its state and its work among the ranks
-position-embedding-type=mrope,relative: is not built yet; rope, learned_absolute and none are
+position-embedding-type=mrope,relative,alibi: is not built yet; rope, learned_absolute and none are
 position-embedding-type=yarn: is --position-embedding-type rope with --rope-type yarn here
 attention-backend=local: is not built; unfused (math) computes the same
-dataloader-type=cyclic,external: is refused: the order of data is already shuffled; use single
+dataloader-type=external: is refused: data comes from indexed files (--data-path); use single
+exp-avg-dtype=fp16,bf16,fp8: is not built: moments are float32; --optimizer adam8bit keeps them in 8 bits
+exp-avg-sq-dtype=fp16,bf16,fp8: is not built: moments are float32; --optimizer adam8bit keeps them in 8 bits
+main-params-dtype=fp16: is not built: main parameters are float32, which --data-parallel-sharding-strategy optim divides
 distributed-backend=mpi,ucc: is not supported; nccl and gloo are
 """
 """Choices of Megatron-LM that do not exist here, with those that do."""
@@ -227,17 +281,35 @@ class NoEffect:
 
     reason: str
     values: tuple[str, ...] | None
-    """The only values accepted, or empty for any; None for a switch."""
+    """The only values accepted, or empty for any; None for a switch. An ellipsis stands for any number of values."""
 
     def fault(self, values: Sequence[str]) -> str | None:
         """Why the flag may not be given with these values, or None."""
         if self.values is None:
             return "is a switch and takes no value" if values else None
+        if self.values == ("...",):
+            return None
         if len(values) != 1:
             return f"takes one value, not {len(values) or 'none'}"
         if self.values and values[0] not in self.values:
             return f"is supported as {' or '.join(self.values)} only"
         return None
+
+
+@dataclass(frozen=True)
+class TakenAs:
+    """A flag that is taken as others."""
+
+    words: str
+    """These, with {} for its value."""
+    values: tuple[str, ...] | None
+    """The only values for which it is, or empty for any; None for a switch."""
+
+    def fits(self, values: Sequence[str]) -> bool:
+        """Whether it is, with these values."""
+        if self.values is None or len(values) != 1:
+            return self.values is None and not values
+        return not self.values or values[0] in self.values
 
 
 def _entries(table: str) -> Iterator[tuple[str, tuple[str, ...] | None, str]]:
@@ -254,6 +326,8 @@ KNOWN: dict[str, Refused | NoEffect] = {
     **{name: Refused(reason) for name, _, reason in _entries(_REFUSED) if "*" not in name},
 }
 """Flags of Megatron-LM that are no settings here, by name without the two leading dashes."""
+TAKEN = {name: TakenAs(words, values) for name, values, words in _entries(_TAKEN)}
+"""Flags that are taken as others, by name. With some values also settings are."""
 FAMILIES = {name: Refused(reason) for name, _, reason in _entries(_REFUSED) if "*" in name}
 """Patterns of names that are refused together. A name that is known itself comes first."""
 CHOICES = {(name, value): reason for name, values, reason in _entries(_CHOICES) for value in values or ()}

@@ -42,6 +42,15 @@ TOKENIZER_TAKES: dict[str, tuple[str, ...]] = {
 """Further settings that act on a kind of tokenizer."""
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 """Those that name a file."""
+USUAL_ROWS = {
+    "GPT2BPETokenizer": 50_257,  # GPT-2
+    "HuggingFaceTokenizer": 128_256,  # Llama 3
+    "TikTokenizer": 131_072,  # Mistral's Tekken, to which Megatron-LM cuts
+    "SentencePieceTokenizer": 32_000,  # Llama 2
+    "GPTSentencePieceTokenizer": 32_000,
+    "Llama2Tokenizer": 32_000,
+}
+"""Rows of the word embedding that a plan takes where neither --vocab-size nor the tokenizer's files say how many there are."""
 TOKENIZER_SETTINGS = tuple(
     dict.fromkeys(field for table in (TOKENIZER_NEEDS, TOKENIZER_TAKES) for kind in table.values() for field in kind)
 )

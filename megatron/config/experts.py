@@ -12,9 +12,9 @@ Balancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"]
 RouterDtype = Literal["fp32", "fp64"]
 DropPolicy = Literal["probs", "position"]
 
-_EXPERTS = acts_with(num_experts=GIVEN)
-_GROUPS = acts_with(moe_router_num_groups=GIVEN)
-_CAPACITY = acts_with(moe_expert_capacity_factor=GIVEN)
+_EXPERTS = acts_with(num_experts=GIVEN, strict=True)
+_GROUPS = acts_with(moe_router_num_groups=GIVEN, strict=True)
+_CAPACITY = acts_with(moe_expert_capacity_factor=GIVEN, strict=True)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ExpertFields:
     """Experts that a token passes."""
     moe_shared_expert_intermediate_size: int | None = setting(None, at_least=1, unit="channels", acts=_EXPERTS)
     """Width of an expert that every token passes besides; by default there is none."""
-    moe_shared_expert_gate: bool = setting(False, acts=acts_with(moe_shared_expert_intermediate_size=GIVEN))
+    moe_shared_expert_gate: bool = setting(False, acts=acts_with(moe_shared_expert_intermediate_size=GIVEN, strict=True))
     """Multiply what the shared expert gives by the sigmoid of a product of the token (Qwen2-MoE)."""
     moe_router_score_function: ScoreFunction = setting("softmax", acts=_EXPERTS)
     """How the router's logits become scores."""
@@ -54,13 +54,13 @@ class ExpertFields:
         0.0,
         at_least=0,
         unit="coefficient",
-        acts=acts_with(every=True, num_experts=GIVEN, moe_router_load_balancing_type=OtherThan("none"), fix={}),
+        acts=acts_with(every=True, num_experts=GIVEN, moe_router_load_balancing_type=OtherThan("none"), fix={}, strict=True),
     )
     """Coefficient of the load-balancing loss of each layer."""
     moe_z_loss_coeff: float | None = setting(None, above=0, unit="coefficient", acts=_EXPERTS)
     """Coefficient of the mean square of the log-sum-exp of the router's logits in each layer (ST-MoE)."""
     moe_router_enable_expert_bias: bool = setting(
-        False, acts=acts_with(every=True, num_experts=GIVEN, moe_router_score_function="sigmoid")
+        False, acts=acts_with(every=True, num_experts=GIVEN, moe_router_score_function="sigmoid", strict=True)
     )
     """Choose experts by their scores plus a bias, which each update raises for experts that were chosen less often than the mean,
     and lowers for others (balance without a loss, DeepSeek-V3)."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.checks.each import LARGEST_WORLD
-from megatron.config.compat import CHOICES, KNOWN, NoEffect, find_family
+from megatron.config.compat import CHOICES, KNOWN, NO_TABLE, TAKEN, NoEffect, Refused, find_family
 from megatron.config.config import Config
 from megatron.config.data import is_number, path_flags
 from megatron.config.errors import Violation
 from megatron.config.flags import Flag, build, flag_of, flags, nearest_names
+from megatron.config.settle import no_effect
 
 _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]")
 
@@ -53,7 +54,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
     """
     stray: list[str] = []
     found: list[Given] = []
-    for word in argv:
+    for word in _unquoted(argv):
         if _FLAG.match(word) and not is_number(word):
             spelled, equals, value = word.partition("=")
             values = (value,) if equals else ()
@@ -66,6 +67,15 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
         else:
             stray.append(word)
     return stray, found
+
+
+def _unquoted(words: Sequence[str]) -> Iterator[str]:
+    """The words without quotes that are left around a value, as a shell leaves those of an array's entry: '99,1,0'."""
+    for word in words:
+        spelled, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            word = f"{spelled}{equals}{value[1:-1]}"
+        yield word
 
 
 _MOST_GUESSED = 20  # unknown flags for which near ones are looked for, which takes some milliseconds each
@@ -83,6 +93,11 @@ class Sorted:
     """Unknown and refused flags, and values that do not fit."""
     doubtful: set[str] = field(default_factory=set)
     """Flags (``--lr``) whose value is not known because of a problem: a rule about them would mislead."""
+
+    guesses: list[tuple[Violation, Sequence[str], list[str]]] = field(default_factory=list)
+    """Problems of unknown flags, with the values that were given and the several names that may have been meant."""
+    fixed: set[str] = field(default_factory=set)
+    """Fields that a checkpoint sets, so that no other value of them can be suggested."""
 
     @property
     def explicit(self) -> set[str]:
@@ -107,26 +122,67 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
     for word in stray:
         found.problems.append(Violation((), f"{word} belongs to no flag.", "Every setting starts with a flag; see --help."))
     unknown = []
-    for item in given:
-        flag, known = flag_of(item.name), KNOWN.get(item.name)
+    idle: dict[str, list[str]] = {}
+    refused: dict[str, list[Given]] = {}
+    positions = None
+    for item in _taken(given, found.notes):
+        flag = flag_of(item.name)
+        known = None if flag is not None else KNOWN.get(item.name) or _family(item.name)
         if flag is not None:
             try:
                 found.settings.append((flag, item, flag.read(item.name, item.values)))
             except ValueError as error:
                 found.doubtful.add(f"--{flag.name}")
                 found.problems.append(_misused(item, flag.name, str(error), flag.choices))
+        elif item.name == NO_TABLE and not item.values:
+            positions = item
         elif isinstance(known, NoEffect):
             if fault := known.fault(item.values):
                 found.problems.append(_misused(item, item.name, fault))
             else:
-                found.notes.append(f"{item} has no effect: {known.reason}.")
+                idle.setdefault(known.reason, []).append(str(item))
         elif known is not None:
-            found.problems.append(Violation((f"--{item.name}",), f"{item} is refused.", known.reason))
+            refused.setdefault(known.reason, []).append(item)
         else:
             unknown.append(item)
+    if positions is not None:
+        _sort_positions(positions, found, idle, refused)
+    found.notes += [no_effect(list(dict.fromkeys(names)), reason) for reason, names in idle.items()]
+    for reason, items in refused.items():
+        names = [str(item) for item in items]
+        message = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} refused."
+        found.problems.append(Violation(tuple(f"--{item.name}" for item in items), message, reason))
     _suggest(unknown, found)
     _note_repeated(found)
     return found
+
+
+def _taken(given: Sequence[Given], notes: list[str]) -> Iterator[Given]:
+    """The flags with those that are taken as others replaced by these; each is noted."""
+    for item in given:
+        other = TAKEN.get(item.name)
+        if other is None or not other.fits(item.values):
+            yield item
+            continue
+        words = other.words.format(*item.values)
+        notes.append(f"{item} is taken as {words}.")
+        for each in split(words.split())[1]:
+            yield replace(each, where=item.where)
+
+
+def _family(name: str) -> Refused | None:
+    """The family of flags that a name belongs to, unless it is a setting that was spelled wrong."""
+    family = find_family(name)
+    return None if family is not None and difflib.get_close_matches(name, flags(), n=1, cutoff=0.85) else family
+
+
+def _sort_positions(item: Given, found: Sorted, idle: dict[str, list[str]], refused: dict[str, list[Given]]) -> None:
+    """Note or refuse what switches off a table of positions: a model without one has none to switch off."""
+    config = found.config()
+    if config.model.position_embedding_type == "learned_absolute" and not config.checkpoint.use_checkpoint_args:
+        refused.setdefault("Use --position-embedding-type none, or rope.", []).append(item)
+    else:
+        idle.setdefault(KNOWN[NO_TABLE].reason, []).append(str(item))
 
 
 def _misused(item: Given, name: str, fault: str, choices: Sequence[str] = ()) -> Violation:
@@ -141,19 +197,50 @@ def _misused(item: Given, name: str, fault: str, choices: Sequence[str] = ()) ->
 def _suggest(unknown: Sequence[Given], found: Sorted) -> None:
     """Suggest what may have been meant, unless too many flags are unknown: then the fault is likely another."""
     for item in unknown[:_MOST_GUESSED]:
-        near = difflib.get_close_matches(item.name, flags(), n=1, cutoff=0.85)
-        if not near and (family := find_family(item.name)) is not None:
-            found.problems.append(Violation((f"--{item.name}",), f"{item} is refused.", family.reason))
-            continue
         name = item.name.lstrip("-")
-        names = nearest_names(name, _spellings()) or nearest_names(name, KNOWN)
+        names = nearest_names(name, _spellings())
+        names = [near for near in names if _reads(near, item.values) is not None] or names[:1]
+        advice = _perhaps(names) if names else "See --help for all flags."
+        if not names and (old := nearest_names(name, [*KNOWN, *TAKEN])):
+            known = KNOWN.get(old[0])
+            advice = known.reason if isinstance(known, Refused) else _perhaps(old[:1])
         found.doubtful.update(f"--{name}" for name in names)
-        advice = f"Perhaps you meant {' or '.join(f'--{name}' for name in names)}." if names else "See --help for all flags."
-        found.problems.append(Violation((f"--{item.name}",), f"{item.place}{item.spelled} is not a flag.", advice))
+        problem = Violation((f"--{item.name}",), f"{item.place}{item.spelled} is not a flag.", advice)
+        found.problems.append(problem)
+        if len(names) > 1:
+            found.guesses.append((problem, item.values, names))
     if more := unknown[_MOST_GUESSED:]:
         message = f"{more[0].place}{more[0].spelled} is not a flag, and {len(more) - 1:,} more are none."
         found.problems.append(Violation((f"--{more[0].name}",), message, "See --help for all flags."))
         found.doubt_all()  # any of them may have been meant
+
+
+def judged(found: Sorted, accepted: Callable[[str, Any], bool]) -> list[Violation]:
+    """The problems, in which of several names that may have been meant those are told that can be given.
+
+    Args:
+        accepted: whether a field can have a value, beside the other settings.
+    """
+    better: dict[int, Violation] = {}
+    for problem, values, names in found.guesses:
+        able = [near for near in names if (read := _reads(near, values)) is not None and accepted(*read)]
+        if able:
+            better[id(problem)] = replace(problem, rule=_perhaps(able))
+    return [better.get(id(problem), problem) for problem in found.problems]
+
+
+def _perhaps(names: Sequence[str]) -> str:
+    return f"Perhaps you meant {' or '.join(f'--{name}' for name in names)}."
+
+
+def _reads(name: str, values: Sequence[str]) -> tuple[str, Any] | None:
+    """The field that a flag sets, and its value from these texts; None if they cannot be read."""
+    flag = flag_of(name)
+    assert flag is not None
+    try:
+        return flag.field, flag.read(name, values)
+    except ValueError:
+        return None
 
 
 def _spellings() -> list[str]:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from megatron.config.compat import KNOWN, NoEffect, find_family
+from megatron.config.compat import KNOWN, TAKEN, NoEffect, find_family
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
@@ -58,6 +58,8 @@ def explain(name: str) -> str:
         return "\n".join(_page(flag)) + "\n"
     if name in REQUESTS:
         return "\n".join([f"--{name}", *_wrapped(REQUESTS[name][1], "  ")]) + "\n"
+    if (other := TAKEN.get(name)) is not None:
+        return "\n".join(_wrapped(f"--{name} is taken as {other.words.format('VALUE')}.", "  ", "")) + "\n"
     known = KNOWN.get(name) or find_family(name)
     if known is not None:
         fate = f"is accepted and has no effect: {known.reason}." if isinstance(known, NoEffect) else f"is refused. {known.reason}"

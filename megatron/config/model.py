@@ -44,13 +44,20 @@ FREE_AT_BEGINNING = frozenset(
 """Fields that may also differ where a run begins with the weights of another, as when a model is taught longer sequences."""
 
 _ROPE = acts_with(position_embedding_type="rope")
-_STRETCHED = acts_with(rope_type=("yarn", "dynamic", "longrope"))
-_YARN, _LONGROPE = acts_with(rope_type="yarn"), acts_with(rope_type="longrope")
-_LLAMA3 = acts_with(use_rope_scaling=True)
-_QUICK_GEGLU = acts_with(quick_geglu=True)
-_WINDOW = acts_with(window_size=GIVEN)
+_STRETCHED = acts_with(rope_type=("yarn", "dynamic", "longrope"), strict=True)
+_YARN, _LONGROPE = acts_with(rope_type="yarn", strict=True), acts_with(rope_type="longrope", strict=True)
+_LLAMA3 = acts_with(use_rope_scaling=True, strict=True)
+_QUICK_GEGLU = acts_with(quick_geglu=True, strict=True)
+_WINDOW = acts_with(window_size=GIVEN, strict=True)
+_GROUPED = acts_with(
+    "with --group-query-attention, without which each query head has a key-value head of its own",
+    fix={},
+    group_query_attention=True,
+)
 _WITH_BIASES = idle_with("all linear layers have biases", disable_bias_linear=False)
-_LATENT = acts_with(multi_latent_attention=True, fix={"multi_latent_attention": True, "position_embedding_type": "rope"})
+_LATENT = acts_with(
+    multi_latent_attention=True, fix={"multi_latent_attention": True, "position_embedding_type": "rope"}, strict=True
+)
 
 _MOST_LAYERS = 100_000  # more are refused, because each is a spec, and an entry of the layer table
 
@@ -76,7 +83,7 @@ class ShapeFields:
     """Size of one attention head; by default hidden / heads."""
     group_query_attention: bool = False
     """Share key and value heads between groups of query heads (see --num-query-groups)."""
-    num_query_groups: int = setting(1, at_least=1, unit="heads", acts=acts_with(group_query_attention=True))
+    num_query_groups: int = setting(1, at_least=1, unit="heads", acts=_GROUPED)
     """Number of key-value heads; acts with --group-query-attention."""
     multi_latent_attention: bool = False
     """Make keys and values of a latent, a few channels for each token that all heads share (DeepSeek-V2)."""
@@ -134,7 +141,7 @@ class ShapeFields:
         None,
         at_least=2,
         unit="tokens",
-        acts=acts_with(rope_type=("yarn", "dynamic", "longrope"), use_rope_scaling=True),
+        acts=acts_with(rope_type=("yarn", "dynamic", "longrope"), use_rope_scaling=True, strict=True),
     )
     """Length of sequences for which the rotary frequencies were chosen before they were stretched; by default 8192 with
     --use-rope-scaling, else 4096."""
@@ -148,7 +155,9 @@ class ShapeFields:
     """Weight of ln(factor) in the numerator of YaRN's factor for rotated queries and keys, 0.1 x weight x ln(factor) + 1."""
     mscale_all_dim: float = setting(0.0, at_least=0, unit="plain number", acts=_YARN)
     """The same weight in its denominator."""
-    rope_attention_factor: float | None = setting(None, above=0, unit="factor", acts=acts_with(rope_type=("yarn", "longrope")))
+    rope_attention_factor: float | None = setting(
+        None, above=0, unit="factor", acts=acts_with(rope_type=("yarn", "longrope"), strict=True)
+    )
     """What rotated queries and keys are multiplied by; by default with yarn as --mscale says, with longrope
     sqrt(1 + ln(--rotary-scaling-factor) / ln(--original-max-position-embeddings))."""
     rope_short_factors: tuple[float, ...] = setting((), above=0, unit="factors", acts=_LONGROPE)
@@ -161,7 +170,7 @@ class ShapeFields:
         None,
         above=0,
         unit="plain number",
-        acts=acts_with(every=True, window_size=GIVEN, position_embedding_type="rope"),
+        acts=acts_with(every=True, window_size=GIVEN, position_embedding_type="rope", strict=True),
     )
     """Base of the rotary frequencies in layers with a window, which then have no scaling (Gemma 3); by default as in all layers."""
     window_size: str | None = None
@@ -233,7 +242,7 @@ class ShapeFields:
     """Keep biases on the MLP's projections even with --disable-bias-linear."""
     qk_layernorm: bool = False
     """Normalise each query and key head before attention; in latent attention the latents."""
-    qk_layernorm_all_heads: bool = setting(False, acts=acts_with(qk_layernorm=True))
+    qk_layernorm_all_heads: bool = setting(False, acts=acts_with(qk_layernorm=True, strict=True))
     """Normalise all query heads together, and all key heads, as OLMo 2 does."""
     attention_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")
     """Dropout probability of the attention weights."""
@@ -247,7 +256,7 @@ class ShapeFields:
     mtp_num_layers: int = setting(0, at_least=0, unit="depths")
     """Predict so many tokens beyond the next one too, each by a layer behind the last one (multi-token prediction, DeepSeek-V3).
     These layers lie on the last stage and are as the last one: in their parts, in 8 bits or not, in what becomes of activations."""
-    mup_base_kv_channels: int | None = setting(None, at_least=1, unit="channels", acts=acts_with(mup_base_width=GIVEN))
+    mup_base_kv_channels: int | None = setting(None, at_least=1, unit="channels", acts=acts_with(mup_base_width=GIVEN, strict=True))
     """Head size of the base of muP, where heads grow with the width: scores are then multiplied by sqrt(this) / size of a head, and
     not by 1 / sqrt(size of a head)."""
     make_vocab_size_divisible_by: int = setting(128, at_least=1, unit="rows of a table")

@@ -9,6 +9,8 @@ from megatron.config.setting import GIVEN, acts_with, idle_with, setting
 
 _SAVE = acts_with(save=GIVEN)
 _LOAD = acts_with(load=GIVEN)
+_MUST_SAVE, _MUST_LOAD = acts_with(save=GIVEN, strict=True), acts_with(load=GIVEN, strict=True)
+"""For what nobody should believe in wrongly: that state is kept, and what a run begins with."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,24 @@ class CheckpointConfig:
     """Keep every checkpoint whose iteration is a multiple of this, beside the newest."""
     async_save: bool = setting(False, acts=_SAVE)
     """Write checkpoints in the background: training waits only for a copy into host memory."""
-    memory_save_interval: int | None = setting(None, at_least=1, unit="steps", acts=_SAVE)
+    memory_save_interval: int | None = setting(None, at_least=1, unit="steps", acts=_MUST_SAVE)
     """Steps between copies of the state into the memory of the nodes (/dev/shm), in the background. A restart by the same launcher
     goes on from there (with --load as --save); when the job ends without one, the newest is written to --save."""
-    replicate_state: int = setting(0, at_least=0, unit="nodes", acts=acts_with(memory_save_interval=GIVEN))
+    replicate_state: int = setting(0, at_least=0, unit="nodes", acts=acts_with(memory_save_interval=GIVEN, strict=True))
     """Other nodes that get a copy of what --memory-save-interval keeps of a node, so that it is there when the node is lost."""
     keep_last: int | None = setting(None, at_least=1, unit="checkpoints", acts=_SAVE)
     """Keep only this many newest checkpoints (and those of --save-retain-interval)."""
-    ckpt_step: int | None = setting(None, at_least=0, unit="number of a step, from 1 on", acts=_LOAD)
+    ckpt_step: int | None = setting(None, at_least=0, unit="number of a step, from 1 on", acts=_MUST_LOAD)
     """Load this iteration instead of the newest."""
     save_optim: bool = setting(True, acts=_SAVE)
     """Save optimizer state too."""
     load_optim: bool = setting(True, acts=_LOAD)
     """Load optimizer state too."""
-    finetune: bool = setting(False, acts=_LOAD)
+    finetune: bool = setting(False, acts=_MUST_LOAD)
     """Load weights only and start counting from iteration 0."""
-    use_checkpoint_args: bool = setting(False, acts=acts_with(load=GIVEN, pretrained_checkpoint=GIVEN))
+    use_checkpoint_args: bool = setting(False, acts=acts_with(load=GIVEN, pretrained_checkpoint=GIVEN, strict=True))
     """Take the model's shape and the tokenizer from the checkpoint in --load, or of --pretrained-checkpoint."""
-    exit_on_missing_checkpoint: bool = setting(False, acts=_LOAD)
+    exit_on_missing_checkpoint: bool = setting(False, acts=_MUST_LOAD)
     """Stop when --load holds no checkpoint instead of starting afresh."""
 
 
@@ -102,13 +104,17 @@ class LoggingConfig:
     plan_report: str | None = None
     """Foretell step time and memory before the run, compare them with the first ten steps, tell in the log which part is off, and
     write all into this JSON file. tools/check_cluster.py --calibrate makes a cluster file of such reports."""
-    plan_cluster: str | None = setting(None, acts=acts_with(plan_report=GIVEN))
+    plan_cluster: str | None = setting(None, acts=acts_with(plan_report=GIVEN, strict=True))
     """The cluster that step times are foretold for, by --plan-report, --dry-run and --plan: a name, or the path of a cluster file;
     by default the one that is shipped for the device, and for a plan on a machine without GPUs one of H100."""
     wandb_project: str | None = None
     """Project at Weights & Biases (needs the wandb extra)."""
     wandb_exp_name: str | None = setting(None, acts=acts_with(wandb_project=GIVEN))
     """Name of the run at Weights & Biases."""
+    wandb_entity: str | None = setting(None, acts=acts_with(wandb_project=GIVEN))
+    """Team or user that the run belongs to at Weights & Biases."""
+    wandb_save_dir: str | None = setting(None, acts=acts_with(wandb_project=GIVEN))
+    """Folder for the files that Weights & Biases writes."""
     profile: bool = False
     """Record steps --profile-step-start to --profile-step-end with torch's profiler."""
     profile_pipeline: bool = False

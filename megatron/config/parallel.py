@@ -19,7 +19,7 @@ FsdpReshard = Literal["always", "never"]
 TokenDispatcher = Literal["alltoall", "allgather"]
 ContextWay = Literal["all_gather", "a2a", "p2p"]
 
-_FSDP = acts_with(data_parallel_sharding_strategy="optim_grads_params")
+_FSDP = acts_with(data_parallel_sharding_strategy="optim_grads_params", strict=True)
 _SHARDED = acts_with(
     "with --use-distributed-optimizer, or a --data-parallel-sharding-strategy other than no_shard",
     use_distributed_optimizer=True,
@@ -53,13 +53,13 @@ class ParallelConfig:
     """How a context rank meets the keys and values of the others, for all layers or for each: all_gather gathers them; a2a gives
     each rank all tokens of some heads; p2p sends them round a ring. By default all_gather where query heads share
     them, else p2p."""
-    expert_model_parallel_size: int = setting(1, at_least=1, unit="ranks", acts=acts_with(num_experts=GIVEN))
+    expert_model_parallel_size: int = setting(1, at_least=1, unit="ranks", acts=acts_with(num_experts=GIVEN, strict=True))
     """Ranks that hold different experts (EP). They are ranks of the same pipeline stage, which TP x CP x DP count already."""
     expert_tensor_parallel_size: int | None = setting(
         None,
         at_least=1,
         unit="ranks",
-        acts=acts_with(num_experts=GIVEN),
+        acts=acts_with(num_experts=GIVEN, strict=True),
     )
     """Ranks that split each expert (ETP); by default as many as split the other layers."""
     moe_token_dispatcher_type: TokenDispatcher = setting(
@@ -70,7 +70,15 @@ class ParallelConfig:
     sequence_parallel: bool = setting(False, idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1))
     """Split norms, dropout and residual along the sequence over the tensor ranks (saves activation memory)."""
     tp_comm_overlap: bool = setting(
-        False, acts=acts_with(sequence_parallel=True), idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1)
+        False,
+        acts=acts_with(
+            "with --sequence-parallel, and without --fp8-format, whose scales are those of whole products",
+            every=True,
+            fix={},
+            sequence_parallel=True,
+            fp8_format=None,
+        ),
+        idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1),
     )
     """Under sequence parallelism: gather and reduce-scatter in pieces, each while another is multiplied. Inside a node of GPUs the
     pieces are read out of the peers' memory; elsewhere they go round a ring."""
@@ -160,9 +168,11 @@ class ParallelConfig:
     hang_warn_s: float = setting(30.0, at_least=0.0, unit="seconds")
     """When nothing has moved for this long, or for three times as long as it ever stood still before, say which rank keeps the
     others waiting, in what, and write the stacks of all ranks. 0: do not watch."""
-    hang_kill_s: float | None = setting(None, at_least=1.0, unit="seconds", acts=acts_with(hang_warn_s=OtherThan(0.0)))
+    hang_kill_s: float | None = setting(None, at_least=1.0, unit="seconds", acts=acts_with(hang_warn_s=OtherThan(0.0), strict=True))
     """End a run in which nothing has moved for this long, with exit code 86; by default the libraries' timeouts end it."""
-    straggler_interval: int | None = setting(None, at_least=1, unit="steps", acts=acts_with(hang_warn_s=OtherThan(0.0)))
+    straggler_interval: int | None = setting(
+        None, at_least=1, unit="steps", acts=acts_with(hang_warn_s=OtherThan(0.0), strict=True)
+    )
     """Compare, every so many steps, how long each rank computes apart from waits with the other ranks of its stage, and say which
     were slow in two intervals in a row; by default never. On a GPU the hosts' times are compared."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

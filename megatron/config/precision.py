@@ -60,11 +60,11 @@ class PrecisionConfig:
     """Steps without overflow after which the dynamic scale doubles."""
     hysteresis: int = setting(2, at_least=1, unit="overflows", acts=_DYNAMIC)
     """Overflows that are tolerated before the dynamic scale halves."""
-    fp8_format: Fp8Format | None = setting(None, acts=acts_with(bf16=True, fp64=True))
+    fp8_format: Fp8Format | None = setting(None, acts=acts_with(bf16=True, fp64=True, strict=True))
     """Compute the products of linear layers in 8 bits, but for the output layer. e4m3: all factors have a mantissa of 3 bits;
     hybrid: gradients of outputs are e5m2, with a larger range. Weights stay bfloat16, their main parameters float32. A GPU needs
     compute capability 8.9. A CPU emulates the formats; with --fp64 (for proofs) every device does."""
-    fp8_recipe: Fp8Recipe = setting("tensorwise", acts=acts_with(fp8_format=GIVEN))
+    fp8_recipe: Fp8Recipe = setting("tensorwise", acts=acts_with(fp8_format=GIVEN, strict=True))
     """Which numbers share a scale. tensorwise: a whole matrix; rowwise: what a product sums up, a row or a column; blockwise: 1 x
     128 of activations and gradients, 128 x 128 of weights (DeepSeek-V3; a GPU needs compute capability 9.0)."""
     first_last_layers_bf16: bool = setting(False, acts=acts_with(fp8_format=GIVEN))

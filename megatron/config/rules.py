@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import IntEnum
+from typing import Any
 
 from megatron.config.checks import (
     batch_steps,
@@ -37,7 +38,7 @@ _SHOWN = 2  # suggestions for one setting
 _TRIED = 64  # candidates for one setting, so that an answer never takes long
 
 
-def violations(config: Config, world_size: int, given: Collection[str] = ()) -> list[Violation]:
+def violations(config: Config, world_size: int, given: Collection[str] = (), fixed: Collection[str] = ()) -> list[Violation]:
     """All violations of these settings with this many ranks, in the order of the topics.
 
     The rules themselves check what is suggested: it removes its violation and adds no other. There is one exception, where ranks
@@ -45,6 +46,7 @@ def violations(config: Config, world_size: int, given: Collection[str] = ()) -> 
 
     Args:
         given: fields that the user set, so that 0 is not taken for a setting that was left out.
+        fixed: fields that nobody can set otherwise, as a checkpoint says what they are: no other value is suggested.
     """
     if world_size > each.LARGEST_WORLD:  # rules that divide by it would take long, and what they say would not help
         return [_worded(finding, ()) for finding in each.world_has_ranks(config, world_size)]
@@ -53,10 +55,16 @@ def violations(config: Config, world_size: int, given: Collection[str] = ()) -> 
     required = RULES.index(each.required_are_given)
     found[required] = [each.as_given(finding, config, world_size, given) for finding in found[required]]
     return [
-        _worded(finding, _nearest(finding, index, counts, config, world_size))
+        _worded(finding, _nearest(finding, index, counts, config, world_size, fixed))
         for index, findings in enumerate(found)
         for finding in findings
     ]
+
+
+def is_harmless(config: Config, world_size: int, field: str, value: Any) -> bool:
+    """Whether a setting can have a value without breaking a rule that is kept without it."""
+    before, after = (_evaluate(*one.apply(config, world_size)) for one in (Change(), Change(((field, value),))))
+    return all(len(new) <= len(old) for new, old in zip(after, before, strict=True))
 
 
 def _worded(finding: Finding, nearest: Sequence[Change]) -> Violation:
@@ -68,7 +76,9 @@ def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
     return [list(rule(config, world_size)) for rule in RULES]
 
 
-def _nearest(finding: Finding, index: int, counts: list[int], config: Config, world_size: int) -> list[Change]:
+def _nearest(
+    finding: Finding, index: int, counts: list[int], config: Config, world_size: int, fixed: Collection[str]
+) -> list[Change]:
     """The best candidates of each group: those that help best and leave the fewest violations, the smallest changes first.
 
     If ranks and layout do not fit, candidates that make them fit come first. Until they do, little can be said of the batch, so a
@@ -77,7 +87,10 @@ def _nearest(finding: Finding, index: int, counts: list[int], config: Config, wo
     by_help: dict[_Help, list[Change]] = {help_: [] for help_ in _Help}
     for group in finding.candidates:
         removing = []
-        for change in [group] if isinstance(group, Change) else group[:_TRIED]:
+        free = [
+            each for each in ([group] if isinstance(group, Change) else group) if not any(name in fixed for name, _ in each.fields)
+        ]
+        for change in free[:_TRIED]:
             after = [len(findings) for findings in _evaluate(*change.apply(config, world_size))]
             help_ = _help(change, config, world_size, counts, after)
             if help_ is not None and after[index] < counts[index]:

@@ -62,6 +62,8 @@ class Beside:
     """Settings to suggest where it does not hold."""
     effect: str = "has no effect"
     """What the setting does where it holds, if it is a condition under which it does little."""
+    strict: bool = False
+    """Where it does not hold, the setting is refused: without it another model would be trained, or less be kept safe."""
 
     def holds(self, value: Callable[[str], Any]) -> bool:
         """Whether the settings, looked up by name, fulfil it."""
@@ -79,7 +81,7 @@ class SettingFacts:
     required: bool = False
     """Whether it has no useful default and must be given."""
     acts: Beside | None = None
-    """The setting acts only with these. Changed without them it is refused, so that nobody believes that it acts."""
+    """The setting acts only with these. Changed without them it is taken back and noted, or refused if strict."""
     idle: tuple[Beside, ...] = ()
     """With these it changes nothing, or little, although its condition holds. It is then accepted, and the start-up log gives the
     reason."""
@@ -107,11 +109,14 @@ def setting(
     return field  # type: ignore[no-any-return]
 
 
-def acts_with(words: str = "", *, every: bool = False, fix: Mapping[str, Any] | None = None, **others: Any) -> Beside:
+def acts_with(
+    words: str = "", *, every: bool = False, strict: bool = False, fix: Mapping[str, Any] | None = None, **others: Any
+) -> Beside:
     """A condition under which a setting acts: one of the others (with `every`, each) is as named.
 
     Args:
         words: the condition after "it acts only", where "with --this 1 or --that" would not read well.
+        strict: whether the setting is refused where it does not act; else it is only noted.
         fix: what to suggest, where the first of the others is not it.
     """
     if not words:
@@ -121,7 +126,7 @@ def acts_with(words: str = "", *, every: bool = False, fix: Mapping[str, Any] | 
         name, wanted = next(iter(others.items()))
         value = wanted[0] if isinstance(wanted, tuple) else wanted
         fix = {name: value} if isinstance(value, bool | str) else {}
-    return Beside(others, words, every, fix)
+    return Beside(others, words, every, fix, strict=strict)
 
 
 def idle_with(because: str, *, every: bool = False, effect: str = "has no effect", **others: Any) -> Beside:

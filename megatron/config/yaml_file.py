@@ -13,7 +13,7 @@ from itertools import islice
 
 import yaml
 
-from megatron.config.compat import KNOWN, Refused
+from megatron.config.compat import KNOWN, TAKEN, Refused, TakenAs
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags, topics
 from megatron.config.given import REQUESTS, Given
@@ -184,11 +184,11 @@ def _setting(where: str, topic: str | None, key: yaml.Node, value: yaml.Node) ->
     texts: tuple[str, ...] = tuple(node.value for node in nodes)
     # Switches and flags of other programs know true and false, optional settings know null. What is quoted is a text.
     plain = texts[0] if isinstance(value, yaml.ScalarNode) and not value.style else None
-    known = KNOWN.get(name)
+    known = KNOWN.get(name) or (TAKEN.get(name) if flag is None else None)
     if plain is not None and plain.lower() in ("true", "false") and (known is not None or (flag is not None and flag.kind is bool)):
         on, texts = plain.lower() == "true", ()
-        if isinstance(known, Refused) and not on:
-            return None  # what is refused is not asked for
+        if isinstance(known, Refused | TakenAs) and not on:
+            return None  # it is not asked for
         if flag is not None:
             name = flag.name if on == (name == flag.name) else f"no-{flag.name}"
     elif plain in _NULLS and flag is not None and flag.kind is not bool:

@@ -145,18 +145,29 @@ class WandB:
         project: Project of the run.
         name: Name of the run; by default Weights & Biases invents one.
         settings: The run's configuration, shown beside its curves.
+        entity: Team or user that the run belongs to.
+        folder: Where the package writes files.
 
     Raises:
         ValueError: The package wandb is not installed.
     """
 
-    def __init__(self, project: str, name: str | None = None, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        project: str,
+        name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        entity: str | None = None,
+        folder: str | None = None,
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ValueError(f"--wandb-project needs the package wandb: {how_to_install('wandb')}") from error
         self._output = Output(f"--wandb-project {project}")
-        self._run = wandb.init(project=project, name=name, config=dict(settings or {}))
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)  # the package does not make it
+        self._run = wandb.init(project=project, name=name, config=dict(settings or {}), entity=entity, dir=folder)
 
     def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Send the values of one iteration."""
@@ -178,5 +189,5 @@ def curve_sinks(config: LoggingConfig, settings: Mapping[str, Any] | None = None
     if config.tensorboard_dir is not None:
         sinks.append(TensorBoard(config.tensorboard_dir))
     if config.wandb_project is not None:
-        sinks.append(WandB(config.wandb_project, config.wandb_exp_name, settings))
+        sinks.append(WandB(config.wandb_project, config.wandb_exp_name, settings, config.wandb_entity, config.wandb_save_dir))
     return sinks

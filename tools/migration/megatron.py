@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.config.compat import KNOWN, NoEffect, find_family
+from megatron.config.compat import KNOWN, TAKEN, NoEffect, find_family
 from megatron.config.flags import flag_of
 from megatron.config.given import REQUESTS
 from tools.migration.line import Line, words_of
@@ -39,6 +40,9 @@ def put_flags(line: Line, argv: list[str]) -> dict[str, tuple[str, ...]]:
             later.append((_SAID_OTHERWISE[name], given))
         elif flag_of(name) is not None or isinstance(KNOWN.get(name), NoEffect):
             line.put(name, *given.values)
+        elif name in TAKEN and TAKEN[name].fits(given.values):
+            for new, words, _ in words_of(shlex.split(TAKEN[name].words.format(*given.values))):
+                line.put(new, *words, given=str(given))
         elif name in REQUESTS:
             line.left_out.append((str(given), "it asks for something else than a run"))
         else:

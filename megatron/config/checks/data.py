@@ -61,10 +61,10 @@ def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
             yield Finding(message, why=why, fields=(field,))
 
 
-@rule("split", reads=("data_path", "data_args_path", "eval_iters"))
+@rule("split")
 def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
-    """The split is up to three shares, and what the run reads is not empty."""
-    data, eval_iters, text = config.data, config.training.eval_iters, config.data.split
+    """The split is up to three shares, and that of training is not empty."""
+    text = config.data.split
     try:
         shares = parse_split(text)
     except ValueError:
@@ -76,13 +76,6 @@ def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
         return
     if shares[0] == 0:
         yield Finding(f"--split {text!r} gives training nothing.", why="The first share is that of the training documents.")
-    elif eval_iters > 0 and (data.data_path or data.data_args_path) and not shares[1]:
-        yield Finding(
-            f"--split {text!r} gives validation nothing, but --eval-iters is {eval_iters}.",
-            [change(eval_iters=0)],
-            "An evaluation reads the validation documents, the second share; --eval-iters 0 switches it off.",
-            ("split", "eval_iters"),
-        )
 
 
 @rule(reads=("tokenizer_type", *dict.fromkeys(field for needs in TOKENIZER_NEEDS.values() for field in needs)))

@@ -67,10 +67,10 @@ def world_has_ranks(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule()
 def changed_settings_act(config: Config, world_size: int) -> Iterator[Finding]:
-    """A setting that differs from its default has an effect."""
+    """A setting that says what is trained, or what is kept safe, has an effect where it is given."""
     for flag in flags().values():
         acts = flag.facts.acts
-        if acts is not None and is_changed(config, flag.field) and not acts.holds(_look_up(config)):
+        if acts is not None and acts.strict and is_changed(config, flag.field) and not acts.holds(_look_up(config)):
             yield Finding(
                 f"{shown(config, flag.field)} would have no effect: it acts only {acts.words}.",
                 [change(**acts.fix)] if acts.fix else [],

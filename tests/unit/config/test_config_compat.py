@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megatron.config.cli import load, parse
-from megatron.config.compat import _NO_EFFECT, _REFUSED, CHOICES, FAMILIES, KNOWN, _entries, find_family
+from megatron.config.compat import _NO_EFFECT, _REFUSED, CHOICES, FAMILIES, KNOWN, TAKEN, _entries, find_family
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flag_of, flags
 
@@ -55,16 +55,12 @@ profile-ranks
 """)
 
 REFUSED = shlex.split("""
-microbatch-group-size-per-virtual-pipeline-stage delay-wgrad-compute
-num-distributed-optimizer-instances fsdp-double-buffer torch-fsdp2-no-reshard-after-forward
-checkpoint-activations checkpoint-num-layers activations-checkpoint-method distribute-saved-activations
-no-pin-cpu-grads offload-optimizer-states suggested-communication-unit-size
-multiple-validation-sets full-validation
-fp8-param-gather fp8-margin fp8-interval fp8-amax-history-len no-fp8-wgrad fp4-format
+num-distributed-optimizer-instances distribute-saved-activations no-pin-cpu-grads offload-optimizer-states
+multiple-validation-sets full-validation no-fp8-wgrad fp4-format
 moe-router-force-load-balancing moe-router-padding-for-fp8
-batch-size use-rotary-position-embeddings use-legacy-models init-method-xavier-uniform
-use-torch-fsdp2 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
-log-straggler no-check-for-nan-in-loss-and-grad grad-reduce-in-bf16 nccl-communicator-config-path local-rank
+batch-size use-legacy-models init-method-xavier-uniform deepspeed zero-stage cpu-optimizer
+tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
+log-straggler grad-reduce-in-bf16 nccl-communicator-config-path
 """)
 
 NO_EFFECT = shlex.split("""
@@ -75,15 +71,29 @@ use-cpu-initialization calculate-per-token-loss overlap-p2p-communication-warmup
 use-megatron-fsdp init-model-with-meta-device no-align-param-gather no-align-grad-reduce use-precision-aware-optimizer
 ckpt-assume-constant-structure use-persistent-ckpt-worker
 overlap-param-gather-with-optimizer-step overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload
+delay-wgrad-compute fsdp-double-buffer use-nccl-ub fp8-param-gather no-check-for-nan-in-loss-and-grad log-progress
+disable-gloo-process-groups no-ckpt-fully-parallel-save test-mode verify-integrity
 """)
 
 NO_EFFECT_VALUES = {
     "transformer-impl": ("transformer_engine", "local"),
-    "dataloader-type": ("single",),
-    "ckpt-format": ("torch_dist", "fsdp_dtensor"),
+    "dataloader-type": ("single", "cyclic"),
+    "ckpt-format": ("torch", "torch_dist", "fsdp_dtensor"),
+    "dist-ckpt-strictness": ("log_all", "raise_all"),
+    "empty-unused-memory-level": ("1", "2"),
+    "microbatch-group-size-per-virtual-pipeline-stage": ("4",),
+    "fp8-amax-history-len": ("1024",),
+    "fp8-margin": ("0",),
+    "data-impl": ("mmap",),
+    "DDP-impl": ("local", "torch"),
+    "local_rank": ("0",),
+    "local-rank": ("3",),
     "main-params-dtype": ("fp32",),
     "exp-avg-dtype": ("fp32",),
 }
+
+
+_BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
 
 
 def test_a_setting_is_a_flag() -> None:
@@ -125,15 +135,15 @@ def test_a_value_that_changes_nothing_is_named() -> None:
     ("words", "parts"),
     [
         (["--tokenizer-type", "MultimodalTokenizer"], ["MultimodalTokenizer is not built yet", "sentencepiece"]),
-        (["--optimizer", "dist_muon"], ["dist_muon is muon here"]),
         (["--position-embedding-type", "mrope"], ["mrope is not built yet", "rope"]),
-        (["--dataloader-type", "cyclic"], ["cyclic is refused", "already shuffled"]),
-        (["--ckpt-format", "torch"], ["--ckpt-format torch", "torch_dist or fsdp_dtensor only"]),
+        (["--dataloader-type", "external"], ["external is refused", "indexed files"]),
+        (["--ckpt-format", "orbax"], ["--ckpt-format orbax", "torch or torch_dist or"]),
+        (["--no-position-embedding"], ["--no-position-embedding is refused", "--position-embedding-type none"]),
         (["--attention-backend", "local"], ["local is not built", "unfused (math)"]),
         (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not built;", "mlp means experts too"]),
         (["--rerun-mode", "validate_results"], ["disabled only"]),
         (["--moe-token-dispatcher-type", "flex"], ["flex is not built", "alltoall and allgather are"]),
-        (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "fp32 only"]),
+        (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "--optimizer adam8bit"]),
         (["--no-mock-data", "--data-path", "0.3", "a", "b", "0.7"], ["word 3, 'b'", "where a weight belongs"]),
         (["--no-mock-data", "--data-path", "1.0", "b", "2"], ["the last weight, 2, has no prefix", "./2"]),
     ],
@@ -147,7 +157,7 @@ def test_a_value_outside_what_is_built_is_refused(words: list[str], parts: list[
 
 def test_every_name_has_one_fate() -> None:
     names = [name for table in (_NO_EFFECT, _REFUSED) for name, _, _ in _entries(table)]
-    assert len(names) == len(set(names)) and set(names) == {*KNOWN, *FAMILIES}
+    assert len(names) == len(set(names)) and set(names) == {*KNOWN, *FAMILIES} and not {*KNOWN} & {*TAKEN}
     for name, known in KNOWN.items():
         assert flag_of(name) is None, name
         assert known.reason
@@ -172,36 +182,35 @@ def test_no_setting_belongs_to_a_family() -> None:
             parse([f"--{name}s", "3"])
 
 
-def test_a_launch_script_of_megatron_is_understood() -> None:
-    """The flags of the Llama 3 example of Megatron-LM, less what is not built."""
-    script = shlex.split("""
-    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
-    --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope
-    --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134
-    --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear
-    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
-    --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --lr-decay-style cosine --clip-grad 1.0
-    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
-    --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --tensor-model-parallel-size 1
-    --pipeline-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --overlap-grad-reduce --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 128256 --tiktoken-pattern v2 --no-create-attention-mask-in-dataloader
-    --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput
-    --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60
-    --save checkpoints --load checkpoints --tensorboard-dir logs
-    """)
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("--checkpoint-activations", "--recompute-granularity full"),
+        ("--activations-checkpoint-method block --activations-checkpoint-num-layers 2", _BLOCK),
+        ("--use-rotary-position-embeddings --no-position-embedding", "--position-embedding-type rope"),
+        ("--use-torch-fsdp2", "--data-parallel-sharding-strategy optim_grads_params"),
+        ("--eval-iters -1", "--eval-iters 0"),
+        ("--optimizer dist_muon", "--optimizer muon"),
+    ],
+)
+def test_an_old_name_is_taken_as_a_new_one(words: str, same: str) -> None:
+    old, new = load([*BASE, *words.split()], 2), load([*BASE, *same.split()], 2)
+    assert old.config == new.config
+    assert sum(" is taken as " in note for note in old.notes) == words.count("--") - words.count("--no-position")
+
+
+def test_a_reason_is_told_once_for_all_its_flags() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(script, 8)
-    refused = {violation.flags[0] for violation in caught.value.violations}
-    assert refused == {
-        *("--grad-reduce-in-bf16", "--empty-unused-memory-level"),
-    }
-    for name in refused:
-        place = script.index(name)
-        del script[place : place + 1 + (name == "--empty-unused-memory-level")]
-    loaded = load(script, 8)
-    assert loaded.config.model.ffn_size == 14336
-    assert loaded.config.training.train_samples == 1953125000
-    assert len(loaded.notes) == 8
+        load(
+            [*BASE, *"--moe-latent-size 64 --log-energy --moe-router-padding-for-fp8 --moe-use-upcycling --log-progress".split()], 1
+        )
+    (violation,) = caught.value.violations
+    assert violation.message == "--moe-latent-size 64, --moe-router-padding-for-fp8, --moe-use-upcycling are refused."
+    loaded = load([*BASE, *"--no-rope-fusion --fp8-margin 0 --no-bias-swiglu-fusion --fp8-interval 1".split()], 1)
+    assert [note.split(" have no effect: ")[0] for note in loaded.notes] == [
+        "--no-rope-fusion, --no-bias-swiglu-fusion",
+        "--fp8-margin 0, --fp8-interval 1",
+    ]
 
 
 _OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -240,8 +249,8 @@ def test_sharding_of_megatron_is_understood(flags_: str, strategy: str, notes: l
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("--use-torch-fsdp2", "--data-parallel-sharding-strategy optim_grads_params"),
-        ("--torch-fsdp2-no-reshard-after-forward", "--fsdp-reshard-after-forward never"),
+        ("--zero-stage 3", "optim_grads_params"),
+        ("--cpu-optimizer", "--optimizer-cpu-offload"),
         ("--num-distributed-optimizer-instances 2", "--fsdp-shard-size N"),
         ("--no-strict-fsdp-dtensor-load", "--fsdp-shard-size"),
         ("--offload-optimizer-states", "--optimizer-cpu-offload"),

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megatron.config.cli import load
-from megatron.config.compat import KNOWN
+from megatron.config.compat import KNOWN, TAKEN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
@@ -22,7 +22,7 @@ from tests.unit.config import test_config_pipeline, test_config_rules, test_conf
 
 
 def test_every_flag_has_a_page() -> None:
-    for name in [*flags(), *REQUESTS, *KNOWN]:
+    for name in [*flags(), *REQUESTS, *KNOWN, *(name for name in TAKEN if name not in flags())]:
         page = explain(name)
         assert page.startswith(f"--{name}") and page.endswith("\n") and len(page.split()) > 3
         assert all(len(line) <= 110 for line in page.splitlines()), name
@@ -43,7 +43,7 @@ def test_a_page_says_what_a_setting_is() -> None:
 def test_flags_that_are_no_settings_say_so() -> None:
     assert explain("moe-latent-size").startswith("--moe-latent-size is refused. Of mixtures of experts")
     assert "is accepted and has no effect" in explain("use-flash-attn")
-    assert "Use --check-replicas-every" in explain("check-weight-hash-across-dp-replicas-interval")
+    assert "taken as --check-replicas-every" in explain("check-weight-hash-across-dp-replicas-interval")
 
 
 def test_an_unknown_flag_is_answered_with_near_ones() -> None:

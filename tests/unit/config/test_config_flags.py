@@ -111,7 +111,7 @@ def test_a_value_is_read_or_has_a_fault(flag: Flag, values: list[str]) -> None:
     ("words", "parts"),
     [
         (["--tensor-model-paralel-size", "2"], ["--tensor-model-paralel-size is not a flag", "--tensor-model-parallel-size."]),
-        (["--lr-decay", "2"], ["--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples"]),
+        (["--lr-decay", "2"], ["--lr-decay-iters", "--lr-decay-samples"]),
         (["--no-load-opt"], ["--no-load-optim"]),
         (["--zzz"], ["--zzz is not a flag", "--help"]),
         (["-lr", "1"], ["-lr is not a flag", "--lr."]),

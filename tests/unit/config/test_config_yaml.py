@@ -104,7 +104,7 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("lr: [1, 2]\n", ["--lr takes a number, not 2."]),
         ("lr_decay_style: Cosine\n", ["--lr-decay-style cosine"]),
         ("tokenizer-type: SFTTokenizer\n", ["SFTTokenizer is not built yet"]),
-        ("model:\n  checkpoint-activations: true\n", ["line 2: --checkpoint-activations is refused"]),
+        ("model:\n  distribute-saved-activations: true\n", ["line 2: --distribute-saved-activations is refused"]),
         ("tensor-model-parallel-size: [1, 2]\n", ["takes a whole number, not 2."]),
         ("model: 3\n", ["line 1: model is a heading under which settings stand, not a setting."]),
         ("seed: 1\ndata:\n", ["line 2: data is a heading under which settings stand"]),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,7 +159,7 @@ def test_wandb_receives_values_and_ends(monkeypatch: pytest.MonkeyPatch) -> None
     board = WandB("project", "name", {"lr": 0.1})
     board.scalars(10, 320, {"lm_loss": 4.0})
     board.close()
-    settings = {"project": "project", "name": "name", "config": {"lr": 0.1}}
+    settings = {"project": "project", "name": "name", "config": {"lr": 0.1}, "entity": None, "dir": None}
     assert calls == [settings, ({"lm_loss": 4.0, "consumed_samples": 320}, 10), "finished"]
 
 
@@ -173,8 +174,11 @@ def test_only_what_is_asked_for_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: opened.append(settings)))
     assert curve_sinks(LoggingConfig()) == [] == opened
     config = LoggingConfig(tensorboard_dir=str(tmp_path / "curves"), wandb_project="project", wandb_exp_name="name")
+    config = replace(config, wandb_entity="team", wandb_save_dir=str(tmp_path / "files"))
     sinks = curve_sinks(config, {"lr": 1.0})
     assert [type(sink) for sink in sinks] == [TensorBoard, WandB]
-    assert opened == [{"project": "project", "name": "name", "config": {"lr": 1.0}}]
+    where = {"entity": "team", "dir": str(tmp_path / "files")}
+    assert opened == [{"project": "project", "name": "name", "config": {"lr": 1.0}, **where}]
+    assert (tmp_path / "files").is_dir()
     sinks[0].close()
     assert (tmp_path / "curves").is_dir()

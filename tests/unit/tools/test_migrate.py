@@ -72,7 +72,7 @@ CASES: dict[str, tuple[list[str], int, dict[str, Any], list[str]]] = {
             "num_query_groups": 8,
         },
         [
-            "#   --fp8-amax-history-len 1024\n#   --fp8-amax-compute-algo max\n",
+            "#   --fp8-amax-history-len 1024, --fp8-amax-compute-algo max have no effect: ",
             "argument 1 of the script\n#     checkpoints/llama3_8b",
         ],
     ),
