@@ -10,7 +10,7 @@ from megatron.config.setting import GIVEN, acts_with, setting
 LoraTarget = Literal["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
 """Linear layers, in the order of the forward."""
 
-_LORA = acts_with(lora_rank=GIVEN)
+_LORA = acts_with(lora_rank=GIVEN, strict=True)
 
 
 @dataclass(frozen=True)
