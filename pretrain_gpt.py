@@ -171,7 +171,9 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     step.finish_publishing()  # weights of a checkpoint
     step.prepare(plan.num_microbatches(resumed.progress.consumed_samples))
     curves = [sys.executable, str(Path(__file__).resolve().parent / "tools" / "plot_loss.py")]
-    reporter = startup.make_reporter(config, context, model, plan, timers, resumed=resumed.path is not None, draw=curves)
+    reporter = startup.make_reporter(
+        config, context, model, plan, timers, resumed=resumed.path is not None, draw=curves, corpus=data.corpus
+    )
     for line in [
         *loaded.notes,
         *([] if rehearsal is None else account.expect(rehearsal.plan(context), context)),

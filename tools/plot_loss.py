@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron.config.extras import optional
 from megatron.metrics.history import HISTORY, History, read_history
+from megatron.metrics.log_line import in_short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,14 +46,6 @@ def smoothed(values: NDArray[Any], half: int) -> NDArray[Any]:
     with np.errstate(invalid="ignore", divide="ignore"):
         found: NDArray[Any] = (sums[high] - sums[low]) / (numbers[high] - numbers[low])
     return found
-
-
-def short(count: float) -> str:
-    """A number of tokens, as 1.5M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= size:
-            return f"{count / size:.4g}{unit}"
-    return f"{count:.4g}"
 
 
 def draw(history: History, path: Path) -> None:
@@ -93,7 +86,9 @@ def draw(history: History, path: Path) -> None:
     _set_range(top, iterations, loss, calm, [value for _, value in held_out])
     _mark_events(top, history, iterations)
     top.set_ylabel("loss (nats per token)")
-    top.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+    low, high = top.get_ylim()
+    corner = "lower right" if calm[-1] > (low + high) / 2 else "upper right"
+    top.legend(loc=corner, frameon=True, framealpha=0.9, edgecolor="none")
     top.set_title(_title(history, calm), loc="left", fontsize=11)
 
     strip.plot(iterations, column("learning_rate"), color=_GREY, linewidth=1.5)
@@ -113,7 +108,7 @@ def draw(history: History, path: Path) -> None:
     shown = [
         each for each in MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(tokens[0], tokens[-1]) if tokens[0] <= each <= tokens[-1]
     ]
-    below.set_xticks(np.interp(shown, tokens, iterations), [short(each) for each in shown])
+    below.set_xticks(np.interp(shown, tokens, iterations), [in_short(each) for each in shown])
     below.set_xlabel("tokens", labelpad=1)
 
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -179,7 +174,7 @@ def _title(history: History, calm: NDArray[Any]) -> str:
     last = history.steps[-1]
     total = history.starts[-1].get("total_iterations") if history.starts else None
     of = f" of {total:,}" if total else ""
-    said = [f"iteration {last.iteration:,}{of}", f"{short(last.tokens)} tokens", f"training loss {calm[-1]:.3f}"]
+    said = [f"iteration {last.iteration:,}{of}", f"{in_short(last.tokens)} tokens", f"training loss {calm[-1]:.3f}"]
     held_out = [line["validation_loss"] for line in history.evaluations if line.get("validation_loss") is not None]
     return " · ".join([*said, *(f"validation {loss:.3f}" for loss in held_out[-1:])])
 
@@ -190,7 +185,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="that of --save, or of --tensorboard-dir without it")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f".png, .svg or .pdf; by default {PICTURE} in the run's folder")
     given = parser.parse_args(arguments)
-    os.nice(5)  # the run comes first
     try:
         history = read_history(given.folder)
         if not history.steps:
@@ -208,4 +202,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.nice(5)  # the run comes first
     sys.exit(main())

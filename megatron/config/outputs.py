@@ -63,6 +63,9 @@ class LoggingConfig:
 
     log_interval: int = setting(100, at_least=1, unit="steps")
     """Steps between log lines."""
+    log_format: Literal["auto", "short", "megatron"] = "auto"
+    """The log line: short is for people, with tokens a second and the time left, on a terminal under a progress bar; megatron is
+    that of Megatron-LM, byte for byte; auto takes short on a terminal and megatron anywhere else."""
     log_throughput: bool = False
     """Add TFLOP/s for each device to the log line."""
     log_params_norm: bool = False
@@ -90,6 +93,9 @@ class LoggingConfig:
     """Folder for TensorBoard."""
     tensorboard_log_interval: int = setting(1, at_least=1, unit="steps", acts=_CURVES)
     """Steps between TensorBoard points."""
+    tensorboard_tags: Literal["groups", "megatron"] = setting("groups", acts=acts_with(tensorboard_dir=GIVEN))
+    """Names of the curves: each number once, in the groups loss, optimizer, speed, memory, ...; or the tags of Megatron-LM, by
+    iterations and by samples, for dashboards that read them."""
     log_timers_to_tensorboard: bool = setting(False, acts=_CURVES, idle=_NO_TIMERS)
     """Write timers to TensorBoard too."""
     log_memory_to_tensorboard: bool = setting(

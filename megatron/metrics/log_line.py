@@ -1,8 +1,9 @@
-"""The lines that training prints, byte for byte as Megatron-LM does: people parse them."""
+"""The lines that training prints: for people, or byte for byte as Megatron-LM does, for programs that parse them."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
@@ -12,99 +13,167 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def training_log_line(
-    *,
-    time: datetime,
-    iteration: int,
-    train_iterations: int,
-    consumed_samples: int,
-    elapsed_ms: float,
-    learning_rate: float,
-    global_batch_size: int,
-    lm_loss: float | None,
-    z_loss: float | None = None,
-    mtp_loss: float | None = None,
-    load_balancing_loss: float | None = None,
-    moe_z_loss: float | None = None,
-    busiest_expert: float | None = None,
-    dropped_share: float | None = None,
-    loss_scale: float,
-    skipped: int,
-    nans: int,
-    tflops_per_device: float | None = None,
-    grad_norm: float | None = None,
-    num_zeros: float | None = None,
-    params_norm: float | None = None,
-    gradient_noise: float | None = None,
-    context_imbalance: float | None = None,
-    max_attention_logit: float | None = None,
-) -> str:
-    """One line of progress, without a newline.
+@dataclass(frozen=True, kw_only=True)
+class LineNumbers:
+    """The numbers of a log line. Where one is None, it is not in the line."""
 
-    Args:
-        time: When the line is printed.
-        iteration: The step just made; the first is 1.
-        train_iterations: Steps of the whole run.
-        consumed_samples: Sequences read so far.
-        elapsed_ms: Milliseconds for one iteration, mean over the interval.
-        learning_rate: Learning rate of the last update.
-        global_batch_size: Sequences of the last step.
-        lm_loss: Mean over the interval; None when no step of it had a loss.
-        z_loss: Mean over the interval of what --z-loss-coeff adds to what is minimised; None without it.
-        mtp_loss: Mean over the interval of the loss of --mtp-num-layers, without its factor; None without them.
-        load_balancing_loss: Mean over the interval and the layers with experts, without its coefficient; None without experts.
-        moe_z_loss: Such a mean of the routers' z-loss.
-        dropped_share: Share of the experts' choices that were dropped.
-        busiest_expert: What the busiest expert gets, as a multiple of the mean of its layer; the largest of the interval.
-        loss_scale: Scale of the loss.
-        skipped: Steps of the interval without an update.
-        nans: Steps of the interval with a NaN.
-        tflops_per_device: Throughput, with --log-throughput.
-        grad_norm: Global gradient norm of the last update; None when there was none.
-        num_zeros: Zeros in the gradient, with --log-num-zeros-in-grad.
-        params_norm: Norm of all parameters, with --log-params-norm.
-        context_imbalance: What the busiest context rank attends to, as a multiple of the mean; shown where documents make it
-            uneven.
-        gradient_noise: Noise scale of the gradient over the interval in sequences, with --log-gradient-noise.
-        max_attention_logit: Largest score of attention over the interval, with --log-max-attention-logit.
-    """
-    fields = [
-        f" [{time:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{train_iterations:8d}",
-        f"consumed samples: {consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {elapsed_ms:.1f}",
+    time: datetime
+    """When the line is printed."""
+    iteration: int
+    """The step just made; the first is 1."""
+    train_iterations: int
+    """Steps of the whole run."""
+    consumed_samples: int
+    """Sequences read so far."""
+    elapsed_ms: float
+    """Milliseconds for one iteration, mean over the interval."""
+    learning_rate: float
+    """Learning rate of the last update."""
+    global_batch_size: int
+    """Sequences of the last step."""
+    lm_loss: float | None
+    """Mean over the interval; None when no step of it had a loss."""
+    z_loss: float | None = None
+    """Mean over the interval of what --z-loss-coeff adds to what is minimised."""
+    mtp_loss: float | None = None
+    """Mean over the interval of the loss of --mtp-num-layers, without its factor."""
+    load_balancing_loss: float | None = None
+    """Mean over the interval and the layers with experts, without its coefficient."""
+    moe_z_loss: float | None = None
+    """Such a mean of the routers' z-loss."""
+    busiest_expert: float | None = None
+    """What the busiest expert gets, as a multiple of the mean of its layer; the largest of the interval."""
+    dropped_share: float | None = None
+    """Share of the experts' choices that were dropped."""
+    loss_scale: float
+    """Scale of the loss."""
+    skipped: int
+    """Steps of the interval without an update."""
+    nans: int
+    """Steps of the interval with a NaN."""
+    tflops_per_device: float | None = None
+    """Throughput, with --log-throughput."""
+    grad_norm: float | None = None
+    """Global gradient norm of the last update; None when there was none."""
+    num_zeros: float | None = None
+    """Zeros in the gradient, with --log-num-zeros-in-grad."""
+    params_norm: float | None = None
+    """Norm of all parameters, with --log-params-norm."""
+    context_imbalance: float | None = None
+    """What the busiest context rank attends to, as a multiple of the mean; shown where documents make it uneven."""
+    gradient_noise: float | None = None
+    """Noise scale of the gradient over the interval in sequences, with --log-gradient-noise."""
+    max_attention_logit: float | None = None
+    """Largest score of attention over the interval, with --log-max-attention-logit."""
+    tokens_per_s: float | None = None
+    """Tokens of all ranks in a second; in the short line alone."""
+    mfu: float | None = None
+    """Share of the devices' peak, where that is known; in the short line alone."""
+    seconds_left: float | None = None
+    """Time to the end of the run, once it can be told; in the short line alone."""
+
+    @property
+    def shown_imbalance(self) -> float | None:
+        """The imbalance, where there is one."""
+        return self.context_imbalance if self.context_imbalance is not None and self.context_imbalance > 1.0 else None
+
+
+def megatron_line(line: LineNumbers) -> str:
+    """One line of progress as Megatron-LM prints it, without a newline."""
+    optional = [
+        (line.lm_loss, "lm loss: {:.6E}"),
+        (line.z_loss, "z loss: {:.6E}"),
+        (line.mtp_loss, "mtp loss: {:.6E}"),
+        (line.load_balancing_loss, "load_balancing_loss: {:.6E}"),
+        (line.moe_z_loss, "router z loss: {:.6E}"),
+        (line.busiest_expert, "busiest expert: {:.3f}"),
+        (line.dropped_share, "dropped: {:.1%}"),
+        (line.loss_scale, "loss scale: {:.1f}"),
+        (line.grad_norm, "grad norm: {:.3f}"),
+        (line.num_zeros, "num zeros: {:.1f}"),
+        (line.params_norm, "params norm: {:.3f}"),
+        (line.gradient_noise, "gradient noise scale: {:.1f}"),
+        (line.shown_imbalance, "context imbalance: {:.3f}"),
+        (line.max_attention_logit, "max attention logit: {:.3f}"),
     ]
-    if tflops_per_device is not None:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {tflops_per_device:.1f}")
-    fields += [f"learning rate: {learning_rate:.6E}", f"global batch size: {global_batch_size:5d}"]
-    if lm_loss is not None:
-        fields.append(f"lm loss: {lm_loss:.6E}")
-    if z_loss is not None:
-        fields.append(f"z loss: {z_loss:.6E}")
-    if mtp_loss is not None:
-        fields.append(f"mtp loss: {mtp_loss:.6E}")
-    if load_balancing_loss is not None:
-        fields.append(f"load_balancing_loss: {load_balancing_loss:.6E}")
-    if moe_z_loss is not None:
-        fields.append(f"router z loss: {moe_z_loss:.6E}")
-    if busiest_expert is not None:
-        fields.append(f"busiest expert: {busiest_expert:.3f}")
-    if dropped_share is not None:
-        fields.append(f"dropped: {dropped_share:.1%}")
-    fields.append(f"loss scale: {loss_scale:.1f}")
-    if grad_norm is not None:
-        fields.append(f"grad norm: {grad_norm:.3f}")
-    if num_zeros is not None:
-        fields.append(f"num zeros: {num_zeros:.1f}")
-    if params_norm is not None:
-        fields.append(f"params norm: {params_norm:.3f}")
-    if gradient_noise is not None:
-        fields.append(f"gradient noise scale: {gradient_noise:.1f}")
-    if context_imbalance is not None and context_imbalance > 1.0:
-        fields.append(f"context imbalance: {context_imbalance:.3f}")
-    if max_attention_logit is not None:
-        fields.append(f"max attention logit: {max_attention_logit:.3f}")
-    fields += [f"number of skipped iterations: {skipped:3d}", f"number of nan iterations: {nans:3d}"]
+    fields = [
+        f" [{line.time:%Y-%m-%d %H:%M:%S.%f}] iteration {line.iteration:8d}/{line.train_iterations:8d}",
+        f"consumed samples: {line.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {line.elapsed_ms:.1f}",
+    ]
+    if line.tflops_per_device is not None:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {line.tflops_per_device:.1f}")
+    fields += [f"learning rate: {line.learning_rate:.6E}", f"global batch size: {line.global_batch_size:5d}"]
+    fields += [form.format(value) for value, form in optional if value is not None]
+    fields += [f"number of skipped iterations: {line.skipped:3d}", f"number of nan iterations: {line.nans:3d}"]
     return " | ".join(fields) + " |"
+
+
+def short_line(line: LineNumbers) -> str:
+    """One line of progress for people: `it 120/5000 | loss 3.41 | norm 0.82 | lr 3e-4 | 41k tok/s | 38 % MFU | 2 h 14 min left`."""
+    flops = None if line.tflops_per_device is None else 1e12 * line.tflops_per_device
+    optional = [
+        (line.lm_loss, "loss {:.3f}"),
+        (line.z_loss, "z loss {:.2g}"),
+        (line.mtp_loss, "mtp loss {:.3f}"),
+        (line.load_balancing_loss, "balance loss {:.4g}"),
+        (line.moe_z_loss, "router z loss {:.3g}"),
+        (line.busiest_expert, "busiest expert {:.2f}"),
+        (line.dropped_share, "{:.1%} dropped"),
+        (line.loss_scale if line.loss_scale != 1.0 else None, "loss scale {:.0f}"),
+        (line.grad_norm, "norm {:.3g}"),
+        (line.num_zeros, "{:.0f} zeros"),
+        (line.params_norm, "weights' norm {:.4g}"),
+        (line.gradient_noise, "noise scale {:.4g}"),
+        (line.shown_imbalance, "imbalance {:.2f}"),
+        (line.max_attention_logit, "logit {:.3g}"),
+    ]
+    fields = [f"it {line.iteration:{len(str(line.train_iterations))}d}/{line.train_iterations}"]
+    fields += [form.format(value) for value, form in optional if value is not None]
+    fields.append(f"lr {line.learning_rate:.2e}".replace("e-0", "e-").replace("e+00", ""))
+    if line.tokens_per_s is not None:
+        fields.append(f"{in_short(line.tokens_per_s)} tok/s")
+    if flops is not None:
+        rate = in_short(flops, "kMGTP")
+        fields.append(f"{rate[:-1]} {rate[-1]}FLOP/s" if rate[-1].isalpha() else f"{rate} FLOP/s")
+    if line.mfu is not None:
+        fields.append(f"{100 * line.mfu:.0f} % MFU")
+    fields += [f"{count} {what}" for count, what in ((line.skipped, "skipped"), (line.nans, "NaN")) if count]
+    if line.seconds_left is not None:
+        fields.append(f"{duration(line.seconds_left)} left")
+    return " | ".join(fields)
+
+
+def in_short(number: float, units: str = "kMBT") -> str:
+    """A number with three digits and a unit for each factor of 1,000: 41.2k, 1.5M, 300B."""
+    power = 0
+    while abs(number) >= 999.5 and power < len(units):
+        number, power = number / 1000, power + 1
+    digits = f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+    return digits + ("", *units)[power]
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units: 2 h 14 min."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {rest:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def progress_bar(share: float, width: int, *, plain: bool = False) -> str:
+    """A bar of a share of so many characters, with the share behind it. `plain` takes ASCII alone."""
+    full, empty = "#-" if plain else "━─"
+    room = max(4, width - 7)
+    done = int(room * min(1.0, max(0.0, share)))
+    return f"{full * done}{empty * (room - done)} {100 * share:3.0f} %"
 
 
 def validation_lines(
@@ -124,3 +193,11 @@ def validation_lines(
         line += f"mtp loss value: {mtp_loss:.6E} | "
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]
+
+
+def short_validation_line(
+    iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
+) -> str:
+    """The same for people, in one line."""
+    further = "" if mtp_loss is None else f" | mtp loss {mtp_loss:.3f}"
+    return f"{split} at it {iteration} | loss {loss:.3f} | perplexity {perplexity(loss):.4g}{further}"

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron.config.outputs import LoggingConfig
 from megatron.config.version import how_to_install
@@ -60,7 +60,7 @@ class MetricsFile:
         self._file.close()
 
 
-_TAGS = {
+_MEGATRON_TAGS = {
     "lm_loss": "lm loss",
     "z_loss": "z loss",
     "mtp_loss": "mtp loss",
@@ -83,17 +83,68 @@ _TAGS = {
 """Megatron's TensorBoard tags. Other names are used as they are, by iteration only."""
 
 
+_GROUPED_TAGS = {
+    "lm_loss": "loss/training",
+    "validation_loss": "loss/validation",
+    "test_loss": "loss/test",
+    "z_loss": "loss/z loss",
+    "mtp_loss": "loss/training, multi-token",
+    "validation_mtp_loss": "loss/validation, multi-token",
+    "test_mtp_loss": "loss/test, multi-token",
+    "spikes": "loss/spikes",
+    "learning_rate": "optimizer/learning rate",
+    "global_batch_size": "optimizer/batch size",
+    "loss_scale": "optimizer/loss scale",
+    "grad_norm": "optimizer/gradient norm",
+    "num_zeros": "optimizer/zeros in the gradient",
+    "params_norm": "optimizer/norm of the weights",
+    "gradient_noise": "optimizer/noise scale of the gradient",
+    "max_attention_logit": "optimizer/largest attention logit",
+    "elapsed_ms": "speed/seconds a step",
+    "tokens_per_s": "speed/tokens per second",
+    "tflops_per_device": "speed/TFLOPs per second and device",
+    "mfu": "speed/MFU",
+    "goodput": "speed/goodput",
+    "context_imbalance": "speed/context imbalance",
+    "memory_bytes": "memory/most bytes of rank 0",
+    "host_bytes": "memory/most bytes of its process",
+    "mem-allocated-bytes": "memory/allocated bytes",
+    "mem-max-allocated-bytes": "memory/most allocated bytes",
+    "load_balancing_loss": "moe/load balancing loss",
+    "moe_z_loss": "moe/router z loss",
+    "busiest_expert": "moe/busiest expert",
+    "dropped_share": "moe/share of choices dropped",
+}
+"""Names of the curves by groups, of which TensorBoard shows the first in the alphabet first: the loss."""
+_GROUPS = {"memory": "memory", "busiest_expert": "moe", "grad-norm": "norms", "weight-norm": "norms"}
+"""The groups of names with a part of the model behind a stroke. What else there is stands under `other`, times under `times`."""
+
+
+def grouped_tag(name: str) -> str:
+    """The curve of a name, with its group."""
+    if name in _GROUPED_TAGS:
+        return _GROUPED_TAGS[name]
+    head, stroke, part = name.partition("/")
+    if stroke:
+        group = _GROUPS.get(head, "other")
+        return f"{group}/{part}" if head == group else f"{group}/{head}, {part}"
+    return f"times/{name.removesuffix('-time')}" if name.endswith("-time") else f"other/{name}"
+
+
 class TensorBoard:
-    """Curves with Megatron's tags, by iteration and (' vs samples') by samples; iteration time is in seconds there.
+    """Curves by iteration: each number once, in groups (`grouped_tag`); or with Megatron's tags, there also by samples
+    (' vs samples'). Times of iterations are in seconds.
 
     Args:
         folder: Where the event files go.
+        tags: Of --tensorboard-tags.
 
     Raises:
         ValueError: The package tensorboard is not installed, or the folder cannot be written.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, tags: Literal["groups", "megatron"] = "groups") -> None:
+        self._tags = tags
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -127,12 +178,14 @@ class TensorBoard:
             self._output.failed(error)
 
     def _add(self, name: str, value: float, iteration: int, samples: int) -> None:
-        if name not in _TAGS:
-            self._writer.add_scalar(name, value, iteration)
+        value = value / 1000.0 if name == "elapsed_ms" else value
+        if self._tags == "groups" or name not in _MEGATRON_TAGS:
+            self._writer.add_scalar(grouped_tag(name) if self._tags == "groups" else name, value, iteration)
             return
-        curves = {_TAGS[name]: value / 1000.0 if name == "elapsed_ms" else value}
+        tag_of_name = _MEGATRON_TAGS[name]
+        curves = {tag_of_name: value}
         if name in ("validation_loss", "test_loss"):
-            curves[f"{_TAGS[name]} ppl"] = perplexity(value)
+            curves[f"{tag_of_name} ppl"] = perplexity(value)
         for tag, number in curves.items():
             self._writer.add_scalar(tag, number, iteration)
             self._writer.add_scalar(f"{tag} vs samples", number, samples)
@@ -187,7 +240,7 @@ def curve_sinks(config: LoggingConfig, settings: Mapping[str, Any] | None = None
     """TensorBoard and Weights & Biases, where the settings ask for them. `settings` is the run's configuration."""
     sinks: list[Sink] = []
     if config.tensorboard_dir is not None:
-        sinks.append(TensorBoard(config.tensorboard_dir))
+        sinks.append(TensorBoard(config.tensorboard_dir, config.tensorboard_tags))
     if config.wandb_project is not None:
         sinks.append(WandB(config.wandb_project, config.wandb_exp_name, settings, config.wandb_entity, config.wandb_save_dir))
     return sinks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from io import UnsupportedOperation
 from pathlib import Path
@@ -91,32 +92,72 @@ class LineFile:
 
 
 class Printer:
-    """Prints lines of a run's log, each at once.
+    """Prints lines of a run's log, each at once; on a terminal with lines below them that change.
 
     What Python keeps in the buffer of a stream that fails, it would try to write again at the end, and turn the exit code to 120.
     So a line goes past that buffer.
+
+    The cursor stays before the lines that change. So what others print goes over these, and is not itself printed over.
     """
 
     def __init__(self) -> None:
         self._output = Output("stdout")
+        self._below = ""
+
+    @property
+    def on_terminal(self) -> bool:
+        """Whether people look at what is printed, on a terminal that can move its cursor."""
+        try:
+            return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        except ValueError:  # it is closed
+            return False
+
+    @property
+    def width(self) -> int:
+        """Characters of a line on the terminal."""
+        try:
+            return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+        except (OSError, ValueError):
+            return 80
+
+    @property
+    def plain(self) -> bool:
+        """Whether ASCII alone can be printed."""
+        return "utf" not in (sys.stdout.encoding or "").lower()
 
     def say(self, line: str) -> None:
         """Print a line."""
+        self._write(f"{_ERASE}{line}\n{self._below}" if self._below else f"{line}\n")
+
+    def show(self, lines: Sequence[str]) -> None:
+        """On a terminal: show these lines below what was printed, in place of those that were shown before."""
+        erase = _ERASE if self._below else ""
+        room = self.width - 1  # a full line would take two
+        self._below = "\n".join(line[:room] for line in lines) + (f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else "") + "\r"
+        self._below = self._below if lines else ""
+        if erase or self._below:
+            self._write(erase + self._below)
+
+    def _write(self, text: str) -> None:
         stream: TextIO = sys.stdout
         try:
             stream.flush()
             try:
                 file = stream.fileno()
             except UnsupportedOperation:  # a stand-in, as in a notebook
-                print(line, flush=True)
+                print(text, end="", flush=True)
                 return
-            data = (line + "\n").encode(stream.encoding or "utf-8", "backslashreplace")
+            data = text.encode(stream.encoding or "utf-8", "backslashreplace")
             while data:
                 data = data[os.write(file, data) :]
         except OSError as error:
             self._output.failed(error)
         else:
             self._output.works()
+
+
+_ERASE = "\r\x1b[J"
+"""From the beginning of the cursor's line to the end of the screen (ECMA-48)."""
 
 
 def _ends_inside_line(path: Path) -> bool:

@@ -23,6 +23,7 @@ from megatron.data.history import Phase, describe_phases, go_on, pass_over
 from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron.metrics.run_warnings import Corpus
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.cut import Cut, balanced, token_costs
@@ -253,6 +254,13 @@ class RunData:
     datasets: Datasets | None
     """The datasets; None on a rank whose stage reads no samples."""
     has_test: bool
+
+    @property
+    def corpus(self) -> Corpus:
+        """What is known of the training data here."""
+        parts = self.datasets.train.components if self.datasets is not None else ()
+        tokens = sum(each.dataset.num_tokens(each.documents) for each in parts)
+        return Corpus(tokens or None, bool(parts) and not has_own_splits(self.config.data))
 
     def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext, *, passed_over: int = 0) -> RunBatches:
         """The batches of the rest of the run. What was consumed before stays consumed; `progress.phases` is updated. All ranks call

@@ -22,10 +22,11 @@ from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches
 from megatron.training.life import LifeNote
 from megatron.training.memory_report import MemoryAccount
+from megatron.training.model_norms import layer_norms, params_norm, places
 from megatron.training.plan_report import PlanReport, StepPlan
 from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
-from megatron.training.reporter import Reporter, layer_norms, params_norm, places
+from megatron.training.reporter import Reporter
 from megatron.training.rewind import Rewinds
 from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.sentinel import Sentinel
@@ -211,7 +212,7 @@ class Loop:
             return False
         self.flight.phase("rewinding")
         left = progress.iteration
-        with self.reporter.paused():
+        with self.reporter.paused("going back", progress):
             found = self.rewinds.rewind(progress, self.plan, self.saver, self.reporter.say)
             if found is not None:
                 self.plan, self.train_batches = found.plan, found.batches.training
@@ -255,7 +256,7 @@ class Loop:
     def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
         """Evaluate; returns whether that came to its end, and was not given up on a signal."""
         self.flight.phase("evaluating")
-        with self.reporter.paused():
+        with self.reporter.paused("evaluating", progress):
             with self.timers("evaluation", level=0):
                 found = evaluate(self.step, make(), lambda: self.signals.seen is not None)
             if found is None:
@@ -269,7 +270,7 @@ class Loop:
 
     def _save(self, progress: Progress, watching: list[Watcher]) -> None:
         self.flight.phase("saving")
-        with self.reporter.paused():
+        with self.reporter.paused("saving", progress):
             self.step.finish_publishing()  # no result may be written where it is still read
             if self.config.checkpoint.save is not None:
                 for watcher in watching:
@@ -288,7 +289,7 @@ class Loop:
     def _keep(self, progress: Progress) -> None:
         """Copy the state into the memory of the nodes."""
         self.flight.phase("saving")
-        with self.reporter.paused(), self.timers("keep-state", level=0):
+        with self.reporter.paused("keeping the state", progress), self.timers("keep-state", level=0):
             self.step.finish_publishing()
             account, schedule = self.goodput.to_json(), self.schedule
             self.saver.keep(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)

@@ -15,20 +15,25 @@ import torch
 from megatron.config.outputs import LoggingConfig
 from megatron.data.history import tokens_read
 from megatron.metrics.history import HistoryFile
-from megatron.metrics.log_line import training_log_line, validation_lines
+from megatron.metrics.log_line import (
+    LineNumbers,
+    megatron_line,
+    short_line,
+    short_validation_line,
+    validation_lines,
+)
 from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
 from megatron.metrics.output import Printer
+from megatron.metrics.run_warnings import LossWarnings
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
 from megatron.model.build import Model
 from megatron.moe.balance import BalanceResult
-from megatron.optimizer.norms import square_sums
-from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard
 from megatron.spec.counts import flops_per_step
-from megatron.spec.weights import in_layer
 from megatron.training.goodput import Use
 from megatron.training.gradient_noise import NoiseEstimate, noise_scale
+from megatron.training.live_lines import LiveLines, Pace
 from megatron.training.loss_picture import LossPicture
 from megatron.training.memory_report import process_bytes
 from megatron.training.progress import Progress
@@ -64,11 +69,13 @@ class Reporter:
     Args:
         speaks: whether this rank prints and writes; the others only take part in gathering times.
         total_iterations: number of steps of the whole run.
+        total_samples: samples of the whole run, by which the time left is told; 0 where it is not.
         peak: FLOP/s of one device, if known.
         resumed: continue the metrics file instead of beginning it.
         judges: whether steps are judged as loss spikes, so that their number is logged.
         settings: saved with the curves where the sink can.
         folder: that of the run, in which its record is kept; None without one.
+        warnings: looks at the losses; None where nobody does.
         draw: the command that draws the picture of a record, whose folder is added to it; None where none is wanted.
     """
 
@@ -80,6 +87,7 @@ class Reporter:
         timers: Timers,
         total_iterations: int,
         *,
+        total_samples: int = 0,
         speaks: bool,
         peak: float | None = None,
         resumed: bool = False,
@@ -87,6 +95,7 @@ class Reporter:
         settings: Mapping[str, Any] | None = None,
         folder: str | None = None,
         draw: Sequence[str] | None = None,
+        warnings: LossWarnings | None = None,
     ) -> None:
         self._judges = judges
         self._config, self._model, self._context, self._timers = config, model, context, timers
@@ -96,7 +105,10 @@ class Reporter:
         self._sinks = [*self._curves, *([self._file] if self._file else [])]
         self._history = HistoryFile(folder, model.config.seq_length) if speaks and folder is not None else None
         self._picture = LossPicture(draw, folder) if speaks and folder is not None and draw is not None else None
-        self._printer = Printer()
+        self._printer, self._pace, self._warnings = Printer(), Pace(total_samples), warnings
+        terminal = speaks and self._printer.on_terminal
+        self._short = config.log_format == "short" or (config.log_format == "auto" and terminal)
+        self._live = LiveLines(self._printer, total_iterations) if self._short and terminal else None
         self._first = True
         self._last_step = time.perf_counter()
         self._interval = _Interval(self._last_step)
@@ -117,10 +129,12 @@ class Reporter:
         try:
             yield
         except BaseException as error:
+            self._printer.show([])
             self.event("end", progress, str(error).partition("\n")[0] or type(error).__name__)
             if self._picture is not None:
                 self._picture.leave()
             raise
+        self._printer.show([])
         for sink in self._sinks:
             sink.close()
         if self._history is not None:
@@ -161,6 +175,9 @@ class Reporter:
                 sums.imbalances += [] if result.context_imbalance is None else [result.context_imbalance]
                 sums.max_logits += [] if result.max_attention_logit is None else [result.max_attention_logit]
         now = time.perf_counter()
+        self._pace.step(now, now - self._last_step, batch)
+        if self._warnings is not None and result is not None and not result.skipped:
+            self.warn(progress, self._warnings.step(progress.iteration, result.loss))
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
         if self._history is not None:
@@ -180,28 +197,47 @@ class Reporter:
             self._first = False
             self._last_step = time.perf_counter()
             self._interval = _Interval(self._last_step)
+        if self._live is not None:
+            pace = self._pace.samples_per_s
+            tokens_per_s = None if pace is None else pace * self._model.config.seq_length
+            self._live.step(progress, result, {**self._place(progress, learning_rate, batch), "tokens_per_s": tokens_per_s}, now)
 
     def evaluation(self, progress: Progress, loss: float, mtp_loss: float | None, split: Literal["validation", "test"]) -> None:
         """Log the loss of a held-out split, and that of multi-token prediction."""
-        for line in validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss):
+        lines = validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss)
+        for line in [short_validation_line(progress.iteration, loss, split, mtp_loss=mtp_loss)] if self._short else lines:
             self.say(line)
         values = {f"{split}_loss": loss} | ({} if mtp_loss is None else {f"{split}_mtp_loss": mtp_loss})
         self._write(self._sinks, progress, values)
         self._record("evaluation", progress, values)
+        if self._warnings is not None and split == "validation":
+            self.warn(progress, self._warnings.evaluation(loss, progress.consumed_samples * self._model.config.seq_length))
 
     def measured(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Write further numbers to the metrics file and the curves."""
         self._write(self._sinks, progress, values)
         self._record("measured", progress, values)
 
+    def warn(self, progress: Progress, words: str | None) -> None:
+        """Tell a warning, if there is one, in the log and in the record of the run."""
+        if words is not None:
+            self.say(f"WARNING: {words}")
+            self.event("warning", progress, words)
+
     def event(self, event: str, progress: Progress, words: str, **values: Any) -> None:
         """Write into the record of the run that something happened. The log has been told in other words."""
         self._record("event", progress, {"event": event, "words": words.strip(), **values})
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While it is entered, time does not count for the steps."""
+    def paused(self, what: str, progress: Progress) -> Iterator[None]:
+        """While it is entered, time does not count for the steps.
+
+        Args:
+            what: is done meanwhile.
+        """
         began = time.perf_counter()
+        if self._live is not None:
+            self._live.doing(what, progress)
         yield
         away = time.perf_counter() - began
         self._interval.started += away
@@ -242,47 +278,45 @@ class Reporter:
         of_experts = _of_experts(sums.balances)
         noise, imbalance = noise_scale(sums.noises), _mean(sums.imbalances)
         max_logit = max(sums.max_logits, default=None)
-        self.say(
-            training_log_line(
-                time=datetime.now(),
-                iteration=progress.iteration,
-                train_iterations=self._total_iterations,
-                consumed_samples=progress.consumed_samples,
-                elapsed_ms=elapsed_ms,
-                learning_rate=learning_rate,
-                global_batch_size=batch,
-                lm_loss=loss,
-                z_loss=z_loss,
-                mtp_loss=mtp_loss,
-                load_balancing_loss=of_experts.get("load_balancing_loss"),
-                moe_z_loss=of_experts.get("moe_z_loss"),
-                busiest_expert=of_experts.get("busiest_expert"),
-                dropped_share=of_experts.get("dropped_share"),
-                loss_scale=result.loss_scale if result else 1.0,
-                skipped=sums.skipped,
-                nans=sums.nans,
-                tflops_per_device=tflops if self._config.log_throughput else None,
-                grad_norm=result.grad_norm if result and not result.skipped else None,
-                num_zeros=result.num_zeros if result else None,
-                params_norm=extras.get("params_norm"),
-                gradient_noise=noise,
-                context_imbalance=imbalance,
-                max_attention_logit=max_logit,
-            )
+        tokens_per_s = sums.samples * self._model.config.seq_length / seconds
+        mfu = None if self._peak is None else tflops * 1e12 / self._peak
+        line = LineNumbers(
+            **self._place(progress, learning_rate, batch),
+            elapsed_ms=elapsed_ms,
+            lm_loss=loss,
+            tokens_per_s=tokens_per_s,
+            mfu=mfu,
+            z_loss=z_loss,
+            mtp_loss=mtp_loss,
+            load_balancing_loss=of_experts.get("load_balancing_loss"),
+            moe_z_loss=of_experts.get("moe_z_loss"),
+            busiest_expert=of_experts.get("busiest_expert"),
+            dropped_share=of_experts.get("dropped_share"),
+            loss_scale=result.loss_scale if result else 1.0,
+            skipped=sums.skipped,
+            nans=sums.nans,
+            tflops_per_device=tflops if self._config.log_throughput else None,
+            grad_norm=result.grad_norm if result and not result.skipped else None,
+            num_zeros=result.num_zeros if result else None,
+            params_norm=extras.get("params_norm"),
+            gradient_noise=noise,
+            context_imbalance=imbalance,
+            max_attention_logit=max_logit,
         )
+        self.say(short_line(line) if self._short else megatron_line(line))
         values = {
             "learning_rate": learning_rate,
             "global_batch_size": batch,
             "skipped": sums.skipped,
             **({"spikes": sums.spikes} if self._judges else {}),
             "elapsed_ms": elapsed_ms,
-            "tokens_per_s": sums.samples * self._model.config.seq_length / seconds,
+            "tokens_per_s": tokens_per_s,
             "tflops_per_device": tflops,
             **extras,
             **of_experts,
         }
-        if self._peak is not None:
-            values["mfu"] = tflops * 1e12 / self._peak
+        if mfu is not None:
+            values["mfu"] = mfu
         if loss is not None:
             values["lm_loss"] = loss
         if z_loss is not None:
@@ -301,12 +335,25 @@ class Reporter:
             values["num_zeros"] = result.num_zeros
         if self._file:
             self._write([self._file], progress, values)
-        self._write(self._curves, progress, {"tokens_per_s": values["tokens_per_s"], **extras})
+        memory = self._memory()
+        self._write(self._curves, progress, {**extras, **memory})
         timers = self._report_times(progress) if self._config.timing_log_level > 0 else {}
         if self._history is not None:
             whole = {name: value for name, value in values.items() if "/" not in name}
-            found = {**self._memory(), "spent": spent, **({"timers_ms": timers} if timers else {})}
+            found = {**memory, "spent": spent, **({"timers_ms": timers} if timers else {})}
             self._record("log", progress, {**whole, **found})
+
+    def _place(self, progress: Progress, learning_rate: float, batch: int) -> dict[str, Any]:
+        """The numbers that every line has."""
+        return {
+            "time": datetime.now(),
+            "iteration": progress.iteration,
+            "train_iterations": self._total_iterations,
+            "consumed_samples": progress.consumed_samples,
+            "learning_rate": learning_rate,
+            "global_batch_size": batch,
+            "seconds_left": self._pace.seconds_left(time.perf_counter(), progress.consumed_samples),
+        }
 
     def _memory(self) -> dict[str, int]:
         host, device = process_bytes(), self._context.device
@@ -319,8 +366,11 @@ class Reporter:
             "loss_scale": result.loss_scale,
             **({"spikes": int(result.spike is not None)} if self._judges else {}),
             "elapsed_ms": 1000 * seconds,
+            "tokens_per_s": batch * self._model.config.seq_length / seconds,
             "tflops_per_device": self._tflops(batch, _attended(result, batch), seconds),
         }
+        if self._peak is not None:
+            values["mfu"] = values["tflops_per_device"] * 1e12 / self._peak
         if not result.skipped:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
             values |= {} if result.z_loss is None else {"z_loss": result.z_loss}
@@ -370,55 +420,3 @@ def _of_experts(balances: Sequence[BalanceResult]) -> dict[str, float]:
 def _attended(result: StepResult | None, batch: int) -> float:
     """How many whole sequences need as much attention as the step."""
     return batch if result is None or result.attended_sequences is None else result.attended_sequences
-
-
-# ---- norms of gradient and weights for each layer (--log-layer-norms), and of all parameters (--log-params-norm)
-
-
-def place_of(name: str) -> str:
-    """The part of the model that a parameter belongs to: "layers.17", "embedding", "final_norm", "output" or "mtp"."""
-    layer, part = in_layer(name)
-    return part.partition(".")[0] if layer is None else f"layers.{layer}"
-
-
-def places(num_layers: int, tied: bool, depths: int = 0) -> list[str]:
-    """Every part of the model, in the order of the depth."""
-    return [
-        "embedding",
-        *(f"layers.{i}" for i in range(num_layers)),
-        "final_norm",
-        *([] if tied else ["output"]),
-        *(["mtp"] if depths else []),
-    ]
-
-
-def layer_norms(
-    shards: Sequence[Shard], gradient_squares: torch.Tensor, loss_scale: float, parts: Sequence[str], context: ParallelContext
-) -> dict[str, float]:
-    """Gradient and weight norm of each part over all ranks: {"grad-norm/layers.0": ..., "weight-norm/layers.0": ...}.
-
-    Args:
-        shards: those that this rank counts.
-        gradient_squares: sums of squares of their gradients, float64 [len(shards)].
-        loss_scale: the gradients are multiplied by it.
-        parts: see `places`; the same on every rank.
-    """
-    index = torch.tensor([parts.index(place_of(s.record.name)) for s in shards], dtype=torch.long, device=context.device)
-    sums = torch.zeros(2, len(parts), dtype=torch.float64, device=context.device)
-    sums[0].index_add_(0, index, gradient_squares)
-    sums[1].index_add_(0, index, square_sums([s.counted_main for s in shards], context.device))
-    norms = all_reduce(sums, context.world).sqrt().tolist()
-    return {
-        **{f"grad-norm/{part}": norm / loss_scale for part, norm in zip(parts, norms[0], strict=True)},
-        **{f"weight-norm/{part}": norm for part, norm in zip(parts, norms[1], strict=True)},
-    }
-
-
-def params_norm(shards: Sequence[Shard], context: ParallelContext) -> float:
-    """Norm of all parameters, with each element counted once.
-
-    Args:
-        shards: those that this rank counts.
-    """
-    total = square_sums([s.counted_main for s in shards], context.device).sum()
-    return float(all_reduce(total, context.world).sqrt())

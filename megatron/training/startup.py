@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,8 @@ from megatron.config.save import to_dict
 from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import mixed_peak_flops
-from megatron.metrics.history import HISTORY
+from megatron.metrics.history import HISTORY, read_history
+from megatron.metrics.run_warnings import Corpus, LossWarnings, rate_far_off
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
@@ -38,7 +42,7 @@ from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
 from megatron.planner.state_report import describe_state, state_report
 from megatron.precision.device import check_device, describe_precision
-from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token, kept_per_token
+from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_step, flops_per_token, kept_per_token
 from megatron.spec.groups import describe_groups
 from megatron.spec.layers import context_ways, layers
 from megatron.spec.operations import Costs, Schedule
@@ -194,6 +198,7 @@ def describe(
             if config.parallel.overlap_p2p_communication:
                 connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 lines.append(describe_receives(step.schedule(count), context.device.type, connections))
+    lines += describe_rate(config, plan, model.vocab_size)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     found = advice(config, topology.world_size, this_job().gpus_per_node, model.vocab_size)
     return lines + [f"advice: {line}" for line in found]
@@ -246,15 +251,18 @@ def make_reporter(
     *,
     resumed: bool,
     draw: Sequence[str] | None = None,
+    corpus: Corpus | None = None,
 ) -> Reporter:
     """Make the reporter of the run. All ranks call it together.
 
     Args:
         draw: the command that draws the picture of a run's record.
+        corpus: the training data, for warnings about losses; none are given without it.
 
     Raises:
         SetupError: the metrics file or another sink cannot be opened.
     """
+    folder = run_folder(config.checkpoint, config.logging)
     return together(
         context,
         lambda: Reporter(
@@ -263,15 +271,25 @@ def make_reporter(
             context,
             timers,
             plan.total_iterations,
+            total_samples=plan.total_samples,
             speaks=context.rank == 0,
             peak=device_peak(context, model),
             resumed=resumed,
             judges=config.spikes.spike_policy != "none",
             settings=to_dict(config),
-            folder=run_folder(config.checkpoint, config.logging),
+            folder=folder,
+            warnings=None if corpus is None else LossWarnings(plan.total_iterations, corpus, first_loss(folder, resumed)),
             draw=draw if config.logging.loss_picture and missing_library() is None else None,
         ),
     )
+
+
+def first_loss(folder: str | None, resumed: bool) -> float | None:
+    """The loss with which a resumed run began, if its record is there: the least of its first steps."""
+    if folder is None or not resumed or not os.path.isfile(os.path.join(folder, HISTORY)):
+        return None
+    first = [step.lm_loss for step in read_history(folder).steps[:5] if step.lm_loss is not None]
+    return min(first, default=None)
 
 
 def facts(
@@ -296,12 +314,34 @@ def facts(
     }
 
 
+def tensorboard_command(folder: str) -> str:
+    """The command that shows the curves of a run, under the name of its folder."""
+    path = Path(folder).resolve()
+    name = path.parent.name if path.name in ("tensorboard", "tb", "logs") else path.name
+    if "://" in folder or not re.fullmatch(r"[^,:]+", str(path)):  # which have a meaning in the longer form
+        return f"tensorboard --logdir {shlex.quote(folder)}"
+    return f"tensorboard --logdir_spec {shlex.quote(f'{name}:{path}')}"
+
+
+def describe_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Iterator[str]:
+    """A line on a learning rate far outside of what the size of the run suggests. The rule is for Adam from random weights."""
+    optimizer, checkpoint = config.optimizer, config.checkpoint
+    adam = optimizer.optimizer in ("adam", "adam8bit") and config.model.mup_base_width is None
+    if not adam or optimizer.lr is None or checkpoint.pretrained_checkpoint is not None or checkpoint.finetune:
+        return
+    found = rate_far_off(optimizer.lr, flops_per_step(config.model, vocab_size, plan.total_samples))
+    if found is not None:
+        yield f"WARNING: {found}"
+
+
 def describe_outputs(config: Config) -> Iterator[str]:
     """Lines of the start-up log on where the run can be watched."""
     folder, logging = run_folder(config.checkpoint, config.logging), config.logging
     if folder is None:
         yield f"no record of the run and no {PICTURE}: --save or --tensorboard-dir with a local folder would keep them there"
         return
+    if logging.tensorboard_dir is not None:
+        yield f"TensorBoard: {tensorboard_command(logging.tensorboard_dir)}"
     lacks = missing_library() if logging.loss_picture else None
     drawn = f", its picture is {PICTURE} there" if logging.loss_picture and lacks is None else ""
     yield f"the record of the run is {os.path.join(folder, HISTORY)}{drawn}"

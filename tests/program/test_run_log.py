@@ -129,6 +129,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
             timing_log_level=1,
             log_timers_to_tensorboard=True,
             tensorboard_dir=tmp_path / "board",
+            tensorboard_tags="megatron",
             metrics_file=tmp_path / "metrics",
         ),
         2,

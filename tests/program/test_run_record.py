@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -13,7 +15,10 @@ import pytest
 from megatron.config.version import how_to_install
 from megatron.metrics.history import HISTORY, read_history
 from megatron.training import loss_picture
+from tests.program.test_readme import commands
+from tests.support.cli import ROOT
 from tests.support.runs import arguments, launch, losses, on_rank, read_metrics, report, run, spoil
+from tools import plot_loss
 
 KEPT: dict[str, Any] = {"train_iters": 8, "log_interval": 3, "eval_iters": 1, "eval_interval": 4, "save_interval": 3}
 
@@ -95,3 +100,16 @@ def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_pat
     said_2 = run(arguments(train_iters=2, save=tmp_path / "two", no_loss_picture=False), before=lacks_matplotlib)
     assert said_2.count(f"loss.png needs matplotlib, which is not installed: {how_to_install('matplotlib')}") == 1
     assert json.loads((tmp_path / "two" / HISTORY).read_text().splitlines()[-1])["event"] == "end"
+
+
+def test_the_page_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands and the code of docs/watching.md, on a run that saves in `checkpoints`."""
+    page = (ROOT / "docs/watching.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    run(arguments(train_iters=2, save="checkpoints"))
+    (command,) = commands(page)
+    program, *words = shlex.split(command)[1:]
+    assert program == "tools/plot_loss.py" and plot_loss.main(words) == 0 and (tmp_path / words[-1]).read_text().startswith("<?xml")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("2 256 3.9")

@@ -114,7 +114,7 @@ def test_a_line_is_whole_or_missing(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = TensorBoard(str(tmp_path))
+    board = TensorBoard(str(tmp_path), "megatron")
     board.scalars(10, 320, {"lm_loss": 4.0, "elapsed_ms": 250.0, "learning_rate": 0.5, "forward-time": 3.0})
     board.scalars(10, 320, {"validation_loss": 0.0, "test_loss": 1.0})
     board.close()
@@ -133,6 +133,29 @@ def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
     expected = {tag: [(10, value)] for tag, value in curves.items()}
     expected |= {f"{tag} vs samples": [(320, value)] for tag, value in curves.items()}
     assert points == expected | {"forward-time": [(10, 3.0)]}
+
+
+def test_tensorboard_opens_on_the_loss(tmp_path: Path) -> None:
+    """Each number is one curve, in a group; of all groups the loss comes first."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(str(tmp_path))
+    names = (
+        "lm_loss learning_rate tokens_per_s mfu memory_bytes busiest_expert busiest_expert/layers.0 forward-time compile_seconds"
+    )
+    board.scalars(10, 320, dict.fromkeys(names.split(), 4.0) | {"elapsed_ms": 250.0})
+    board.scalars(10, 320, {"validation_loss": 1.0, "memory/parameters": 7.0, "grad-norm/layers.1": 1.0, "straggler_rank": 2})
+    board.close()
+    tags = sorted(EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"])
+    assert tags == sorted(
+        [
+            *("loss/training", "loss/validation", "optimizer/learning rate", "speed/tokens per second", "speed/MFU"),
+            *("speed/seconds a step", "memory/most bytes of rank 0", "memory/parameters", "moe/busiest expert"),
+            *("moe/busiest_expert, layers.0", "norms/grad-norm, layers.1", "times/forward", "other/compile_seconds"),
+            "other/straggler_rank",
+        ]
+    )
+    assert tags[0].startswith("loss/")
 
 
 def test_tensorboard_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

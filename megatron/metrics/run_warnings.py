@@ -1,0 +1,118 @@
+"""What is told of a run that likely goes wrong, once each, with the likely cause and what to do: its learning rate, at the start; a
+loss that stays above where it began; a validation loss far above that of training."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+FAR_OFF = 10.0
+"""A learning rate is told that differs from the usual one by more than this factor. Published runs stay within it: GPT-3 175B and
+MT-NLG 530B are the farthest, 6 times below the rule."""
+ABOVE_START = 0.1
+"""Nats by which a loss is above its start, more than the noise of a loss that does not move."""
+FAR_ABOVE = 0.5
+"""Nats by which a validation loss is far above training: 1.65 times its perplexity."""
+MANY_EPOCHS = 4
+"""Reading a corpus so often is about as good as new text; after that a model learns it by heart (Muennighoff et al. 2023)."""
+_FIRST, _LAST = 5, 10
+"""Steps, the least of whose losses is the start, and whose mean loss is the present."""
+
+
+def usual_rate(flops: float) -> float:
+    """The learning rate that AdamW takes from random weights: 0.3118 x FLOPs^-0.125 (DeepSeek LLM, 2024, eq. 1).
+
+    Args:
+        flops: of the whole run, by the model itself.
+    """
+    return float(0.3118 * flops**-0.125)
+
+
+def rate_far_off(rate: float, flops: float) -> str | None:
+    """What to tell of a learning rate that is far outside of what the size of a run suggests; None where it is not."""
+    if rate <= 0 or flops <= 0:
+        return None
+    usual = usual_rate(flops)
+    if usual / FAR_OFF <= rate <= usual * FAR_OFF:
+        return None
+    what = "so high a rate mostly makes the loss diverge" if rate > usual else "at so low a rate the loss hardly falls"
+    ratio = max(rate / usual, usual / rate)
+    return (
+        f"--lr {rate:g} is {ratio:.3g} times {'above' if rate > usual else 'below'} what AdamW usually takes for {flops:.1e} FLOPs "
+        f"from random weights, {usual:.1e} (0.3118 x FLOPs^-0.125, DeepSeek LLM 2024): {what}. Unless it is meant so, try --lr "
+        f"{usual:.0e}"
+    )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is known of the training data."""
+
+    tokens: int | None
+    """In one reading of it; None for made-up data, or where it is not known."""
+    split_in_order: bool
+    """Whether training and validation are the first and later documents of the same files (--split)."""
+
+
+class LossWarnings:
+    """Looks at the losses of a run.
+
+    Args:
+        total_iterations: of the whole run. A loss is above its start for long if it is for a twentieth of them, at least 50 and at
+            most 500.
+        start: the loss with which the run began, where this start is not its first.
+    """
+
+    def __init__(self, total_iterations: int, corpus: Corpus, start: float | None = None) -> None:
+        self._patience, self._corpus, self._start = min(500, max(50, total_iterations // 20)), corpus, start
+        self._first: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_LAST)
+        self._above_for = 0
+        self._told: set[str] = set()
+
+    def step(self, iteration: int, loss: float) -> str | None:
+        """What to tell after a step with an update, if anything."""
+        self._recent.append(loss)
+        if self._start is None:
+            self._first.append(loss)
+            if len(self._first) == _FIRST:
+                self._start = min(self._first)
+            return None
+        mean = sum(self._recent) / len(self._recent)
+        self._above_for = self._above_for + 1 if mean > self._start + ABOVE_START else 0
+        if self._above_for < self._patience or "start" in self._told:
+            return None
+        self._told.add("start")
+        return (
+            f"the loss has been above its start for {self._above_for} iterations: {self._start:.2f} at the start, {mean:.2f} now. "
+            "Most likely the learning rate is too high: start again with a third of --lr, or a longer --lr-warmup-iters "
+            "(--clip-grad 1.0 helps too). If it began well, look at the data read since (tools/inspect_data.py --run)"
+        )
+
+    def evaluation(self, loss: float, tokens: int) -> str | None:
+        """What to tell after an evaluation, if anything.
+
+        Args:
+            tokens: read for training so far.
+        """
+        if not self._recent or "validation" in self._told:
+            return None
+        mean = sum(self._recent) / len(self._recent)
+        rises = self._start is not None and mean > self._start
+        if rises or not loss > mean + FAR_ABOVE:
+            return None
+        self._told.add("validation")
+        epochs = tokens / self._corpus.tokens if self._corpus.tokens else 0.0
+        if epochs > MANY_EPOCHS:
+            why = (
+                f"The training data has been read {epochs:.3g} times, so the model knows it by heart: take more text, fewer "
+                "iterations (the checkpoint with the lowest validation loss is the best), a smaller model, or more --weight-decay"
+            )
+        elif self._corpus.split_in_order:
+            why = (
+                "--split takes documents in the order of the files, so the validation documents may be of another kind: write the "
+                "data in a random order (tools/preprocess_data.py --shuffle-seed 1), or give --valid-data-path"
+            )
+        else:
+            why = "The validation data is of another kind than the training data: is that meant?"
+        return f"the validation loss, {loss:.2f}, is far above that of training, {mean:.2f}. {why}"

@@ -1,0 +1,92 @@
+"""What a person sees of a run on a terminal, and what a program reads of it anywhere else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron.metrics.history import read_history
+from megatron.training import live_lines, loop
+from tests.support.runs import arguments, launch, on_rank, report, run, spoil
+from tests.support.screen import Terminal, seen
+
+LINE = re.compile(
+    r"it +\d+/6 \| loss \d\.\d{3} \| norm \d\S* \| lr 1\.00e-2 \| \d\S* tok/s \| \d\S* [kMG]FLOP/s(?: \| \d+ s left)?"
+)
+
+
+def on_terminal(argv: list[str], world_size: int = 1, code: int = 0, before: Any = None) -> tuple[str, str]:
+    """Run with rank 0 on a terminal. Returns all that was written there, and what is on stderr."""
+    terminal = Terminal()
+
+    def start(rank: int) -> None:
+        live_lines._SHOW_EVERY_S = 0.0
+        if before is not None:
+            before(rank)
+        if rank == 0:
+            terminal.take_stdout()
+
+    ended = launch(argv, world_size, before=start)
+    text = terminal.text()
+    assert all(end.code == code for end in ended), text + report(ended)
+    return text, ended[0].stderr
+
+
+def test_a_terminal_has_short_lines_under_a_bar(tmp_path: Path) -> None:
+    """The last lines stay, nothing of what changed below them does; no line is as long as the terminal is wide."""
+    settings = {"train_iters": 6, "log_interval": 2, "lr_decay_style": "constant", "eval_iters": 1, "eval_interval": 3}
+    text, _ = on_terminal(arguments(**settings, log_throughput=True, save=tmp_path, num_workers=2), 2)
+    lines = [line for line in seen(text) if line.strip()]
+    logged = [line for line in lines if line.startswith("it ")]
+    assert [int(line[3:].partition("/")[0]) for line in logged] == [1, 2, 4, 6], lines
+    assert all(LINE.fullmatch(line) for line in logged), logged
+    assert [line for line in lines if line.startswith("validation at")] and "iteration        1/" not in text
+    assert lines[-1].startswith("done after 6 iterations") and not any("━" in line for line in lines)
+    shown = text.replace("\x1b", "").splitlines()
+    for what in ("━", "100 %", "it 6/6 | evaluating ...", "it 6/6 | saving ...", "it 4/6 | loss", " left"):
+        assert any(what in line for line in shown), what
+    assert max(len(line) for line in re.sub(r"\x1b\[\d*[A-Z]|\r", "\n", text).splitlines() if "━" in line) < 100
+
+
+def test_a_failure_leaves_the_terminal_clean() -> None:
+    """The bar is gone when the message comes."""
+    settings = arguments(train_iters=6, lr_decay_style="constant")
+    text, said = on_terminal(settings, code=1, before=on_rank(0, 4, spoil(float("nan"))))
+    lines = [line for line in seen(text) if line.strip()]
+    assert lines[-1].startswith("it 3/6 | loss") and "iteration 4" in said
+
+
+def test_the_format_can_be_chosen(tmp_path: Path) -> None:
+    """Megatron's line on a terminal, without a bar; the short one in a file, where it is not the default."""
+    text, _ = on_terminal(arguments(train_iters=2, log_format="megatron"))
+    assert "iteration        1/       2 |" in text and "\x1b" not in text and "━" not in text
+    said = run(arguments(train_iters=2, log_format="short"))
+    assert "it 1/2 | loss" in said and "\x1b" not in said and "━" not in said
+    assert "iteration        1/       2 |" in run(arguments(train_iters=2))
+
+
+def test_warnings_are_told_once_and_kept(tmp_path: Path) -> None:
+    """In the log and in the record of the run: of a rate at the start, of a loss that rises, of a validation loss far above; none
+    of a run with which nothing is wrong."""
+    original = loop.evaluate
+
+    def far_above(rank: int) -> None:
+        def changed(*arguments: Any, **named: Any) -> Any:
+            original(*arguments, **named)
+            return 1e6, None
+
+        loop.evaluate = changed  # type: ignore[assignment]
+
+    def warnings(before: Any = None, **settings: Any) -> list[str]:
+        said = run(arguments(**settings, log_interval=100, eval_iters=1, global_batch_size=2), before=before)
+        return [line.strip().removeprefix("WARNING: ") for line in said.splitlines() if "WARNING" in line]
+
+    rate, rises = warnings(train_iters=62, lr=3.0, lr_decay_style="constant", clip_grad=100.0, save=tmp_path)
+    assert "--lr 3 is" in rate and "what AdamW usually takes" in rate
+    assert "above its start for 50 iterations" in rises
+    (above,) = warnings(far_above, train_iters=12, eval_interval=4, save=tmp_path / "other")
+    assert "the validation loss, 1000000.00, is far above that of training" in above
+    for folder, words in ((tmp_path, rises), (tmp_path / "other", above)):
+        assert [event["words"] for event in read_history(folder).events if event["event"] == "warning"] == [words]
+    assert not warnings(train_iters=12, eval_interval=4)
