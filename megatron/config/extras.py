@@ -8,11 +8,12 @@ from typing import Any
 from megatron.config.version import how_to_install
 
 
-def optional(library: str, needed: str) -> Any:
+def optional(library: str, needed: str, *, extra: str | None = None) -> Any:
     """Import a library, or a module of one.
 
     Args:
         needed: what needs it, for the message: "--engine ray needs Ray".
+        extra: that installs it; by default the one of its name.
 
     Raises:
         ValueError: it is not installed. The message says how to install it.
@@ -20,7 +21,7 @@ def optional(library: str, needed: str) -> Any:
     try:
         return importlib.import_module(library)
     except ImportError as error:
-        extra = library.partition(".")[0].replace("_", "-")
+        extra = extra or library.partition(".")[0].replace("_", "-")
         raise ValueError(f"{needed}, which is not installed: {how_to_install(extra)}") from error
 
 

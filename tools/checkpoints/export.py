@@ -2,16 +2,24 @@
 
 The source may be a training checkpoint of any layout, or any other folder that holds weights. Needs no accelerator. The peak of
 memory is one parameter, in the type of the source and of the files; with --verify the whole model in float32.
+
+--format onnx writes the forward of a small model as model.onnx (extra `onnx`), and compares onnxruntime's logits with those here.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tools.checkpoints.text import size
 from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.source import WeightSource
 
 FAMILIES = (
     "gpt2",
@@ -45,11 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT", type=local_folder, help="the folder to write; must not exist, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
     parser.add_argument("--ema", action="store_true", help="take the moving average of the weights (of a run with --ema-decay)")
+    parser.add_argument("--format", choices=("huggingface", "onnx"), default="huggingface", help="what to write (huggingface)")
     parser.add_argument("--family", choices=FAMILIES, help="architecture to write (the first that has all parts of the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (that of the source)")
-    parser.add_argument(
-        "--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of one file, such as 500MB (5GB)"
-    )
+    parser.add_argument("--max-shard-size", type=_bytes, metavar="SIZE", help="of one file, such as 500MB (5GB)")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -57,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--license",
-        default="unknown",
         metavar="ID",
         help="for the model card: the Hub's identifier of a licence, such as apache-2.0 (a field to be filled in)",
     )
@@ -66,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export and say what was written."""
+    given = {"family": args.family, "dtype": args.dtype, "max-shard-size": args.max_shard_size, "license": args.license}
+    if args.format == "onnx" and (odd := [name for name, value in given.items() if value is not None]):
+        raise ValueError(f"--{odd[0]} has no effect with --format onnx, which writes one file in float32: leave it out")
     import torch
 
     from megatron.checkpoint.as_used import as_used
@@ -74,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from tools.checkpoints.huggingface_writer import Export, SpecialTokens, export
-    from tools.checkpoints.model_card import Trained, model_card, next_steps
+    from tools.checkpoints.model_card import UNKNOWN, Trained, model_card, next_steps
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
     trained = open_source(args.source, args.step, average=args.ema)
-    source = folded(as_used(trained))
+    source = trained if args.format == "onnx" else folded(as_used(trained))
     tokenizer = chosen_tokenizer(args, source)
     tokens = SpecialTokens()
     if tokenizer is not None:
@@ -94,12 +103,17 @@ def run(args: argparse.Namespace) -> int:
         if tokenizer is None:
             return ["no tokenizer was written"]
         told = write_huggingface_tokenizer(tokenizer, folder, max_length=source.model.num_positions)
+        if args.format == "onnx":
+            return told
         if fitting(source.model, args.family).model_type == "qwen2" and not splits_as_qwen2(folder):
             told.append(
                 "transformers 5 takes every tokenizer of a qwen2 model for Qwen's own, which splits texts otherwise than this one: "
                 "open it with PreTrainedTokenizerFast, not AutoTokenizer"
             )
         return told
+
+    if args.format == "onnx":
+        return _onnx(source, args, write_tokenizer)
 
     def verify(folder: Path) -> str:
         from tools.checkpoints.against_transformers import compare_ids, compare_logits
@@ -110,14 +124,14 @@ def run(args: argparse.Namespace) -> int:
         return told if tokenizer is None or not has_files else f"{told} {compare_ids(tokenizer, folder)}"
 
     def card(made: Export, has_tokenizer: bool) -> str:
-        return model_card(source, Trained.of(trained), made, licence=args.license, has_tokenizer=has_tokenizer)
+        return model_card(source, Trained.of(trained), made, licence=args.license or UNKNOWN, has_tokenizer=has_tokenizer)
 
     written = export(
         source,
         args.output,
         family=args.family,
         dtype=getattr(torch, args.dtype) if args.dtype else None,
-        max_shard_bytes=args.max_shard_size,
+        max_shard_bytes=args.max_shard_size or _bytes("5GB"),
         tokens=tokens,
         extras=write_tokenizer,
         check=verify if args.verify else None,
@@ -131,6 +145,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     print(written.checked or "not compared with transformers (--verify does)")
     print("\n".join(next_steps(written.folder, has_tokenizer=(written.folder / "tokenizer_config.json").exists())))
+    return 0
+
+
+def _onnx(source: WeightSource, args: argparse.Namespace, write_tokenizer: Callable[[Path], list[str]]) -> int:
+    """Write model.onnx and the tokenizer's files, and say how they are used."""
+    from tools.checkpoints.onnx_writer import LOGITS, MODEL, TOKENS, export_onnx
+
+    written = export_onnx(source, args.output, write_tokenizer)
+    place = written.folder / MODEL
+    print(f"wrote {place} ({size(written.num_bytes)}): {TOKENS} [batch, sequence] to {LOGITS} [batch, sequence, vocabulary]")
+    for note in written.notes:
+        print(f"note: {note}")
+    print(written.checked)
+    code = f"import onnxruntime as o; print(o.InferenceSession({str(place)!r}).run(None, {{{TOKENS!r}: [[1, 2, 3]]}})[0].shape)"
+    print(f"next:\n  onnxruntime:  python -c {shlex.quote(code)}")
     return 0
 
 
