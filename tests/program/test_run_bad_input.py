@@ -300,7 +300,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     said = ended[0].stderr
     assert "cannot save" in said and "No space left" in said and "rank 1" in said and "Traceback" not in said, report(ended)
     assert ended[1].stderr == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "history.jsonl"}
 
 
 def test_a_rank_that_dies_in_an_evaluation(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_full_disk(tmp_path: Path, stopped: Path, whole: str, in_background: b
     ended, there, last = outcome
     assert all(end.code == 1 for end in ended), report(ended)
     assert "No space left on device" in ended[0].stderr
-    assert there == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "run.json"]
+    assert there == ["history.jsonl", "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "run.json"]
     assert last == whole
 
 
