@@ -9,14 +9,12 @@ if __name__ == "__main__":
 
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
 from megatron.config.given import DryRun, check_output, without_gaps
 from megatron.config.launcher import launched
-from megatron.config.save import run_record
 from megatron.planner.garbage import collect_seldom
 from megatron.training.signals import ExitSignals
 
@@ -115,109 +113,19 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 
 
 def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations, signals: ExitSignals) -> bool:
-    """The run as a story: context, data, model, optimizer, resume, train. Returns whether a signal ended it."""
-    from megatron.config.checks.speed import check_backend
-    from megatron.flight.watched import stack_folder, watched
-    from megatron.model.build import model_of
-    from megatron.parallel.context import connect, disconnect
-    from megatron.training import startup
-    from megatron.training.goodput import Goodput
-    from megatron.training.inputs import open_data
-    from megatron.training.loop import Loop
-    from megatron.training.memory_report import MemoryAccount
-    from megatron.training.out_of_memory import Exhaustion, is_out_of_memory
-    from megatron.training.plan_report import StepPlan
-    from megatron.training.progress import BatchSizePlan
-    from megatron.training.rehearsal import Rehearsal, choose_layers, full_plan, with_layers
-    from megatron.training.resume import resume
-    from megatron.training.rewind import Rewinds
-    from megatron.training.saver import Saver
-    from megatron.training.step import TrainStep
+    """The run: what its settings make, then training to its end. Returns whether a signal ended it."""
+    from megatron.training.trainer import Trainer
 
-    config = loaded.config
-    account = MemoryAccount()
-    exhaustion = Exhaustion(config, account)
-    explanations.known.append((is_out_of_memory, exhaustion.words))
-    rehearsal = Rehearsal(config, full_plan) if config.logging.memory_interval is not None else None
-    foretold = StepPlan(config) if config.logging.plan_report is not None else None
-    startup.set_numerics(config)
-    startup.set_compiler_cache(config.speed)
-    chosen = choose_layers(config)
-    context = connect(config.parallel)
-    watching = ExitStack()
-    flight = watching.enter_context(watched(context, config.parallel, stack_folder(config.checkpoint.save)))
-    explanations.code_asked_for, explanations.lost = flight.code_asked_for, flight.lost
-    check_backend(config, on_cuda=context.device.type == "cuda")
-    startup.set_logging(context.rank)
-    plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
-    config = with_layers(startup.with_batch_size(config, plan), chosen, context)
-    data = open_data(config, context)
-    exhaustion.vocab_size = data.vocab_size
-    patience_s = 60 * config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
-    record = run_record(config, argv)
-    saver = Saver(config.checkpoint, context, record, data.vocab_size, patience_s=patience_s)
-    timers = startup.make_timers(config.logging, context)
-
-    startup.check_precision(config.precision, context)
-    model = model_of(config, context, data.vocab_size)
-    step = TrainStep.of(config, model, context, count_zeros=config.logging.log_num_zeros_in_grad, timers=timers)
-    account.step = step
-    num_parameters = startup.check_parameter_count(config.model, data.vocab_size, step.optimizer.held, context)
-
-    schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
-    resumed = resume(config, context, step.optimizer, step.scaler, schedule, data.vocab_size, in_memory=saver.keeps_in_memory)
-    plan = plan.resumed_at(resumed.progress.iteration, resumed.progress.consumed_samples)
-    batches = data.at(resumed.progress, plan, context)
-    step.finish_publishing()  # weights of a checkpoint
-    step.prepare(plan.num_microbatches(resumed.progress.consumed_samples))
-    curves = [sys.executable, str(Path(__file__).resolve().parent / "tools" / "plot_loss.py")]
-    reporter = startup.make_reporter(
-        config, context, model, plan, timers, resumed=resumed.path is not None, draw=curves, corpus=data.corpus
-    )
-    for line in [
-        *loaded.notes,
-        *([] if rehearsal is None else account.expect(rehearsal.plan(context), context)),
-        *([] if foretold is None else foretold.expect(context)),
-        *startup.describe(config, context, step, num_parameters, plan, resumed.progress.consumed_samples),
-        *batches.describe(resumed.progress.phases),
-        *startup.describe_outputs(config),
-        *resumed.notes,
-    ]:
-        reporter.say(f"  {line}")
-    if resumed.path is not None:
-        reporter.say(f"resuming from {resumed.path} at iteration {resumed.progress.iteration}")
-
-    facts = startup.facts(record, context, model, plan, num_parameters)
     draw = None
-    if config.logging.profile_pipeline and context.rank == 0:
+    if loaded.config.logging.profile_pipeline and launched().rank == 0:
         from tools.schedules.of_run import RunPictures
 
         draw = RunPictures().draw
-    with saver.owning(), reporter.running(resumed.progress, facts):
-        stopped = Loop(
-            config,
-            context,
-            step,
-            plan,
-            resumed.schedule,
-            saver,
-            reporter,
-            timers,
-            train_batches=batches.training,
-            valid_batches=batches.validation,
-            test_batches=batches.test,
-            started_at=started_at,
-            signals=signals,
-            account=account,
-            foretold=foretold,
-            draw=draw,
-            flight=flight,
-            goodput=Goodput(resumed.account, time.time() - (time.monotonic() - started_at)),
-            rewinds=Rewinds.of(config, context, step, resumed.schedule, data, resumed.path),
-        ).run(resumed.progress)
-    watching.close()
-    disconnect()
-    return stopped
+    curves = [sys.executable, str(Path(__file__).resolve().parent / "tools" / "plot_loss.py")]
+    with Trainer(
+        loaded, command=argv, started_at=started_at, signals=signals, explanations=explanations, draw=draw, curves=curves
+    ) as trainer:
+        return trainer.fit()
 
 
 if __name__ == "__main__":

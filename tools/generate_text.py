@@ -32,13 +32,12 @@ from tools.parser import ToolParser
 
 if TYPE_CHECKING:
     from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+    from megatron.inference.continuation import Continuation
     from megatron.inference.generate import Sampling
-    from megatron.model.build import Model
     from megatron.parallel.context import ParallelContext
-    from tools.generation.continuation import Continuation
 
 _DRAWING = ("top_k", "top_p", "seed")
-_NEW_TOKENS = 256
+_NEW_TOKENS = 256  # of continuation.py, which imports torch
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,6 +108,7 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 def _run(given: argparse.Namespace) -> None:
     prompts = _read_prompts(given) if int(os.environ.get("RANK", 0)) == 0 else None
+    from megatron.inference.continuation import prompt_ids
     from megatron.inference.generate import Sampling
     from megatron.parallel.collectives import broadcast_object
 
@@ -119,7 +119,7 @@ def _run(given: argparse.Namespace) -> None:
     def share(context: ParallelContext, tokenizer: Tokenizer | None) -> None:
         assert tokenizer is not None
         texts.extend(broadcast_object(prompts, context.world))
-        ids.extend(_prompt_ids(given, tokenizer, text) for text in texts)
+        ids.extend(prompt_ids(tokenizer, text, add_bos=given.add_bos) for text in texts)
 
     with opened(given, share) as found:
         _generate(given, found, sampling, texts, ids)
@@ -139,20 +139,10 @@ def _read_prompts(given: argparse.Namespace) -> list[str]:
         raise ValueError(f"{given.prompt_file or 'stdin'} is not UTF-8: {error}") from error
 
 
-def _prompt_ids(given: argparse.Namespace, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a beginning; where there are none, what begins a document."""
-    ids = tokenizer.encode(text)
-    if given.add_bos:
-        if tokenizer.bos is None:
-            raise ValueError("--add-bos: this tokenizer has no bos")
-        ids = [tokenizer.bos, *ids]
-    return ids or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
-
-
 def _generate(given: argparse.Namespace, found: Opened, sampling: Sampling, texts: Sequence[str], ids: Sequence[list[int]]) -> None:
     """Make the texts, group by group; rank 0 prints them."""
+    from megatron.inference.continuation import continuations, most_new_tokens
     from megatron.inference.generate import GenerationRequest, check_request
-    from tools.generation.continuation import continuations
 
     model, context, tokenizer = found.model, found.context, found.tokenizer
     assert tokenizer is not None
@@ -160,7 +150,7 @@ def _generate(given: argparse.Namespace, found: Opened, sampling: Sampling, text
     requests = [
         GenerationRequest(
             group,
-            _most_new_tokens(given, model, group),
+            given.max_new_tokens or most_new_tokens(model.config, group),
             sampling,
             num_samples=given.num_samples,
             eod=None if given.ignore_eod else tokenizer.eod,
@@ -186,15 +176,6 @@ def _generate(given: argparse.Namespace, found: Opened, sampling: Sampling, text
             _write("\n")
         seconds = time.perf_counter() - started
         tell(f"{made} tokens in {seconds:.2f} s, {made / seconds:.1f} a second")
-
-
-def _most_new_tokens(given: argparse.Namespace, model: Model, prompts: Sequence[list[int]]) -> int:
-    if given.max_new_tokens is not None:
-        asked: int = given.max_new_tokens
-        return asked
-    if model.config.position_embedding_type != "learned_absolute":
-        return _NEW_TOKENS
-    return max(1, min(_NEW_TOKENS, model.config.num_positions - max(map(len, prompts))))
 
 
 def _print(given: argparse.Namespace, prompt: str, one: Continuation) -> None:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
@@ -36,6 +36,7 @@ from megatron.config.settle import with_vocabulary
 PROGRAM = "verify_layout.py"
 HELP = """\
 usage: python tools/verify_layout.py FLAGS [--world-size N] [--steps N] [--max-ranks N] [--quick] [--json FILE]
+                                             [--reference self]
        python tools/verify_layout.py FLAGS --trace FILE
        python tools/verify_layout.py --trace FILE --trace FILE [--json FILE]
 
@@ -47,6 +48,8 @@ plain reference in one process. No GPU, launcher, dataset or tokenizer file is n
   --steps N        steps to train; by default 4
   --max-ranks N    processes to run at most; larger layouts are reduced axis by axis; by default 8
   --quick          when something differs, do not look for the settings with which it comes and goes
+  --reference self compare with a run of the same code in one process, not with the plain reference, which does not know what
+                   modules of --imports register
   --json FILE      write what is found as JSON too, after it is printed
   --trace FILE     compare with a trace that --save-trace wrote; given twice, compare the two and run nothing: then no flag goes
                    with it but --json.
@@ -66,12 +69,14 @@ class Own:
     steps: int = 4
     max_ranks: int = 8
     quick: bool = False
+    reference: Literal["plain", "self"] = "plain"
     json: str | None = None
     traces: list[str] = field(default_factory=list)
 
 
 _NUMBERS = {"world-size": LARGEST_WORLD, "steps": 1000, "max-ranks": 64}
 _FILES = ("json", "trace")
+_REFERENCES = ("plain", "self")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,13 +127,16 @@ def take(argv: Sequence[str]) -> tuple[list[str] | None, Own]:
             own.traces.append(item.values[0])
         elif item.name == "json" and len(item.values) == 1:
             own.json = item.values[0]
-        elif item.name in ("quick", *_NUMBERS, *_FILES):
+        elif item.name == "reference" and len(item.values) == 1 and item.values[0] in _REFERENCES:
+            own.reference = "self" if item.values[0] == "self" else "plain"
+        elif item.name in ("quick", "reference", *_NUMBERS, *_FILES):
             most = _NUMBERS.get(item.name)
             takes = f"one whole number from 1 to {most:,}" if most else "no value" if item.name == "quick" else "one file"
+            takes = "plain or self" if item.name == "reference" else takes
             problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {takes}."))
         else:
             rest += [item.spelled, *item.values]
-    problems += _trace_problems(own, rest, [item.name for item in given if item.name in ("quick", *_NUMBERS)])
+    problems += _trace_problems(own, rest, [item.name for item in given if item.name in ("quick", "reference", *_NUMBERS)])
     if problems:
         raise ConfigError(problems)
     return rest, own
@@ -199,7 +207,7 @@ def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
 
     started = time.monotonic()
     vocab_size = vocabulary_of(loaded.config.data)
-    effort = Effort(steps=own.steps, max_ranks=own.max_ranks, isolates=not own.quick)
+    effort = Effort(steps=own.steps, max_ranks=own.max_ranks, isolates=not own.quick, reference=own.reference)
     proofs = verify_layout(loaded.config, world_size, vocab_size, effort, trace=own.traces[0] if own.traces else None)
     lines = [*format_report(proofs), *loaded.notes, f"all together {time.monotonic() - started:.1f} s"]
     status = 0 if all(proof.equal and not proof.parts_from_trace for proof in proofs) else 1

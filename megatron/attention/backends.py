@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.backends import cuda as switches
@@ -24,20 +24,21 @@ _IN_WORDS = {
 }
 
 
-def use_backend(backend: AttentionBackend) -> None:
-    """Have attention of this process computed by these kernels only, from now on."""
+def use_backend(backend: AttentionBackend) -> Callable[[], None]:
+    """Have attention of this process computed by these kernels only, from now on; returns what brings back those before."""
+    before = _switched_on()
     _switch_on(kernels_of(backend))
+    return functools.partial(_switch_on, before)
 
 
 @contextlib.contextmanager
 def backend_in_use(backend: AttentionBackend) -> Iterator[None]:
     """For a while."""
-    before = _switched_on()
-    use_backend(backend)
+    bring_back = use_backend(backend)
     try:
         yield
     finally:
-        _switch_on(before)
+        bring_back()
 
 
 def _switched_on() -> tuple[AttentionKernel, ...]:

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.config.checks.each import notes as effect_notes
+from megatron.config.checks.each import plan_notes
 from megatron.config.compat import KNOWN, TAKEN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flag_of
+from megatron.config.flags import flag_of, flags
 from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, sort_given, split, take, without_gaps
+from megatron.config.imports import import_modules
 from megatron.config.launcher import is_first_rank, launched
 from megatron.config.model_files import LIST, file_of, table
 from megatron.config.rules import is_harmless, violations
 from megatron.config.save import to_yaml
 from megatron.config.settle import settled, with_vocabulary
-from megatron.config.yaml_file import read_groups, read_yaml
+from megatron.config.yaml_file import read_groups, read_mapping, read_yaml
 
 PROGRAM = "pretrain_gpt.py"
 
@@ -68,7 +70,46 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
         SystemExit: 0 after ``--help``, ``--version``, ``--explain`` or ``--print-config``.
     """
     config, requests, found = _read(argv)
-    dry_run = dry_run_in(requests, world_size)
+    return _ruled(config, found, world_size, dry_run_in(requests, world_size))
+
+
+def load_values(values: Mapping[str, Any], world_size: int, *more: Mapping[str, Any]) -> LoadedConfig:
+    """Settings that a program gives as values, which can be run with this many ranks: the same names, rules and defaults.
+
+    Args:
+        values: by the names of flags or of their fields, flat or under topics; `model` may name a model, and `config` files, whose
+            settings lie below all others.
+        more: further values, of which the later count.
+
+    Raises:
+        ConfigError: with all problems together.
+    """
+    own: list[Given] = []
+    named: dict[str, list[str]] = {}
+    problems: list[Violation] = []
+    for part in (values, *more):
+        files = {name: part[name] for name in _OF_FILES if name in part and not isinstance(part[name], Mapping)}
+        named |= {name: [str(each)] if isinstance(each, str | os.PathLike) else list(each) for name, each in files.items()}
+        try:
+            own += read_mapping({name: value for name, value in part.items() if name not in files})
+        except ConfigError as error:
+            problems += error.violations
+    config, found = _assembled((), own, named, problems)
+    if problems:
+        found.doubt_all()
+    return _ruled(config, found, world_size, None)
+
+
+_OF_FILES = ("model", "config")
+"""Requests that bring settings."""
+
+
+def _ruled(config: Config, found: Sorted, world_size: int, dry_run: DryRun | None) -> LoadedConfig:
+    """What can be run of what was found.
+
+    Raises:
+        ConfigError: with all problems together, those of the form and the violated rules.
+    """
     world_size = dry_run.world_size if dry_run else world_size
     config, notes = settled(config)
     if dry_run is not None:
@@ -80,7 +121,8 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
     problems = told + [broken for broken in ruled if not found.doubtful.intersection(broken.flags)]
     if problems:
         raise ConfigError(problems)
-    return LoadedConfig(config, (*found.notes, *notes, *effect_notes(config, world_size)), dry_run)
+    notes += [*effect_notes(config, world_size), *(plan_notes(config) if dry_run else ())]
+    return LoadedConfig(config, (*found.notes, *notes), dry_run)
 
 
 def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
@@ -109,10 +151,26 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
         _write_and_exit(table())
     if any(item.name == "explain" for item in given):
         _explain_and_exit(requests.get("explain", ()), own, problems)
+    config, found = _assembled(stray, own, requests, problems)
+    if "print-config" in requests and not found.problems:
+        _write_and_exit(to_yaml(config))
+    return config, requests, found
+
+
+def _assembled(
+    stray: Sequence[str], own: Sequence[Given], requests: Mapping[str, Sequence[str]], problems: Sequence[Violation]
+) -> tuple[Config, Sorted]:
+    """The settings of files and the user's own, once the user's modules are imported; and what was found with its problems."""
     from_files, unread = _read_files(requests.get("model", ()), requests.get("config", ()))
     given, unread_groups = _with_group_files([*from_files, *own])
     unread += unread_groups
+    modules = [item.values for item in given if item.name == "imports"]
+    missing = list(import_modules(modules[-1] if modules else ()))
     found = sort_given(stray, given)
+    if missing:  # what they would have registered is no problem of its own
+        opened = {f"--{flag.name}" for flag in flags().values() if flag.facts.opens}
+        found.problems = [problem for problem in found.problems if not opened.intersection(problem.flags)]
+        unread += missing
     if unread:
         found.doubt_all()
     config = found.config()
@@ -124,9 +182,7 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
         config, contradictions = take_from_checkpoint(config, found.explicit)
         found.doubtful.update(flag for item in contradictions for flag in item.flags)  # the model's shape is not known
     found.problems[:0] = [*problems, *unread, *contradictions]
-    if "print-config" in requests and not found.problems:
-        _write_and_exit(to_yaml(config))
-    return config, requests, found
+    return config, found
 
 
 def _explain_and_exit(names: Sequence[str], given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megatron.config.config import Config
 from megatron.config.setting import SettingFacts
+from megatron.spec.registered import added
 
 _KINDS = {int: "whole number", float: "number", str: "text"}
 _LARGEST = 10**15
@@ -30,8 +31,8 @@ class Flag:
     """Field of the topic's dataclass, such as ``num_layers``."""
     kind: type
     """bool, int, float or str: the type of each value."""
-    choices: tuple[str, ...]
-    """The only texts allowed, or empty."""
+    built_in: tuple[str, ...]
+    """The only texts allowed, or empty; see `choices`."""
     optional: bool
     """Whether the field may be None."""
     count: int | None
@@ -47,6 +48,11 @@ class Flag:
         return self.field.replace("_", "-")
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The only texts allowed now, or empty: those built in, and those that modules of the user's own have added."""
+        return (*self.built_in, *added(self.field)) if self.facts.opens else self.built_in
+
+    @property
     def is_tuple(self) -> bool:
         """Whether the field holds several values."""
         return self.count is None or self.count > 1
@@ -56,6 +62,8 @@ class Flag:
         """The allowed values in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
+        if self.facts.opens:
+            return "a name that a module of --imports registers, and none does"
         if self.count is None:
             return f"any number of {_KINDS[self.kind]}s"
         return f"a {_KINDS[self.kind]}" if self.count == 1 else f"{self.count} {_KINDS[self.kind]}s"
@@ -81,7 +89,7 @@ class Flag:
         return converted if self.is_tuple else converted[0]
 
     def _accepts(self, text: str) -> bool:
-        if self.choices:
+        if self.choices or self.facts.opens:
             return text in self.choices
         if self.kind is str:
             # A value that looks like a flag is a flag whose value was forgotten.
@@ -108,7 +116,7 @@ class Flag:
         return converted if self.is_tuple else converted[0]
 
     def _is_plain(self, item: Any) -> bool:
-        if self.choices and item not in self.choices:
+        if self.choices and item not in self.choices and not self.facts.opens:  # a record may name what is not registered here
             return False
         if self.kind is float:
             return isinstance(item, int | float) and not isinstance(item, bool)

@@ -208,6 +208,8 @@ class ShapeFields:
     """MLP activation max(x, 0) instead of GELU."""
     squared_relu: bool = False
     """MLP activation relu(x)^2 instead of GELU."""
+    activation: str | None = setting(None, opens=True)
+    """Activation of the MLP that a module of --imports registers, by its name; those built in have flags of their own."""
     swiglu: bool = False
     """Gated MLP: silu(gate) x up."""
     geglu: bool = False

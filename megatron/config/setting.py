@@ -85,6 +85,8 @@ class SettingFacts:
     idle: tuple[Beside, ...] = ()
     """With these it changes nothing, or little, although its condition holds. It is then accepted, and the start-up log gives the
     reason."""
+    opens: bool = False
+    """Whether modules of the user's own add to its choices, see `megatron/spec/registered.py`."""
 
 
 def setting(
@@ -98,13 +100,14 @@ def setting(
     required: bool = False,
     acts: Beside | None = None,
     idle: Beside | tuple[Beside, ...] = (),
+    opens: bool = False,
 ) -> _T:
     """A field of a topic, with its default and facts. (The return type is wrong on purpose, as that of `dataclasses.field` is.)"""
     interval = None
     low = at_least if at_least is not None else above
     if low is not None:
         interval = Interval(low, at_most if below is None else below, with_low=above is None, with_high=below is None)
-    facts = SettingFacts(unit, interval, required, acts, idle if isinstance(idle, tuple) else (idle,))
+    facts = SettingFacts(unit, interval, required, acts, idle if isinstance(idle, tuple) else (idle,), opens)
     field: Any = dataclasses.field(default=default, metadata={SettingFacts: facts})
     return field  # type: ignore[no-any-return]
 

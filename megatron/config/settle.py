@@ -5,11 +5,10 @@ A setting that does nothing must do no harm either. So it gets its default again
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import replace
 
-from megatron.config.checks.finding import is_changed, shown, value_of, without
+from megatron.config.checks.finding import has_effect, is_changed, shown, value_of, without
 from megatron.config.config import Config
 from megatron.config.data import (
     TOKENIZER_FILES,
@@ -33,7 +32,7 @@ def settled(config: Config) -> tuple[Config, list[str]]:
         if (acts := flag.facts.acts) is not None
         and not acts.strict
         and is_changed(config, flag.field)
-        and not acts.holds(functools.partial(value_of, config))
+        and not has_effect(config, flag.field)
     ]
     by_condition: dict[str, list[str]] = {}
     for flag in idle:

@@ -40,6 +40,9 @@ class TrainingConfig:
     the cross entropy with the label alone."""
     mtp_loss_scaling_factor: float = setting(0.1, above=0, unit="factor", acts=acts_with(mtp_num_layers=OtherThan(0)))
     """Minimise, beside the cross entropy, this x the mean over --mtp-num-layers of theirs (logged as "mtp loss")."""
+    imports: tuple[str, ...] = ()
+    """Modules of your own, or .py files, to import on every rank before anything else. They may register optimizers, activations
+    and metrics (docs/python.md)."""
     seed: int = setting(1234, at_least=0, at_most=2**32 - 1, unit="plain number")
     """Seed of the initial weights, of dropout and of the order of data."""
     iterations_to_skip: tuple[int, ...] = setting((), at_least=1, unit="number of a step, from 1 on")
@@ -144,9 +147,9 @@ _LOADS = acts_with(load=GIVEN)
 class OptimizerConfig:
     """Rule of update, its numbers, and schedules. All schedules count the samples of the updates that were made."""
 
-    optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb", "adam8bit", "muon"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb", "adam8bit", "muon"] = setting("adam", opens=True)
     """Update rule: adam is AdamW, sgd has momentum, muon orthogonalises the updates of the layers' matrices and leaves the rest to
-    adam. docs/optimizers.md compares them."""
+    adam. docs/optimizers.md compares them. Modules of --imports may register more."""
     use_apex: bool = setting(False, acts=acts_with(optimizer=("adam", "sgd", "muon")))
     """Take FusedAdam or FusedSGD of NVIDIA apex, if it is installed, instead of torch's."""
     lr: float | None = setting(None, above=0, unit="step length of the update", required=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 import yaml
 
@@ -19,6 +20,8 @@ from megatron.config.flags import flag_of, flags, topics
 from megatron.config.given import REQUESTS, Given
 from megatron.config.param_groups import as_text
 
+_MAPPING = "settings"
+"""The place of settings that a program gives as a mapping."""
 _NULLS = ("null", "Null", "NULL", "~", "")
 _EXAMPLES = {
     "config": "It should hold lines such as `num-layers: 12`.",
@@ -40,7 +43,36 @@ def read_yaml(path: str) -> list[Given]:
     Raises:
         ConfigError: the file cannot be read, is not YAML, is not a mapping of flag names, or sets a flag twice.
     """
-    root = _compose(path, _read(path))
+    return _settings(path, _compose(path, _read(path)))
+
+
+def read_mapping(values: Mapping[str, Any]) -> list[Given]:
+    """The settings of a mapping of a program: names of flags or of their fields, flat or under topics. They are read as those of a
+    file are.
+
+    Raises:
+        ConfigError: it is none, or gives a setting twice.
+    """
+    try:
+        text = yaml.safe_dump(_plain(values), sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise _cannot("settings: a value is neither a text, a number, true, false or None, nor a list of these.") from error
+    return _settings(_MAPPING, _compose(_MAPPING, text))
+
+
+def _plain(value: Any) -> Any:
+    """A value of Python as what YAML knows: tuples as lists, paths as texts, numbers of numpy and torch as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _settings(path: str, root: yaml.Node | None) -> list[Given]:
+    """The settings of a file, or of a mapping, whose places have no lines."""
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
@@ -52,7 +84,8 @@ def read_yaml(path: str) -> list[Given]:
     problems: list[Violation] = []
     for topic, key, value in entries:
         try:
-            given = _setting(f"{path} line {key.start_mark.line + 1}", topic, key, value)
+            place = path if path == _MAPPING else f"{path} line {key.start_mark.line + 1}"
+            given = _setting(place, topic, key, value)
             if given is not None:
                 flag = flag_of(given.name)
                 name = flag.name if flag is not None else given.name

@@ -54,6 +54,12 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
     return model
 
 
+def usual_dtype(source: WeightSource, context: ParallelContext) -> torch.dtype:
+    """The dtype of the weights as they are stored; float32 in the place of float16 on a CPU, which has no products in it."""
+    stored = source.weights["embedding.word.weight"].dtype
+    return torch.float32 if stored == torch.float16 and context.device.type == "cpu" else stored
+
+
 @torch.no_grad()
 def fill_model(model: Model, context: ParallelContext, source: WeightSource) -> None:
     """Give every parameter of a materialized model the values of the source, rounded to the model's dtype; padding becomes 0.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
@@ -71,6 +72,8 @@ class LineNumbers:
     """Share of the devices' peak, where that is known; in the short line alone."""
     seconds_left: float | None = None
     """Time to the end of the run, once it can be told; in the short line alone."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the user's own, by name."""
 
     @property
     def shown_imbalance(self) -> float | None:
@@ -105,6 +108,7 @@ def megatron_line(line: LineNumbers) -> str:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {line.tflops_per_device:.1f}")
     fields += [f"learning rate: {line.learning_rate:.6E}", f"global batch size: {line.global_batch_size:5d}"]
     fields += [form.format(value) for value, form in optional if value is not None]
+    fields += [f"{name}: {value:.6E}" for name, value in line.own.items()]
     fields += [f"number of skipped iterations: {line.skipped:3d}", f"number of nan iterations: {line.nans:3d}"]
     return " | ".join(fields) + " |"
 
@@ -130,6 +134,7 @@ def short_line(line: LineNumbers) -> str:
     ]
     fields = [f"it {line.iteration:{len(str(line.train_iterations))}d}/{line.train_iterations}"]
     fields += [form.format(value) for value, form in optional if value is not None]
+    fields += [f"{name} {value:.4g}" for name, value in line.own.items()]
     fields.append(f"lr {line.learning_rate:.2e}".replace("e-0", "e-").replace("e+00", ""))
     if line.tokens_per_s is not None:
         fields.append(f"{in_short(line.tokens_per_s)} tok/s")

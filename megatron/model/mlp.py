@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.parallel.scope import Scope
-from megatron.spec.activations import ActivationName
+from megatron.spec.activations import register
 from megatron.spec.mlps import MLPSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
@@ -136,7 +136,7 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
-FUNCTIONS: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
+FUNCTIONS: dict[str, Callable[[MLPSpec], _Function]] = {
     "gelu": lambda spec: partial(F.gelu, approximate="tanh"),  # as GPT-2
     "gelu_exact": lambda spec: F.gelu,
     "relu": lambda spec: _ReLU.apply,
@@ -158,7 +158,7 @@ def _quick_geglu(x: torch.Tensor, offset: float, clamp: float | None) -> torch.T
     return (gate * torch.sigmoid(gate * _QUICK) * (up + offset)).to(x.dtype)
 
 
-_TRACED: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
+_TRACED: dict[str, Callable[[MLPSpec], _Function]] = {
     "gelu": FUNCTIONS["gelu"],
     "gelu_exact": FUNCTIONS["gelu_exact"],
     "relu": lambda spec: F.relu,
@@ -169,6 +169,21 @@ _TRACED: dict[ActivationName, Callable[[MLPSpec], _Function]] = {
     "quick_geglu": lambda spec: partial(_quick_geglu, offset=spec.offset, clamp=spec.clamp),
 }
 """The same for a compiler, which fuses them and chooses itself what it keeps."""
+
+
+def register_activation(name: str, function: _Function, *, gated: bool = False) -> None:
+    """Add an activation of the user's own, for `--activation NAME`.
+
+    Args:
+        function: maps [..., f] to [..., f], or gated [..., 2, f] to [..., f] (gate first, then value), by operations that autograd
+            knows. Each channel must depend on itself alone: tensor ranks hold a part of them each.
+        gated: whether it takes two halves.
+
+    Raises:
+        ValueError: the name is taken, or cannot stand in a command line.
+    """
+    register(name, gated=gated)
+    FUNCTIONS[name] = _TRACED[name] = lambda spec: function
 
 
 class MLP(nn.Module):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from megatron.verification.findings import layer_findings
 from megatron.verification.joined import JoinedTensor
 from megatron.verification.local_ranks import RanksError
 from megatron.verification.observation import Observation
-from megatron.verification.prove import prove
+from megatron.verification.prove import ReferenceKind, prove, refuse_unknown_parts
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Effort:
     """The most ranks that run at once."""
     isolates: bool = True
     """Whether to look for the settings with which a difference comes and goes."""
+    reference: ReferenceKind = "plain"
+    """What a run is compared with."""
     isolation_s: float = 60.0
     """No further run is begun for that after so many seconds."""
 
@@ -54,8 +57,10 @@ def verify_layout(config: Config, world_size: int, vocab_size: int, effort: Effo
             proof saves it.
 
     Raises:
-        ValueError: the trace cannot be read, or is of another model.
+        ValueError: the trace cannot be read, or is of another model; or the plain reference does not know a part of this one.
     """
+    if effort.reference == "plain":
+        refuse_unknown_parts(config)
     lost = list(layer_findings(table_of(config.model, config.parallel, vocab_size), config.model.num_layers))
     if lost:
         return [Proof(title_of(config, world_size), None, "nothing was run: the layer table of the settings is wrong", lost)]
@@ -69,7 +74,7 @@ def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: 
     started, hangs = time.monotonic(), False
     proof = Proof(title_of(reduced.config, reduced.world_size), None, kept=reduced.kept, changed=reduced.changed)
     try:
-        observation = prove(reduced.config, reduced.world_size)
+        observation = prove(reduced.config, reduced.world_size, reference=effort.reference)
         proof = replace(proof, diagnosis=diagnose(observation), changed=[*reduced.changed, *observation.replaced])
         if saved is not None:
             write_trace(trace_of(observation), saved)
@@ -79,7 +84,8 @@ def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: 
     except RanksError as error:
         proof, hangs = replace(proof, failure=str(error)), error.timed_out
     if not proof.equal and effort.isolates and not hangs:  # a run that hangs takes all the time that there is
-        proof = replace(proof, alone=isolate(reduced.config, reduced.world_size, prove, seconds=effort.isolation_s))
+        again = partial(prove, reference=effort.reference)
+        proof = replace(proof, alone=isolate(reduced.config, reduced.world_size, again, seconds=effort.isolation_s))
     return replace(proof, seconds=time.monotonic() - started)
 
 

@@ -1,6 +1,6 @@
 """The activation functions of the MLP: every fact about them, but for the function itself (`megatron.model.mlp`).
 
-This file imports no settings, because the default width of the MLP, a setting, follows from it.
+This file imports no dataclass of settings, because the default width of the MLP, a setting, follows from it.
 """
 
 from __future__ import annotations
@@ -8,20 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.spec.registered import add_choice
+
 ActivationName = Literal["gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "geglu_exact", "quick_geglu"]
+"""Those built in."""
 
 
 @dataclass(frozen=True)
 class Activation:
     """The function between the two products of an MLP."""
 
-    name: ActivationName
+    name: str
     flag: str | None
     """The field of ModelConfig that asks for it, which is also Megatron-LM's argument where that has it; None for the default."""
     gated: bool
     """Whether the first product gives two halves, gate and value, of which the activation makes one."""
     hugging_face: tuple[str, ...]
-    """Its names (or its gate's) in transformers: the first is written, the others are read as well."""
+    """Its names (or its gate's) in transformers: the first is written, the others are read as well. None where a user
+    has registered the activation."""
 
 
 ACTIVATIONS = (
@@ -36,12 +40,38 @@ ACTIVATIONS = (
 )
 """All activations; the first is the default."""
 
+OWN = "activation"
+"""The field of ModelConfig that names a registered activation."""
+_registered: dict[str, Activation] = {}
+
 FLAGS = tuple(activation.flag for activation in ACTIVATIONS if activation.flag is not None)
 GATED_FLAGS = tuple(activation.flag for activation in ACTIVATIONS if activation.flag is not None and activation.gated)
+SETTINGS = (*FLAGS, OWN)
+"""All fields of ModelConfig that decide on the activation."""
+
+
+def register(name: str, *, gated: bool) -> Activation:
+    """Add an activation of the user's own, as a fact; see `megatron.model.mlp.register_activation`.
+
+    Raises:
+        ValueError: the name is taken, or cannot stand in a command line.
+    """
+    add_choice(OWN, name, [one.name for one in ACTIVATIONS])
+    _registered[name] = Activation(name, OWN, gated=gated, hugging_face=())
+    return _registered[name]
 
 
 def activation_of(model: object) -> Activation:
-    """The activation that the flags of a ModelConfig ask for. (A rule refuses more than one.)"""
+    """The activation that the settings of a ModelConfig ask for. (A rule refuses more than one.)
+
+    Raises:
+        ValueError: one that is not registered in this process, as a record of settings may name it.
+    """
+    own = getattr(model, OWN)
+    if own is not None:
+        if own not in _registered:
+            raise ValueError(f"--activation {own} is registered by no module here: name the one that does by --imports")
+        return _registered[own]
     return next((one for one in ACTIVATIONS if one.flag is not None and getattr(model, one.flag)), ACTIVATIONS[0])
 
 

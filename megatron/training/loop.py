@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +23,7 @@ from megatron.training.inputs import Batches
 from megatron.training.life import LifeNote
 from megatron.training.memory_report import MemoryAccount
 from megatron.training.model_norms import layer_norms, params_norm, places
+from megatron.training.own_metrics import METRICS
 from megatron.training.plan_report import PlanReport, StepPlan
 from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
@@ -36,7 +37,7 @@ from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.stragglers import StragglerReports
 from megatron.training.watch import Watcher, watchers
 
-_ON_SIGNAL = "on a signal"
+_ON_SIGNAL, _PAUSED = "on a signal", "paused"
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError, SpikeError)
 """Errors that a step raises on every rank at once."""
 
@@ -73,17 +74,49 @@ class Loop:
     """The account of the run's time."""
     rewinds: Rewinds | None = None
     """Takes the run back where it meets a loss spike, if that is asked for."""
+    _watching: list[Watcher] | None = None
+    """Those that the settings ask for, while the run is under way."""
 
-    def run(self, progress: Progress) -> bool:
+    def run(self, progress: Progress, *, until: int | None = None, callbacks: Sequence[Watcher] = ()) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
+
+        Args:
+            until: the iteration at which it pauses: nothing is saved or evaluated then, and it may be called again.
+            callbacks: watch these steps, behind what the settings ask for.
 
         Returns:
             whether a signal ended it.
         """
-        if self.config.training.manual_gc:
-            gc.disable()
         began_at = progress.iteration
         self.step.executor.mark = self.flight.operation
+        self._watching = self._watching or self._watchers(progress)
+        watching = [*self._watching, *callbacks]
+        self.goodput.spent("start-up")
+        if self.config.training.manual_gc:
+            gc.disable()
+        try:
+            with self.signals.noted():
+                try:
+                    stopped = self._train(progress, watching, until)
+                    if stopped == _PAUSED:
+                        self.saver.settle(self.reporter.say)
+                    elif progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
+                        self._save(progress, watching)  # inside the block: a further signal must not cut off the save
+                except _SHARED_FAILURES:  # on every rank alike, so the save under way can be finished
+                    self.saver.finish(self.reporter.say)
+                    raise
+                for watcher in callbacks if stopped == _PAUSED else watching:
+                    watcher.close()
+                if stopped != _PAUSED:
+                    self._watching = None
+                    self.saver.finish(self.reporter.say)
+                    self._finish(progress, stopped, callbacks)
+        finally:
+            gc.enable()
+        return stopped == _ON_SIGNAL
+
+    def _watchers(self, progress: Progress) -> list[Watcher]:
+        """What the settings ask for beside training."""
         watching = watchers(self.config, self.step, progress, self.reporter, self.account)
         if self.foretold is not None and self.account is not None:
             watching.append(PlanReport(self.foretold, self.step, self.account, self.reporter.say))
@@ -95,24 +128,11 @@ class Loop:
             from megatron.training.compilation import CompilationReports  # imports the compiler
 
             watching.append(CompilationReports(self.config.speed, self.reporter))
-        self.goodput.spent("start-up")
-        with self.signals.noted():
-            try:
-                stopped = self._train(progress, watching)
-                if progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
-                    self._save(progress, watching)  # inside the block: a further signal must not cut off the save
-            except _SHARED_FAILURES:  # on every rank alike, so the save under way can be finished
-                self.saver.finish(self.reporter.say)
-                raise
-            for watcher in watching:
-                watcher.close()
-            self.saver.finish(self.reporter.say)
-            self._finish(progress, stopped)
-        return stopped == _ON_SIGNAL
+        return watching
 
-    def _train(self, progress: Progress, watching: list[Watcher]) -> str | None:
+    def _train(self, progress: Progress, watching: Sequence[Watcher], until: int | None) -> str | None:
         """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
-        stopped = None
+        stopped = _PAUSED if until == progress.iteration < self.plan.total_iterations else None
         logging, context = self.config.logging, self.context
         profilers = together(
             context,
@@ -127,7 +147,7 @@ class Loop:
                 with self.timers("batch-generator", level=1):
                     batch = next(batches)
                 self.flight.phase("in a step")
-                result = self._advance(progress, batch, (self.signals.seen is not None, self._time_is_up()), watching)
+                result = self.advance(progress, batch, watching, (self.signals.seen is not None, self._time_is_up()))
                 life.finished(progress.iteration)
                 self.flight.phase("between steps")
                 self.saver.poll(self.reporter.say)
@@ -136,14 +156,18 @@ class Loop:
                     batches = self.train_batches(progress.consumed_samples)
                     stopped = self._voted_exit(result)
                     continue
-                stopped = self._between_steps(progress, watching) or self._exit_reason(progress, result)
+                stopped = self._between_steps(progress, watching) or self._exit_reason(progress, result, until)
             batches.close()  # type: ignore[attr-defined]
         return stopped
 
-    def _advance(
-        self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool], watching: list[Watcher]
+    def advance(
+        self,
+        progress: Progress,
+        batch: list[ModelInputs],
+        watching: Sequence[Watcher] = (),
+        exit_votes: tuple[bool, bool] = (False, False),
     ) -> StepResult | None:
-        """Make one step, or none where the user skips the iteration."""
+        """Make one step, or none where the user skips the iteration; `progress` is updated, and the step logged if it is time."""
         rate = learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         decay = weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         own = own_rates(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths, self.step.optimizer.own_ends)
@@ -175,10 +199,13 @@ class Loop:
         else:
             progress.updated_samples += samples
         self.goodput.spent("steps that do not count" if result is None or result.skipped else "steps")
-        self.reporter.step(progress, result, rate, samples, lambda: self._extras(result), self.goodput.seconds)
+        logged = self.reporter.step(progress, result, rate, samples, lambda: self._extras(result), self.goodput.seconds)
         if result is not None:
             for watcher in watching:
                 watcher.after_step(progress, result, samples, rate, decay)
+        if logged is not None:
+            for watcher in watching:
+                watcher.on_log(progress, logged)
         return result
 
     def _extras(self, result: StepResult | None) -> dict[str, float]:
@@ -190,13 +217,15 @@ class Loop:
         if logging.log_layer_norms and result is not None:
             parts = places(model.num_layers, model.tied, model.mtp_num_layers)
             found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
+        if result is not None:
+            found |= {name: float(metric(self.step, result)) for name, metric in METRICS.items()}
         return found
 
-    def _between_steps(self, progress: Progress, watching: list[Watcher]) -> str | None:
+    def _between_steps(self, progress: Progress, watching: Sequence[Watcher]) -> str | None:
         """Evaluate and save, if it is time. Returns why the run is to stop, if an evaluation was given up."""
         training = self.config.training
         valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
-        if valid is not None and not self._evaluate(progress, valid, "validation"):
+        if valid is not None and not self._evaluate(progress, valid, "validation", watching):
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress, watching)
@@ -206,7 +235,7 @@ class Loop:
             gc.collect()
         return None
 
-    def _rewound(self, progress: Progress, watching: list[Watcher]) -> bool:
+    def _rewound(self, progress: Progress, watching: Sequence[Watcher]) -> bool:
         """Go back behind a loss spike, if that is asked for and there is a checkpoint; returns whether it was done."""
         if self.rewinds is None:
             return False
@@ -230,30 +259,32 @@ class Loop:
             return f"after {self.config.training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
         return None
 
-    def _exit_reason(self, progress: Progress, result: StepResult | None) -> str | None:
+    def _exit_reason(self, progress: Progress, result: StepResult | None, until: int | None) -> str | None:
         training = self.config.training
         if result is not None and (voted := self._voted_exit(result)) is not None:
             return voted
         done = progress.iteration == self.plan.total_iterations
         if progress.is_multiple_of(training.exit_interval) and not done:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
-        return None
+        return None if done or progress.iteration != until else _PAUSED
 
-    def _finish(self, progress: Progress, stopped: str | None) -> None:
+    def _finish(self, progress: Progress, stopped: str | None, callbacks: Sequence[Watcher]) -> None:
         # After the save: evaluations may take longer than a scheduler that ends the job allows.
         if stopped is None:
             done = True
             if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
-                done = self._evaluate(progress, self.valid_batches, "validation")
+                done = self._evaluate(progress, self.valid_batches, "validation", callbacks)
             if done and self.test_batches is not None:
-                self._evaluate(progress, self.test_batches, "test")
+                self._evaluate(progress, self.test_batches, "test", callbacks)
         self.reporter.say(self.goodput.words())
         why = self.signals.words() if stopped == _ON_SIGNAL else stopped
         words = f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}"
         self.reporter.say(words)
         self.reporter.event("end", progress, words)
 
-    def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
+    def _evaluate(
+        self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"], watching: Sequence[Watcher]
+    ) -> bool:
         """Evaluate; returns whether that came to its end, and was not given up on a signal."""
         self.flight.phase("evaluating")
         with self.reporter.paused("evaluating", progress):
@@ -262,13 +293,15 @@ class Loop:
             if found is None:
                 self.reporter.say(f"  the evaluation at iteration {progress.iteration} is given up {self.signals.words()}")
             else:
-                self.reporter.evaluation(progress, *found, split)
+                values = self.reporter.evaluation(progress, *found, split)
+                for watcher in watching:
+                    watcher.on_evaluation(progress, values)
             if self.config.training.manual_gc:
                 gc.collect()
         self.goodput.spent("evaluations")
         return found is not None
 
-    def _save(self, progress: Progress, watching: list[Watcher]) -> None:
+    def _save(self, progress: Progress, watching: Sequence[Watcher]) -> None:
         self.flight.phase("saving")
         with self.reporter.paused("saving", progress):
             self.step.finish_publishing()  # no result may be written where it is still read
@@ -282,6 +315,8 @@ class Loop:
                     self.rewinds.saved(place)
                 if place is not None:
                     self.reporter.event("save", progress, f"checkpoint {place}")
+                    for watcher in watching:
+                        watcher.after_save(progress, place)
             if self.config.training.manual_gc:
                 gc.collect()
         self.goodput.spent("saves")

@@ -36,6 +36,7 @@ from megatron.training.gradient_noise import NoiseEstimate, noise_scale
 from megatron.training.live_lines import LiveLines, Pace
 from megatron.training.loss_picture import LossPicture
 from megatron.training.memory_report import process_bytes
+from megatron.training.own_metrics import METRICS
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
@@ -68,6 +69,7 @@ class Reporter:
 
     Args:
         speaks: whether this rank prints and writes; the others only take part in gathering times.
+        quiet: print nothing, and write all the same.
         total_iterations: number of steps of the whole run.
         total_samples: samples of the whole run, by which the time left is told; 0 where it is not.
         peak: FLOP/s of one device, if known.
@@ -89,6 +91,7 @@ class Reporter:
         *,
         total_samples: int = 0,
         speaks: bool,
+        quiet: bool = False,
         peak: float | None = None,
         resumed: bool = False,
         judges: bool = False,
@@ -97,7 +100,7 @@ class Reporter:
         draw: Sequence[str] | None = None,
         warnings: LossWarnings | None = None,
     ) -> None:
-        self._judges = judges
+        self._judges, self._quiet = judges, quiet
         self._config, self._model, self._context, self._timers = config, model, context, timers
         self._total_iterations, self._speaks, self._peak = total_iterations, speaks, peak
         self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
@@ -106,7 +109,7 @@ class Reporter:
         self._history = HistoryFile(folder, model.config.seq_length) if speaks and folder is not None else None
         self._picture = LossPicture(draw, folder) if speaks and folder is not None and draw is not None else None
         self._printer, self._pace, self._warnings = Printer(), Pace(total_samples), warnings
-        terminal = speaks and self._printer.on_terminal
+        terminal = speaks and not quiet and self._printer.on_terminal
         self._short = config.log_format == "short" or (config.log_format == "auto" and terminal)
         self._live = LiveLines(self._printer, total_iterations) if self._short and terminal else None
         self._first = True
@@ -150,13 +153,16 @@ class Reporter:
         batch: int,
         extras: Callable[[], dict],
         spent: Mapping[Use, float] | None = None,
-    ) -> None:
+    ) -> dict[str, float] | None:
         """Take the result of a step (None for one that the user skips), and log if it is time.
 
         Args:
             batch: sequences of the step.
             extras: further numbers to log; called on every rank, and only when a line is due.
             spent: seconds of the run so far, by use.
+
+        Returns:
+            the numbers that were logged, by the names of the metrics file; None where no line was due.
         """
         sums = self._interval
         sums.steps += 1
@@ -192,8 +198,9 @@ class Reporter:
                 seconds=now - self._last_step,
             )
         self._last_step = now
+        values = None
         if self._first or progress.iteration % self._config.log_interval == 0:
-            self._line(progress, result, learning_rate, batch, extras(), spent or {})
+            values = self._line(progress, result, learning_rate, batch, extras(), spent or {})
             self._first = False
             self._last_step = time.perf_counter()
             self._interval = _Interval(self._last_step)
@@ -201,9 +208,12 @@ class Reporter:
             pace = self._pace.samples_per_s
             tokens_per_s = None if pace is None else pace * self._model.config.seq_length
             self._live.step(progress, result, {**self._place(progress, learning_rate, batch), "tokens_per_s": tokens_per_s}, now)
+        return values
 
-    def evaluation(self, progress: Progress, loss: float, mtp_loss: float | None, split: Literal["validation", "test"]) -> None:
-        """Log the loss of a held-out split, and that of multi-token prediction."""
+    def evaluation(
+        self, progress: Progress, loss: float, mtp_loss: float | None, split: Literal["validation", "test"]
+    ) -> dict[str, float]:
+        """Log the loss of a held-out split, and that of multi-token prediction; returns both, by the names of the metrics file."""
         lines = validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss)
         for line in [short_validation_line(progress.iteration, loss, split, mtp_loss=mtp_loss)] if self._short else lines:
             self.say(line)
@@ -212,6 +222,7 @@ class Reporter:
         self._record("evaluation", progress, values)
         if self._warnings is not None and split == "validation":
             self.warn(progress, self._warnings.evaluation(loss, progress.consumed_samples * self._model.config.seq_length))
+        return values
 
     def measured(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Write further numbers to the metrics file and the curves."""
@@ -245,7 +256,7 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Print a line at once, on rank 0."""
-        if self._speaks:
+        if self._speaks and not self._quiet:
             self._printer.say(line)
 
     def _record(self, kind: str, progress: Progress, values: Mapping[str, Any]) -> None:
@@ -270,7 +281,7 @@ class Reporter:
         batch: int,
         extras: dict[str, float],
         spent: Mapping[Use, float],
-    ) -> None:
+    ) -> dict[str, float]:
         sums = self._interval
         seconds = time.perf_counter() - sums.started
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
@@ -302,6 +313,7 @@ class Reporter:
             gradient_noise=noise,
             context_imbalance=imbalance,
             max_attention_logit=max_logit,
+            own={name: extras[name] for name in METRICS if name in extras},
         )
         self.say(short_line(line) if self._short else megatron_line(line))
         values = {
@@ -342,6 +354,7 @@ class Reporter:
             whole = {name: value for name, value in values.items() if "/" not in name}
             found = {**memory, "spent": spent, **({"timers_ms": timers} if timers else {})}
             self._record("log", progress, {**whole, **found})
+        return values
 
     def _place(self, progress: Progress, learning_rate: float, batch: int) -> dict[str, Any]:
         """The numbers that every line has."""

@@ -208,7 +208,7 @@ class Saver:
         record = {**self._record, ACCOUNT: account}
         tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
         self._last = progress.iteration
-        location = self._storage.at(checkpoint_name(progress.iteration))
+        location = self.place(progress.iteration)
         if self._background is not None:
             self._background.save(progress.iteration, tensors, record, state, say)
             return location
@@ -218,6 +218,10 @@ class Saver:
             say(f"saved {location} in {time.monotonic() - began:.1f} s, digest {digest[:16]}")
             retain(self._storage, self._retention)
         return location
+
+    def place(self, iteration: int) -> str:
+        """Where its checkpoint of an iteration lies."""
+        return self._storage.at(checkpoint_name(iteration))
 
     def keep(
         self,

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,26 @@ def set_logging(rank: int) -> None:
     logging.getLogger("megatron").setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
-def set_numerics(config: Config) -> None:
-    """Choose the kernels. Called before the first use of a device.
+def set_numerics(config: Config) -> Callable[[], None]:
+    """Choose the kernels, before the first use of a device; returns what brings back those that were chosen before.
 
     Deterministic: attention's backward adds in one order (flash) or in one part (memory-efficient) and cuDNN's kernel is left out
     (torch, aten/src/ATen/native/transformers/cuda: attention_backward.cu, sdp_utils.cpp); cuBLAS has a workspace for each stream;
     an operation without a deterministic kernel is an error. New memory stays as it is: torch would fill it with NaN, a kernel for
     each allocation, and nothing here reads what was not written.
     """
-    use_backend(config.speed.attention_backend)
+    chosen = ExitStack()
+    chosen.callback(use_backend(config.speed.attention_backend))
+    chosen.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     if config.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        chosen.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
     # The old way to say it, which 2.11 has too; torch.backends.cuda.matmul.fp32_precision must then be left alone.
     torch.set_float32_matmul_precision(config.precision.fp32_matmul_precision)
+    return chosen.close
 
 
 def set_compiler_cache(speed: SpeedConfig) -> None:
@@ -175,6 +180,7 @@ def describe(
         f"{topology}" + (", sequence parallel" if model.sequence_parallel else ""),
         f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
+        *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
         *describe_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
         describe_attention(config, model, context),
@@ -252,12 +258,14 @@ def make_reporter(
     resumed: bool,
     draw: Sequence[str] | None = None,
     corpus: Corpus | None = None,
+    quiet: bool = False,
 ) -> Reporter:
     """Make the reporter of the run. All ranks call it together.
 
     Args:
         draw: the command that draws the picture of a run's record.
         corpus: the training data, for warnings about losses; none are given without it.
+        quiet: print nothing.
 
     Raises:
         SetupError: the metrics file or another sink cannot be opened.
@@ -273,6 +281,7 @@ def make_reporter(
             plan.total_iterations,
             total_samples=plan.total_samples,
             speaks=context.rank == 0,
+            quiet=quiet,
             peak=device_peak(context, model),
             resumed=resumed,
             judges=config.spikes.spike_policy != "none",

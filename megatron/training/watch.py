@@ -1,8 +1,9 @@
-"""Checks that a run makes beside training: --check-replicas-every and --save-trace. Without these flags it makes none."""
+"""What watches a run: callbacks of the user's own, and the checks that a run makes beside training, --check-replicas-every and
+--save-trace. Without these it makes none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -26,7 +27,8 @@ _ADVICE = "Training stops before the update. tools/verify_layout.py with the sam
 
 
 class Watcher:
-    """Observes a run. All ranks call every method together. A fault is raised as an AuditError on all of them."""
+    """Observes a run; users call it a callback. All ranks call every method together, so each may communicate. A fault of the run
+    itself is raised as an AuditError on all of them; any other error ends the training too."""
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
         """Called before the step over this batch."""
@@ -34,8 +36,17 @@ class Watcher:
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
         """Called after a step over so many samples; `progress` includes it."""
 
+    def on_log(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Called when a line of the log is due, with the numbers that go into the metrics file, by their names there."""
+
+    def on_evaluation(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Called after an evaluation with `validation_loss` or `test_loss`, and the loss of multi-token prediction."""
+
     def before_save(self, progress: Progress) -> None:
         """Called before a checkpoint is written."""
+
+    def after_save(self, progress: Progress, place: str) -> None:
+        """Called when a checkpoint is written, or with --async-save copied to be written, with its folder or URL."""
 
     def after_rewind(self, progress: Progress) -> None:
         """Called after the run went back to a checkpoint; `progress` is that of the place where it goes on."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.pipeline_parallel.partition import Chunk
+from megatron.spec.registered import read_with
 from megatron.verification.joined import AXES, JoinedTensor, Measured, join, joint_norm, measure
 from megatron.verification.observation import Observation, PlainStep, RankObservation, RankStep, TensorPart
 from megatron.verification.wording import NEGLIGIBLE, ROUNDING, Factor, layout_factors, place_words, stages_of
@@ -188,7 +189,7 @@ class Comparison:
         optimizer, found = self.config.optimizer, []
         slack = dict.fromkeys(self.observation.start, 0.0)
         for step in self.plain.steps[: self.num_steps]:
-            if optimizer.optimizer in ("adam", "muon"):
+            if optimizer.optimizer in ("adam", "muon") or "adam_eps" in read_with("optimizer", optimizer.optimizer):
                 update = step.learning_rate * ROUNDING * step.grad_norm / optimizer.adam_eps
                 for name, gradient in step.gradients.items():
                     noise = (gradient != 0) & (gradient.abs() <= NEGLIGIBLE * step.grad_norm)

@@ -24,7 +24,7 @@ from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 from megatron.verification.joined import AXES
 from megatron.verification.late import late_delivery
-from megatron.verification.observation import EVALUATED_BATCHES, MaskDrawn, ProofTask, RankObservation
+from megatron.verification.observation import EVALUATED_BATCHES, MaskDrawn, ProofTask, RankObservation, TensorPart
 from megatron.verification.recording import StepRecorder, parts_of_shards, set_weights
 
 
@@ -68,6 +68,23 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
         masks = feed.masks() if model.hidden_dropout or model.attention_dropout or model.moe_input_jitter_eps else []
     coordinates = {axis: context.coordinates[axis] for axis in AXES}
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, masks)
+
+
+def gradients_of_microbatches(task: ProofTask) -> tuple[list[list[TensorPart]], list[float]]:
+    """What each microbatch of the first step adds to the gradients on this rank, and how many of its tokens count; of a world of
+    one."""
+    context = connect(task.config.parallel)
+    plan = BatchSizePlan(task.config.training, context.data_group.size, task.config.model.seq_length)
+    step = _build_step(task, startup.with_batch_size(task.config, plan), context)
+    set_weights(step, task.start)
+    step.prepare(plan.num_microbatches(0))
+    batch = next(_Feed(task, context, plan, step).training(0))
+    step.gradients(batch)
+    found = []
+    for inputs in batch:
+        step.gradients([inputs], again=True)
+        found.append(parts_of_shards(step, lambda shard: shard.grad))
+    return found, [float(inputs.loss_mask.sum()) for inputs in batch if inputs.loss_mask is not None]
 
 
 def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> TrainStep:

@@ -6,7 +6,7 @@ import ast
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from megatron.config.experts import Balancing
 from megatron.config.model import ModelConfig, SoftmaxType
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
-from megatron.spec.activations import activation_of
+from megatron.spec.activations import ActivationName, activation_of
 from megatron.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS, PlainRun, PlainStep, ProofTask
 from megatron.verification.plain_groups import own_updates
 from megatron.verification.random_samples import RandomSamples
@@ -187,7 +187,7 @@ def reference_shape(
         zero_centred=model.apply_layernorm_1p,
         parallel=model.parallel_residual,
         residual_multiplier=model.residual_multiplier,
-        activation=activation_of(model).name,
+        activation=cast("ActivationName", activation_of(model).name),
         offset=model.glu_linear_offset,
         clamp=model.activation_func_clamp_value,
         bias=not model.disable_bias_linear,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
+from megatron.config.param_groups import entry_of
 from megatron.config.training import SpikeConfig
 from megatron.data.samples import DocumentRules
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
@@ -17,9 +19,11 @@ from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.attention_backends import kernels_of
+from megatron.spec.registered import added, read_with
 from megatron.verification.layout_run import observe_rank
 from megatron.verification.local_ranks import run_ranks
 from megatron.verification.observation import Observation, ProofTask
+from megatron.verification.own_run import run_own, start_weights
 from megatron.verification.plain_run import reference_shape, run_plain
 from megatron.verification.random_samples import RandomSamples
 from megatron.verification.reference.shape import random_weights
@@ -32,8 +36,18 @@ LEAST_EPS = 1e-6
 the rounding error in its place by no less than this."""
 
 
+ReferenceKind = Literal["plain", "self"]
+"""What a layout is compared with: a plain model that shares no code with it, or a run of the same code in one process."""
+
+
 def prove(
-    config: Config, world_size: int, *, steps: int | None = None, dropout: bool = True, timeout: float = 240.0
+    config: Config,
+    world_size: int,
+    *,
+    steps: int | None = None,
+    dropout: bool = True,
+    timeout: float = 240.0,
+    reference: ReferenceKind = "plain",
 ) -> Observation:
     """Observe a run at its layout, and the reference on the same samples and start weights.
 
@@ -45,8 +59,10 @@ def prove(
 
     Raises:
         RanksError: a rank raised, died, or did not finish in time.
-        ValueError: the tokenizer of the settings cannot be made.
+        ValueError: the tokenizer of the settings cannot be made, or the plain reference does not know a part of the model.
     """
+    if reference == "plain":
+        refuse_unknown_parts(config)
     import_before_fork()
     config, replaced = _as_run(config, steps, dropout)
     parallel, data = config.parallel, config.data
@@ -58,14 +74,36 @@ def prove(
     several = config.training.first_batch_size(data_size) > micro
     samples = RandomSamples(_SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, empty_masks=several)
     held_out = dataclasses.replace(samples, seed=_HELD_OUT_SEED)
-    start = random_weights(reference_shape(config.model, vocab_size), _START_SEED)
+    initial = _initial_weights(config, vocab_size)
+    if reference == "self":
+        start = start_weights(config, vocab_size, initial, _START_SEED)
+        replaced.append("reference: the same code in one process. What is wrong there too is not found")
+    else:
+        start = random_weights(reference_shape(config.model, vocab_size), _START_SEED)
 
     task = ProofTask(config, vocab_size, rules, start, samples, held_out, data_size, steps)
     ranks = run_ranks(world_size, observe_rank, task, timeout=timeout)
     table = table_of(config.model, parallel, vocab_size)
     # In a process of its own: where there is a GPU, a process that has run a backward can fork no ranks for another run.
-    plain = run_ranks(1, lambda rank: run_plain(task), timeout=timeout, init=False)[0]
-    return Observation(config, vocab_size, table, ranks, plain, _initial_weights(config, vocab_size), start, replaced)
+    run = run_own if reference == "self" else run_plain
+    plain = run_ranks(1, lambda rank: run(task), timeout=timeout, init=False)[0]
+    return Observation(config, vocab_size, table, ranks, plain, initial, start, replaced)
+
+
+def refuse_unknown_parts(config: Config) -> None:
+    """Check that the plain reference knows all parts of a model.
+
+    Raises:
+        ValueError: one is registered by a module of the user's own.
+    """
+    own = [config.optimizer.optimizer, *(entry_of(text).optimizer for text in config.optimizer.param_groups)]
+    found = [f"--optimizer {name}" for name in own if name in added("optimizer")]
+    found += [f"--activation {config.model.activation}"] if config.model.activation is not None else []
+    if found:
+        raise ValueError(
+            f"{' and '.join(dict.fromkeys(found))}: the plain reference does not know what your own modules register.\n"
+            "  --reference self compares with a run of the same code in one process."
+        )
 
 
 def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
@@ -105,7 +143,7 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         replaced.append("--tp-comm-overlap: pieces go round a ring. Not run: symmetric memory")
     if optimizer.use_apex:
         replaced.append("--use-apex: torch's optimizer, which does the same on a CPU")
-    if optimizer.optimizer in ("adam", "muon") and optimizer.adam_eps < LEAST_EPS:
+    if _divides_by_eps(optimizer.optimizer) and optimizer.adam_eps < LEAST_EPS:
         replaced.append(f"--adam-eps: {LEAST_EPS:g}, so that rounding of gradients that are truly zero makes no update")
     if config.debug.check_replicas_every is not None:
         replaced.append("--check-replicas-every: not set, as everything is compared here, and to the end")
@@ -147,6 +185,11 @@ def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
         seed=config.training.seed,
     )
     return {entry.record.name: entry.param.detach()[tuple(slice(n) for n in entry.record.shape)].clone() for entry in model.params}
+
+
+def _divides_by_eps(optimizer: str) -> bool:
+    """Whether an optimizer divides by as little as --adam-eps."""
+    return optimizer in ("adam", "muon") or "adam_eps" in read_with("optimizer", optimizer)
 
 
 def import_before_fork() -> None:

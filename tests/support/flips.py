@@ -277,7 +277,7 @@ def overhead(microbatches: int, steps: int = 12) -> tuple[float, float]:
             file = Path(name) / "seconds"
 
             def before(rank: int, file: Path = file) -> None:
-                advance, took = Loop._advance, list[float]()
+                advance, took = Loop.advance, list[float]()
 
                 def timed(loop: Loop, *args: Any) -> Any:
                     began = time.process_time()
@@ -287,7 +287,7 @@ def overhead(microbatches: int, steps: int = 12) -> tuple[float, float]:
                     return result
 
                 if rank == 0:
-                    Loop._advance = timed  # type: ignore[assignment, method-assign]
+                    Loop.advance = timed  # type: ignore[assignment, method-assign]
 
             argv = arguments(**settings, sentinel_interval=interval, use_distributed_optimizer=True)
             run(argv, 2, before=before, timeout=600)

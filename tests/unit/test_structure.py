@@ -60,9 +60,10 @@ ABOVE["inference"] = {*ABOVE["checkpoint"], "checkpoint", "data", "attention"}
 ABOVE["planner"] = {*ABOVE["checkpoint"], "attention", "context_parallel", "moe", "metrics"}
 ABOVE["audit"] = {*ABOVE["checkpoint"], "checkpoint", "metrics"}
 ABOVE["flight"] = {"config", "parallel", "spec"}
-ABOVE["training"] = set(ABOVE) - {"inference"}
+ABOVE["training"] = set(ABOVE)
 ABOVE["verification"] = set(ABOVE) - {"inference"}
 ABOVE["proofs"] = {*ABOVE["verification"], "verification"}
+ABOVE["api"] = {*ABOVE["proofs"], "proofs", "inference"}
 ABOVE["resilience"] = {"config", "data", "parallel", "planner", "training"}
 
 READS_CHECKPOINTS = ("megatron/config/cli.py", "megatron.checkpoint.checkpoint_args")
@@ -123,6 +124,9 @@ def test_there_is_something_to_read() -> None:
 def test_megatron_is_a_namespace_package_of_rooms() -> None:
     assert not (MEGATRON / "__init__.py").exists()
     for room in ABOVE:
+        assert (MEGATRON / room / "py.typed").exists(), f"{room}: who imports it has its types (PEP 561 asks it of each room)"
+        if room == "api":  # which is there for its names
+            continue
         body = [*ast.iter_child_nodes(nodes(Path("megatron", room, "__init__.py"))[0])]
         assert len(body) == 1 and isinstance(body[0], ast.Expr), f"{room}/__init__.py is one docstring"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron.config.extras import optional
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+from megatron.inference.continuation import continuations
 from megatron.inference.generate import GenerationRequest, Sampling
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from tools.evaluation.scores import Scorer
 from tools.evaluation.texts import begins_with
-from tools.generation.continuation import continuations
 
 _NEW_TOKENS = 256
 """Most tokens of an answer where a task does not say."""

@@ -133,11 +133,12 @@ def _dtype(given: argparse.Namespace, source: WeightSource, context: ParallelCon
     """The one asked for, or that of the weights."""
     import torch
 
-    if given.dtype is not None:
-        asked: torch.dtype = getattr(torch, given.dtype)
-        return asked
-    stored = source.weights["embedding.word.weight"].dtype
-    return torch.float32 if stored == torch.float16 and context.device.type == "cpu" else stored
+    from megatron.inference.model_from_source import usual_dtype
+
+    if given.dtype is None:
+        return usual_dtype(source, context)
+    asked: torch.dtype = getattr(torch, given.dtype)
+    return asked
 
 
 def _described(model: Model) -> str:

@@ -149,7 +149,8 @@ class ActivationField:
         return {} if flag is None else {flag: True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: activation_of(model).hugging_face[0]}
+        mine = activation_of(model)
+        return {self.theirs: mine.hugging_face[0] if mine.hugging_face else mine.name}  # which nobody there reads
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,24 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from megatron.config.checks.finding import Change, Finding, change, data_size, flag_for, in_range, is_changed, rule, shown, value_of
+from megatron.config.checks.finding import (
+    Change,
+    Finding,
+    change,
+    data_size,
+    flag_for,
+    has_effect,
+    in_range,
+    is_changed,
+    rule,
+    shown,
+    value_of,
+)
 from megatron.config.checks.sharding import left_to_buckets
 from megatron.config.config import Config
 from megatron.config.flags import flags
+from megatron.config.param_groups import entry_of
+from megatron.spec.registered import added
 
 LARGEST_WORLD = 1_048_576
 """The most ranks: no machine has as many."""
@@ -70,7 +84,7 @@ def changed_settings_act(config: Config, world_size: int) -> Iterator[Finding]:
     """A setting that says what is trained, or what is kept safe, has an effect where it is given."""
     for flag in flags().values():
         acts = flag.facts.acts
-        if acts is not None and acts.strict and is_changed(config, flag.field) and not acts.holds(_look_up(config)):
+        if acts is not None and acts.strict and is_changed(config, flag.field) and not has_effect(config, flag.field):
             yield Finding(
                 f"{shown(config, flag.field)} would have no effect: it acts only {acts.words}.",
                 [change(**acts.fix)] if acts.fix else [],
@@ -106,6 +120,16 @@ def notes(config: Config, world_size: int) -> list[str]:
             effect = f"acts only on {', '.join(left)}" if left else "has no effect"
             found.append(f"{shown(config, field)} {effect}: with optim_grads_params {instead}.")
     return found
+
+
+def plan_notes(config: Config) -> Iterator[str]:
+    """A line for what a dry run cannot know of a part of the user's own."""
+    used = [config.optimizer.optimizer, *(entry.optimizer for entry in map(entry_of, config.optimizer.param_groups))]
+    for name in [name for name in added("optimizer") if name in used]:
+        yield (
+            f"--optimizer {name}: its state is planned as its module states it. Its update is taken to read and write that once; "
+            "what else it computes or sends is not known here."
+        )
 
 
 _ALWAYS = {

@@ -21,7 +21,7 @@ from megatron.config.checks.finding import (
 from megatron.config.checks.groups import readable
 from megatron.config.config import Config
 from megatron.config.setting import GIVEN, acts_with
-from megatron.spec.activations import FLAGS
+from megatron.spec.activations import SETTINGS
 from megatron.spec.layer_pattern import pattern_problem, read_pattern
 from megatron.spec.mlps import has_experts
 
@@ -92,7 +92,7 @@ def chosen_alone_has_a_gradient(config: Config, world_size: int) -> Iterator[Fin
         )
 
 
-@rule("moe_ffn_hidden_size", _ETP, _TP, reads=("num_experts", "ffn_hidden_size", "hidden_size", *FLAGS))
+@rule("moe_ffn_hidden_size", _ETP, _TP, reads=("num_experts", "ffn_hidden_size", "hidden_size", *SETTINGS))
 def experts_divide_by_their_ranks(config: Config, world_size: int) -> Iterator[Finding]:
     """Each of the ranks that split an expert holds the same part of its width."""
     model, ranks = config.model, config.parallel.expert_tensor_size

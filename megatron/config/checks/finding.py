@@ -14,6 +14,7 @@ from typing import Any
 from megatron.config.config import Config
 from megatron.config.flags import Flag, flag_for
 from megatron.config.setting import Beside
+from megatron.spec.registered import read_with
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,12 @@ def at_most(lower: str, upper: str, why: str, where: Beside | None = None) -> Se
             yield Finding(message, [change(**{lower: high}), change(**{upper: low})])
 
     return SettingsRule(check, (lower, upper), conditions, why)
+
+
+def has_effect(config: Config, field: str) -> bool:
+    """Whether a setting acts with the others: its condition holds, or an optimizer of the user's own reads it."""
+    acts = flag_for(field).facts.acts
+    return acts is None or _holds(acts, config) or field in read_with("optimizer", config.optimizer.optimizer)
 
 
 def exclude_each_other(*fields: str, why: str) -> SettingsRule:

@@ -21,7 +21,7 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.config import Config
 from megatron.config.setting import acts_with
-from megatron.spec.activations import FLAGS, activation_of, spelled
+from megatron.spec.activations import SETTINGS, activation_of
 from megatron.spec.layer_pattern import pattern_problem, read_pattern, read_window
 from megatron.spec.mlps import has_dense_layers
 from megatron.spec.rotary import rotated_channels
@@ -39,7 +39,7 @@ hidden_divides_by_heads = divides(
 )
 
 
-@rule("hidden_size", "ffn_hidden_size", reads=(*FLAGS, *_WITH_EXPERTS, "moe_ffn_hidden_size", "tensor_model_parallel_size"))
+@rule("hidden_size", "ffn_hidden_size", reads=(*SETTINGS, *_WITH_EXPERTS, "moe_ffn_hidden_size", "tensor_model_parallel_size"))
 def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
     """The default width of a gated MLP is rounded down to a multiple of 64, which a small hidden size does not reach: give
     --ffn-hidden-size."""
@@ -48,7 +48,7 @@ def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
         flag = activation_of(model).flag
         assert flag is not None, "an MLP that is not gated is wider than the model"
         yield Finding(
-            f"The MLP has no width: {spelled(flag)} with --hidden-size {model.hidden_size} gives "
+            f"The MLP has no width: {shown(config, flag)} with --hidden-size {model.hidden_size} gives "
             f"8 x {model.hidden_size} / 3 rounded down to a multiple of 64, which is 0.",
             [change(ffn_hidden_size=8 * config.parallel.tensor_model_parallel_size)],
             fields=("hidden_size", "ffn_hidden_size", flag),
@@ -96,7 +96,7 @@ query_groups_divide_heads = divides(
     "Each key-value head serves the same number of query heads.",
     where=acts_with(group_query_attention=True),
 )
-one_activation = exclude_each_other(*FLAGS, why="Each sets the MLP's activation.")
+one_activation = exclude_each_other(*SETTINGS, why="Each sets the MLP's activation.")
 
 
 @rule(

@@ -18,7 +18,7 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.config import Config
 from megatron.config.setting import acts_with
-from megatron.spec.activations import FLAGS
+from megatron.spec.activations import SETTINGS
 from megatron.spec.mlps import has_dense_layers
 
 _TP = "tensor_model_parallel_size"
@@ -87,7 +87,7 @@ def shared_heads_are_normalised_apart(config: Config, world_size: int) -> Iterat
         )
 
 
-@rule("ffn_hidden_size", _TP, "hidden_size", reads=(*FLAGS, "num_experts", "moe_layer_freq", "num_layers"))
+@rule("ffn_hidden_size", _TP, "hidden_size", reads=(*SETTINGS, "num_experts", "moe_layer_freq", "num_layers"))
 def mlp_divides_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
     """Each tensor rank holds the same part of the MLP's width."""
     width, tp = config.model.ffn_size, config.parallel.tensor_model_parallel_size

@@ -17,11 +17,11 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.config import Config
 from megatron.config.precision import Fp8
-from megatron.spec.activations import FLAGS
+from megatron.spec.activations import SETTINGS
 
 _SIZES = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups", "tensor_model_parallel_size"),
-    *("group_query_attention", "seq_length", "context_parallel_size", "micro_batch_size", "sequence_parallel", *FLAGS),
+    *("group_query_attention", "seq_length", "context_parallel_size", "micro_batch_size", "sequence_parallel", *SETTINGS),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
 

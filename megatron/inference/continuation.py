@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron.config.model import ModelConfig
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.inference.generate import GenerationRequest, generate
 from megatron.model.build import Model
@@ -14,6 +15,31 @@ _CONTEXT = 16
 """Tokens before the new ones that are decoded with them: the text of a token may depend on the one before (a blank)."""
 _LONGEST_HELD = 8
 """The most tokens that may wait for the rest of a character; a character of UTF-8 has at most four bytes."""
+
+
+NEW_TOKENS = 256
+"""The most tokens that are made where nobody says how many."""
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+    """The tokens of a beginning; where there are none, what begins a document.
+
+    Raises:
+        ValueError: `add_bos`, and this tokenizer has none.
+    """
+    ids = tokenizer.encode(text)
+    if add_bos:
+        if tokenizer.bos is None:
+            raise ValueError("--add-bos: this tokenizer has no bos")
+        ids = [tokenizer.bos, *ids]
+    return ids or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
+
+
+def most_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens are made where nobody says it: as many as there are positions for, and not more than `NEW_TOKENS`."""
+    if config.position_embedding_type != "learned_absolute":
+        return NEW_TOKENS
+    return max(1, min(NEW_TOKENS, config.num_positions - max(map(len, prompts))))
 
 
 class TextStream:

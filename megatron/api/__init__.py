@@ -1,0 +1,52 @@
+"""Train, watch and prove from a program or a notebook, with the very objects of the command line. docs/python.md shows how."""
+
+from megatron.api.proof import verify_layout
+from megatron.api.runs import build_model, connect, settings, write_dataset
+from megatron.config.cli import LoadedConfig
+from megatron.config.errors import ConfigError, Violation
+from megatron.inference.generate import Sampling
+from megatron.inference.language_model import LanguageModel
+from megatron.model.mlp import register_activation
+from megatron.optimizer.rule import KeptState, Lists, Target, Update, UpdateRule, scaled
+from megatron.optimizer.rules import register_optimizer
+from megatron.parallel.context import ParallelContext, disconnect
+from megatron.training.failure import NonFiniteError, SetupError
+from megatron.training.inputs import RunData, open_data
+from megatron.training.own_metrics import register_metric
+from megatron.training.progress import Progress
+from megatron.training.step import StepResult, TrainStep
+from megatron.training.trainer import Trainer
+from megatron.training.watch import Watcher as Callback
+
+__all__ = [
+    "Callback",
+    "ConfigError",
+    "KeptState",
+    "LanguageModel",
+    "Lists",
+    "LoadedConfig",
+    "NonFiniteError",
+    "ParallelContext",
+    "Progress",
+    "RunData",
+    "Sampling",
+    "SetupError",
+    "StepResult",
+    "Target",
+    "TrainStep",
+    "Trainer",
+    "Update",
+    "UpdateRule",
+    "Violation",
+    "build_model",
+    "connect",
+    "disconnect",
+    "open_data",
+    "register_activation",
+    "register_metric",
+    "register_optimizer",
+    "scaled",
+    "settings",
+    "verify_layout",
+    "write_dataset",
+]
