@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatron.data_parallel.fsdp  # imported here once, not in every forked rank
-import megatron.parallel.context
+import megatron.training.trainer
 import megatron.training.watch
 import pretrain_gpt
 from megatron.audit.signature import named, signature_of
@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_ranks_meet(tmp_path: Pa
     """In the words of one rank, with the exit status of a wrong setting."""
 
     def before(rank: int) -> None:
-        megatron.parallel.context.connect = lambda config: os._exit(77)
+        megatron.training.trainer.connect = lambda config: os._exit(77)  # type: ignore[attr-defined]
 
     (tmp_path / "file").touch()
     ended = launch(arguments(train_iters=2, save_trace=tmp_path / at), world_size, before=before)
