@@ -20,7 +20,8 @@ use-mcore-models: there is one implementation of the model
 use-flash-attn: --attention-backend auto, the default, takes flash attention where it can
 attention-softmax-in-fp32: softmax is always computed in at least float32
 apply-query-key-layer-scaling: softmax is always computed in at least float32, so nothing has to be scaled and scaled back
-accumulate-allreduce-grads-in-fp32: gradients of a 16-bit model are always summed and reduced in float32
+accumulate-allreduce-grads-in-fp32: gradients of a 16-bit model are always summed in float32, and reduced so unless
+    --grad-reduce-in-bf16 is given
 exit-signal-handler: SIGTERM and SIGUSR1 always save a checkpoint and exit
 no-save-rng no-load-rng: random numbers follow from the seed and the step; there is no generator state to save or load
 no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm:
@@ -190,7 +191,6 @@ use-mp-args-from-checkpoint-args: Any layout loads any checkpoint: give the layo
 load-main-params-from-ckpt: Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.
 hierarchical-context-parallel-sizes: Context ranks share keys and values in one step (--cp-comm-type all_gather, a2a or p2p).
 fp16-lm-cross-entropy: The loss is always computed in at least float32.
-grad-reduce-in-bf16: Gradients of a 16-bit model are always summed and reduced in float32.
 ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation: Gradient buckets are set by
     --ddp-bucket-size and --overlap-grad-reduce.
 init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a normal distribution (--init-method-std).

@@ -156,6 +156,9 @@ class ParallelConfig:
     overlap_grad_reduce: bool = setting(False, idle=_ONE_DATA_RANK)
     """Reduce each gradient bucket as soon as it is complete, while backward goes on. (optim_grads_params always does, block by
     block.)"""
+    grad_reduce_in_bf16: bool = setting(False, acts=acts_with(bf16=True), idle=_ONE_DATA_RANK)
+    """Send the gradients of a bfloat16 model in bfloat16 where data ranks add them up: half the bytes, and a sum that is rounded on
+    its way. Each rank still sums its microbatches in float32."""
     overlap_param_gather: bool = setting(False, acts=_SHARDED, idle=_ONE_DATA_RANK)
     """Under optim and optim_grads: wait for updated parameters just before the layers that use them in the next forward, not at the
     end of the step. (optim_grads_params always fetches the next block ahead.)"""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,10 @@ class BufferPool:
         """Take back a buffer, which may be written again after `wait()`."""
         self._in_flight.append((buffer, wait))
 
+    def free(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that nobody reads."""
+        self._free.append(buffer)
+
     def settle(self) -> None:
         """Wait for all reductions that still read a buffer."""
         while self._in_flight:
@@ -84,6 +89,46 @@ class BufferPool:
 
 def _without(buffers: list[torch.Tensor], one: torch.Tensor) -> list[torch.Tensor]:
     return [buffer for buffer in buffers if buffer is not one]
+
+
+class Narrowed(Pending):
+    """A reduction of a copy of gradients in fewer bits, whose result is taken into the gradients where it is waited for.
+
+    Args:
+        reduction: that of the copy.
+        into: receives its result.
+        adds: whether the result is added to what `into` holds.
+    """
+
+    def __init__(self, reduction: Pending, into: torch.Tensor, *, adds: bool = False) -> None:
+        super().__init__(into)
+        self._reduction: Pending | None = reduction
+        self._adds = adds
+        self._taken: Any = None
+
+    def wait(self) -> torch.Tensor:
+        """Wait (on CUDA: let the current stream wait; several streams may), take the result in, once, and return the gradients."""
+        on_cuda = self._result.device.type == "cuda"
+        if self._reduction is not None:
+            arrived = self._reduction.wait()
+            if self._adds:
+                self._result.add_(arrived)
+            else:
+                self._result.copy_(arrived)
+            self._reduction = None
+            if on_cuda:
+                self._taken = torch.cuda.current_stream().record_event()
+        elif on_cuda:
+            torch.cuda.current_stream().wait_event(self._taken)
+        return self._result
+
+
+def travel_dtype(plan: BucketPlan, context: ParallelContext, *, in_bf16: bool) -> torch.dtype | None:
+    """The dtype in which the gradients of a bucket travel, if it is narrower than theirs: with --grad-reduce-in-bf16 those of
+    bfloat16 parameters that several data ranks add up."""
+    dtype = plan.params[0].entry.param.dtype
+    over_data = any(context.topology.size(axis) > 1 for axis in plan.axes if axis not in ("tp", "etp", "ep"))
+    return dtype if in_bf16 and over_data and dtype == torch.bfloat16 else None
 
 
 Fill = Callable[[torch.Tensor, ParamRecord, Sequence[PlacedBox]], None]
@@ -247,10 +292,17 @@ class Bucket(ABC):
 
 
 class WholeBucket(Bucket):
-    """A bucket that keeps the gradients of all its parameters through the step (no_shard, optim)."""
+    """A bucket that keeps the gradients of all its parameters through the step (no_shard, optim).
 
-    def __init__(self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill) -> None:
+    Args:
+        narrow: buffers for copies in which gradients travel, if they do so in fewer bits.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill, narrow: BufferPool | None = None
+    ) -> None:
         super().__init__(plan, context, sharded=sharded, fill=fill)
+        self._narrow = narrow
         self.grads = torch.zeros(plan.size, dtype=self.dtype, device=context.device)
         self._views = [self._view(self.grads, placed) for placed in plan.params]
         self._provide()
@@ -282,21 +334,35 @@ class WholeBucket(Bucket):
             self._reduce()
 
     def _reduce(self) -> None:
-        if self.sharded:
-            self._reducing = start_reduce_scatter(self.grads, self.group, out=self.own_grads)
+        if self._narrow is None:
+            self._reducing = self._start(self.grads)
         else:
-            self._reducing = start_all_reduce(self.grads, self.group)
+            buffer = self._narrow.take(self.plan.size)
+            self._reducing = Narrowed(self._start(buffer[: self.plan.size].copy_(self.grads)), self.own_grads)
+            self._narrow.give_back(buffer, self._reducing.wait)
         if not self.plan.tied:
             self.shard_group.announce(self._reducing)
 
+    def _start(self, grads: torch.Tensor) -> Pending:
+        if self.sharded:
+            return start_reduce_scatter(grads, self.group, out=grads[self.own])
+        return start_all_reduce(grads, self.group)
+
 
 class SlicedBucket(Bucket):
-    """A bucket that keeps only this rank's slice of the gradients (optim_grads): it reduces after each microbatch."""
+    """A bucket that keeps only this rank's slice of the gradients (optim_grads): it reduces after each microbatch.
 
-    def __init__(self, plan: BucketPlan, context: ParallelContext, *, fill: Fill, pool: BufferPool) -> None:
+    Args:
+        pool: buffers for gradients until they are reduced.
+        narrow: buffers for copies in which they travel, if they do so in fewer bits.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, context: ParallelContext, *, fill: Fill, pool: BufferPool, narrow: BufferPool | None = None
+    ) -> None:
         super().__init__(plan, context, sharded=True, fill=fill)
         assert self.sharded, "with one rank there is nothing to slice"
-        self._pool = pool
+        self._pool, self._narrow = pool, narrow
         self._grads = torch.zeros(plan.slice_size, dtype=self.dtype, device=context.device)
         self._borrowed: torch.Tensor | None = None
         self._reducing: Pending | None = None
@@ -333,19 +399,37 @@ class SlicedBucket(Bucket):
             if not sink.written:  # this parameter was a microbatch ahead
                 self._view(buffer, placed).zero_()
         self.finish()
-        if self._reduced_once:  # this rank's own summand carries the sum of the microbatches before
-            buffer[self.own].add_(self._grads)
+        if self._narrow is not None:
+            self._reduce_narrow(buffer[: self.plan.size])
+        else:
+            if self._reduced_once:  # this rank's own summand carries the sum of the microbatches before
+                buffer[self.own].add_(self._grads)
+            self._reducing = start_reduce_scatter(buffer[: self.plan.size], self.group, out=self._grads)
+            self._return(self._reducing)
         self._reduced_once = True
-        self._reducing = start_reduce_scatter(buffer[: self.plan.size], self.group, out=self._grads)
+        assert self._reducing is not None
         if microbatches == self._microbatches and not self.plan.tied:
             self.shard_group.announce(self._reducing)
-        self._return(self._reducing)
         if not self._early:
-            self._pool.settle()
+            (self._narrow or self._pool).settle()
+
+    def _reduce_narrow(self, grads: torch.Tensor) -> None:
+        """Send a copy, whose sum is added to those of the microbatches before; nobody reads the gradients any more."""
+        assert self._narrow is not None and self._borrowed is not None
+        buffer = self._narrow.take(self.plan.size)
+        sent = buffer[: self.plan.size].copy_(grads)
+        reduction = start_reduce_scatter(sent, self.group, out=sent[self.own])
+        self._reducing = Narrowed(reduction, self._grads, adds=self._reduced_once)
+        self._narrow.give_back(buffer, self._reducing.wait)
+        self._pool.free(self._borrowed)
+        self._forget()
 
     def _return(self, pending: Pending) -> None:
         assert self._borrowed is not None
         self._pool.give_back(self._borrowed, pending.wait)
+        self._forget()
+
+    def _forget(self) -> None:
         self._borrowed = None
         for sink in self._sinks:
             sink.main_grad, sink.written = None, False

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype
+from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype, travel_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.fsdp_plan import own_modules
 from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
@@ -47,7 +48,8 @@ class Buckets(Provider):
         entries = list(entries)
         plans = plan_buckets(entries, context, bucket_size=config.ddp_bucket_size)
         self._overlap_reduce, self._overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
-        self._pools: dict[Any, BufferPool] = {}
+        self._in_bf16 = config.grad_reduce_in_bf16
+        self._pools: dict[tuple[torch.dtype, bool], BufferPool] = {}
         self.buckets = [self._make(plan, context, fill, sharding) for plan in plans]
         # In the order of the forward: the weights that are needed first are updated and sent first.
         place = {entry.record.name: number for number, entry in enumerate(entries)}
@@ -87,11 +89,15 @@ class Buckets(Provider):
             bucket.finish_publishing()
 
     def _make(self, plan: BucketPlan, context: ParallelContext, fill: Fill, sharding: str) -> Bucket:
+        narrower = travel_dtype(plan, context, in_bf16=self._in_bf16)
+        narrow = None if narrower is None else self._pool(narrower, context, narrow=True)
         if sharding != "optim_grads" or plan.num_slices == 1:
-            return WholeBucket(plan, context, sharded=sharding != "no_shard", fill=fill)
-        dtype = main_grad_dtype(plan.params[0].entry.param.dtype)
-        pool = self._pools.setdefault(dtype, BufferPool(dtype, context.device))
-        return SlicedBucket(plan, context, fill=fill, pool=pool)
+            return WholeBucket(plan, context, sharded=sharding != "no_shard", fill=fill, narrow=narrow)
+        pool = self._pool(main_grad_dtype(plan.params[0].entry.param.dtype), context)
+        return SlicedBucket(plan, context, fill=fill, pool=pool, narrow=narrow)
+
+    def _pool(self, dtype: torch.dtype, context: ParallelContext, *, narrow: bool = False) -> BufferPool:
+        return self._pools.setdefault((dtype, narrow), BufferPool(dtype, context.device))
 
     def _wait_in(self, units: Sequence[nn.Module]) -> None:
         """Let each unit wait, before its forward, for its own parameters."""

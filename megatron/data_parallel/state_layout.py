@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.data_parallel.bucket import BufferPool, main_grad_dtype
+from megatron.data_parallel.bucket import BufferPool, main_grad_dtype, travel_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.fsdp_plan import (
     FsdpPolicy,
@@ -361,13 +361,17 @@ def state_layout(
     if frozen := [entry for entry in entries if entry.record.frozen]:
         parts.append(FrozenPart(frozen))
     plans = plan_buckets([e for e in entries if not e.record.frozen], context, bucket_size=config.ddp_bucket_size)
-    reductions = [1] * len(plans)
+    reductions, main = [1] * len(plans), main_grad_dtype(dtype)
+    narrow = [travel_dtype(plan, context, in_bf16=config.grad_reduce_in_bf16) for plan in plans]
     if sharding == "optim_grads":
-        main = main_grad_dtype(dtype)
-        passing, reductions = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce)
-        buffers += Bytes(passing * main.itemsize)
+        played = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce, narrow=narrow)
+        reductions = played.reductions
+        buffers += Bytes(played.elements * main.itemsize)
+    else:
+        played = play_reductions(plans, list(writes), num_microbatches, overlap=config.overlap_grad_reduce, narrow=narrow)
+    buffers += Bytes(played.narrow_elements * torch.bfloat16.itemsize)
     parts += [BucketPart(plan, sharding, plan.params[0].entry.param.dtype) for plan in plans]
-    sent += bucket_traffic(plans, context, sharding, dtype, reductions)
+    sent += bucket_traffic(plans, context, sharding, dtype, reductions, in_bf16=config.grad_reduce_in_bf16)
     return StateLayout(parts, buffers, tuple(joined(sent)))
 
 
@@ -377,29 +381,89 @@ def _places(units: Sequence[UnitPlan], groups: Sequence[Sequence[nn.Module]]) ->
     return [range(places[0], places[-1] + 1) for places in found if places]
 
 
-def play_steps(plans: Sequence[BucketPlan], writes: Iterable[str], dtype: torch.dtype, *, overlap: bool) -> tuple[int, list[int]]:
-    """Borrow and return buffers as a step does, again and again until no step needs another buffer.
+class Played(NamedTuple):
+    """What steps need that only passes through, and how often they reduce."""
+
+    elements: int
+    """Of all buffers for gradients until they are reduced."""
+    narrow_elements: int
+    """Of all buffers for copies in which they travel."""
+    reductions: list[int]
+    """How often each bucket is reduced in a step."""
+
+
+def play_steps(
+    plans: Sequence[BucketPlan],
+    writes: Iterable[str],
+    dtype: torch.dtype,
+    *,
+    overlap: bool,
+    narrow: Sequence[torch.dtype | None] = (),
+) -> Played:
+    """Borrow and return buffers as a step of optim_grads does, again and again until no step needs another buffer.
 
     Args:
         writes: names of parameters in the order in which the backwards of a step write their gradients; others are left out.
         dtype: dtype of the gradients.
         overlap: reductions go on beside the backward.
-
-    Returns:
-        the number of elements in all buffers, and how often each bucket is reduced in a step.
+        narrow: for each bucket the dtype of the copy in which its gradients travel, if they do so in one.
     """
-    pool = BufferPool(dtype, torch.device("meta"))
     # With one rank there is nothing to slice, so nothing is passed through.
     ours = {placed.entry.record.name for plan in plans if plan.num_slices > 1 for placed in plan.params}
     writes = [name for name in writes if name in ours]
-    before, size = -1, 0
-    while size > before:
-        reductions = _play_step(plans, writes, pool, overlap)
-        before, size = size, sum(buffer.numel() for buffer in pool.buffers)
-    return size, reductions
+    travels = narrow or [None] * len(plans)
+    return _played(dtype, lambda pool, copies: _play_step(plans, writes, pool, copies, travels, overlap))
 
 
-def _play_step(plans: Sequence[BucketPlan], writes: Sequence[str], pool: BufferPool, overlap: bool) -> list[int]:
+def play_reductions(
+    plans: Sequence[BucketPlan],
+    writes: Sequence[str],
+    num_microbatches: int,
+    *,
+    overlap: bool,
+    narrow: Sequence[torch.dtype | None],
+) -> Played:
+    """The same of the reductions of no_shard and optim, which each bucket has once, after the last microbatch."""
+    order = list(range(len(plans)))
+    if overlap:
+        place_of = {placed.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, placed in enumerate(plan.params)}
+        counts = [WriteCount([placed.entry.uses_per_microbatch for placed in plan.params]) for plan in plans]
+        complete = []
+        for name in writes:
+            bucket, number = place_of.get(name, (-1, 0))  # what is frozen is in no bucket
+            if bucket >= 0 and counts[bucket].add(number) and counts[bucket].rounds == num_microbatches:
+                complete.append(bucket)
+        order = [*complete, *(bucket for bucket in order if bucket not in complete)]
+
+    def step(pool: BufferPool, copies: BufferPool) -> list[int]:
+        for bucket in order:
+            if narrow[bucket] is not None:
+                copies.give_back(copies.take(plans[bucket].size), lambda: None)
+        copies.settle()
+        return [1] * len(plans)
+
+    return _played(torch.float32, step)
+
+
+def _played(dtype: torch.dtype, step: Callable[[BufferPool, BufferPool], list[int]]) -> Played:
+    """Play steps until none needs another buffer."""
+    pool, copies = BufferPool(dtype, torch.device("meta")), BufferPool(torch.bfloat16, torch.device("meta"))
+    before, sizes = (-1, -1), (0, 0)
+    reductions: list[int] = []
+    while sizes > before:
+        reductions = step(pool, copies)
+        before, sizes = sizes, (sum(b.numel() for b in pool.buffers), sum(b.numel() for b in copies.buffers))
+    return Played(*sizes, reductions)
+
+
+def _play_step(
+    plans: Sequence[BucketPlan],
+    writes: Sequence[str],
+    pool: BufferPool,
+    copies: BufferPool,
+    narrow: Sequence[torch.dtype | None],
+    overlap: bool,
+) -> list[int]:
     counts = [WriteCount([placed.entry.uses_per_microbatch for placed in plan.params]) for plan in plans]
     place_of = {placed.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, placed in enumerate(plan.params)}
     borrowed: dict[int, torch.Tensor] = {}
@@ -408,8 +472,13 @@ def _play_step(plans: Sequence[BucketPlan], writes: Sequence[str], pool: BufferP
         if bucket not in borrowed:
             borrowed[bucket] = pool.take(plans[bucket].size)
         if counts[bucket].add(number):
-            pool.give_back(borrowed.pop(bucket), lambda: None)
+            if narrow[bucket] is not None:
+                copies.give_back(copies.take(plans[bucket].size), lambda: None)
+                pool.free(borrowed.pop(bucket))
+            else:
+                pool.give_back(borrowed.pop(bucket), lambda: None)
             if not overlap:
-                pool.settle()
+                (pool if narrow[bucket] is None else copies).settle()
     pool.settle()
+    copies.settle()
     return [count.rounds for count in counts]

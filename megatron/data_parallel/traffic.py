@@ -15,8 +15,8 @@ optim_grads_params, never  M (N - 1)/N    (N - 1)/N    (M + 1) (N - 1)/N
 ========================== ============== ============ ===================
 
 With --fsdp-reduce-once gradients are sent once instead of M times. With R replicas of N ranks, optim_grads_params sums each rank's
-part of the gradient, 1/N, over them once a step: 2 (R - 1)/R of it. Gradients travel in the dtype of the main parameters,
-parameters in the model's.
+part of the gradient, 1/N, over them once a step: 2 (R - 1)/R of it. Gradients travel in the dtype of the main parameters (with
+--grad-reduce-in-bf16 in the model's), parameters in the model's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron.data_parallel.bucket import main_grad_dtype
+from megatron.data_parallel.bucket import main_grad_dtype, travel_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_part
 from megatron.parallel.context import ParallelContext
@@ -88,7 +88,13 @@ class Sent:
 
 
 def bucket_traffic(
-    plans: Sequence[BucketPlan], context: ParallelContext, sharding: str, dtype: torch.dtype, reductions: Sequence[int]
+    plans: Sequence[BucketPlan],
+    context: ParallelContext,
+    sharding: str,
+    dtype: torch.dtype,
+    reductions: Sequence[int],
+    *,
+    in_bf16: bool = False,
 ) -> list[Sent]:
     """What is sent for the parameters in buckets.
 
@@ -96,15 +102,17 @@ def bucket_traffic(
         sharding: no_shard, optim or optim_grads.
         dtype: dtype of the parameters.
         reductions: number of reductions of each bucket in a step.
+        in_bf16: gradients travel in bfloat16 where they may.
     """
     sent = []
     for plan, times in zip(plans, reductions, strict=True):
         over, others = axes_in_words(plan.axes, context), plan.num_slices - 1
         once = others * plan.slice_size  # a reduce-scatter or an all-gather
+        travels = travel_dtype(plan, context, in_bf16=in_bf16)
         if sharding == "no_shard":
-            sent.append(_gradients(over, 2 * times * once, dtype))
+            sent.append(_gradients(over, 2 * times * once, dtype, travels))
         else:
-            sent.append(_gradients(over, times * once, dtype))
+            sent.append(_gradients(over, times * once, dtype, travels))
             sent.append(Sent(over, "parameters", once * dtype.itemsize))
         if plan.tied:  # an all-reduce over two ranks
             sent.append(_gradients("pipeline ends", plan.size if sharding == "no_shard" else plan.slice_size, dtype))
@@ -166,5 +174,5 @@ def parts_in_words(axes: tuple[str, ...], context: ParallelContext) -> tuple[str
     return within, f"{replicas} replicas in {over}"
 
 
-def _gradients(over: str, elements: int, dtype: torch.dtype) -> Sent:
-    return Sent(over, "gradients", elements * main_grad_dtype(dtype).itemsize)
+def _gradients(over: str, elements: int, dtype: torch.dtype, travels: torch.dtype | None = None) -> Sent:
+    return Sent(over, "gradients", elements * (travels or main_grad_dtype(dtype)).itemsize)

@@ -212,7 +212,7 @@ _TOLD_ELSEWHERE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "make_vocab_size_divisible_by"),
     *("num_attention_heads", "num_query_groups"),
     # Everything runs in float64 and in one memory.
-    *("bf16", "fp16", "fp32_residual_connection", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+    *("bf16", "fp16", "fp32_residual_connection", "grad_reduce_in_bf16", "optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
 """Settings that other lines mention."""
 

@@ -72,6 +72,22 @@ def test_within_the_band_on_two_tensor_ranks(exact: dict[str, list[float]], tmp_
     assert_close(losses(tmp_path / "metrics"), exact["llama"], band)
 
 
+@pytest.mark.parametrize("sharding", ["optim", "optim_grads"])
+def test_within_the_band_with_gradients_that_travel_in_bfloat16(
+    exact: dict[str, list[float]], tmp_path: Path, sharding: str
+) -> None:
+    """On two data ranks: half of the batch each, in two microbatches."""
+    flags, band = PRECISIONS["bfloat16"]  # measured 1.1e-3 and 4.3e-4
+    ways = {
+        "grad_reduce_in_bf16": True,
+        "data_parallel_sharding_strategy": sharding,
+        "micro_batch_size": 2,
+        "overlap_grad_reduce": True,
+    }
+    run(arguments(**{**SETTINGS, **ways}, **STYLES["llama"], **flags, metrics_file=tmp_path / "metrics"), 2)
+    assert_close(losses(tmp_path / "metrics"), exact["llama"], band)
+
+
 def test_the_loss_falls(exact: dict[str, list[float]]) -> None:
     """Else staying close to it would prove little."""
     for curve in exact.values():

@@ -74,6 +74,7 @@ class Layout:
     fp32_residual: bool = False
     sharding: ShardingStrategy = "no_shard"
     overlap_param_gather: bool = False
+    grad_reduce_in_bf16: bool = False
     fsdp_shard_size: int | None = None
     fsdp_reshard: FsdpReshard = "always"
     reduce_once: bool = False
@@ -285,6 +286,7 @@ def parallel_config(layout: Layout) -> ParallelConfig:
         ddp_bucket_size=layout.bucket_size,
         data_parallel_sharding_strategy=layout.sharding,
         overlap_param_gather=layout.overlap_param_gather,
+        grad_reduce_in_bf16=layout.grad_reduce_in_bf16,
         fsdp_shard_size=layout.fsdp_shard_size,
         fsdp_reshard_after_forward=layout.fsdp_reshard,
         fsdp_reduce_once=layout.reduce_once,

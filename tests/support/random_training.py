@@ -23,6 +23,8 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
         settings["log_gradient_noise"] = True
     settings |= _draw_rates(draw, settings, batch)
     settings |= _draw_precision(draw)
+    if settings.get("bf16") and chance(draw, 3):
+        settings["grad_reduce_in_bf16"] = True
     settings |= {"mock_data": True, "num_workers": one_of(draw, 0, 0, 2)}
     settings |= switches(draw, "reset_position_ids", "reset_attention_mask", "eod_mask_loss", one_in=3)
     settings["seed"] = one_of(draw, None, 1, 2)

@@ -33,7 +33,7 @@ tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-p
 decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
 account-for-loss-in-pipeline-split pipeline-model-parallel-layout no-overlap-p2p-communication context-parallel-size
 expert-model-parallel-size sequence-parallel tp-comm-overlap data-parallel-sharding-strategy use-distributed-optimizer
-overlap-grad-reduce
+overlap-grad-reduce grad-reduce-in-bf16
 overlap-param-gather ddp-bucket-size optimizer-cpu-offload optimizer-offload-fraction
 recompute-activations recompute-granularity recompute-method recompute-num-layers recompute-modules cpu-offloading-num-layers
 distributed-backend distributed-timeout-minutes use-tp-pp-dp-mapping
@@ -60,7 +60,7 @@ multiple-validation-sets full-validation no-fp8-wgrad fp4-format
 moe-router-force-load-balancing moe-router-padding-for-fp8
 batch-size use-legacy-models init-method-xavier-uniform deepspeed zero-stage cpu-optimizer
 tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
-log-straggler grad-reduce-in-bf16 nccl-communicator-config-path
+log-straggler nccl-communicator-config-path
 """)
 
 NO_EFFECT = shlex.split("""

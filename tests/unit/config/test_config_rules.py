@@ -414,6 +414,14 @@ CASES: list[Case] = [
         ["24 - 4 does not divide by 8"],
         ["--rampup-batch-size 4 4 100", "--global-batch-size 20", "--global-batch-size 28"],
     ),
+    ("--grad-reduce-in-bf16", 2, {"--grad-reduce-in-bf16"}, ["it acts only with --bf16"], ["--bf16"]),
+    (
+        "--bf16 --grad-reduce-in-bf16 --data-parallel-sharding-strategy optim_grads_params",
+        2,
+        {"--grad-reduce-in-bf16", "--data-parallel-sharding-strategy"},
+        ["--grad-reduce-in-bf16 cannot be used with --data-parallel-sharding-strategy optim_grads_params"],
+        ["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim_grads"],
+    ),
     (
         "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 16",
         2,
@@ -1306,6 +1314,7 @@ VALID = [
     ("--fp16 --loss-scale 8", 1),
     ("--fp32-matmul-precision high", 1),
     ("--bf16 --fp8-format hybrid", 1),
+    ("--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer --overlap-grad-reduce", 2),
     ("--fp64 --fp8-format e4m3 --fp8-recipe rowwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 0", 1),
     ("--bf16 --fp8-format hybrid --fp8-recipe blockwise --hidden-size 512 --num-attention-heads 4 --seq-length 64", 1),
     ("--recompute-granularity full --recompute-num-layers 4", 1),

@@ -128,7 +128,7 @@ def played(model: Model, context: ParallelContext, size: int | None, *, overlap:
     """Elements that optim_grads needs for buffers, and then those of the buckets."""
     plans = plan_buckets(model.params, context, bucket_size=size)
     order = writes(model, make_schedule("1f1b", 1, microbatches).ops[0])
-    found, reductions = play_steps(plans, order, torch.float32, overlap=overlap)
+    found, _, reductions = play_steps(plans, order, torch.float32, overlap=overlap)
     assert reductions == [microbatches] * len(plans)
     return [found, *sorted((plan.size for plan in plans), reverse=True)]
 

@@ -1,0 +1,143 @@
+"""--grad-reduce-in-bf16: what arrives is the sum of the ranks' float32 sums, each rounded once; bytes and memory as planned."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.context import make_context
+from megatron.parallel.params import ParamEntry
+from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron.planner.state_report import state_report
+from megatron.spec.schedules import make_schedule
+from tests.proof.test_sharding_memory import SEQUENCES, kept, recipe
+from tests.proof.test_sharding_traffic import KINDS
+from tests.support.bucket_examples import UNTIED, buckets_of, build, gradient, own_gradients, write_all
+from tests.support.layout import Layout, build_step, context_of, microbatches, model_on_meta, optimizer_config, parallel_config
+from tests.support.lone_rank import CPU
+from tests.support.shared_memory import recorded_calls
+from tests.support.warm import run_forked_ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads")
+MICROBATCHES = 3
+Found = dict[str, torch.Tensor]
+
+
+def reduced(rank: int, topology: Topology, sharding: str, **settings: Any) -> Found:
+    """This rank's part of a step's gradients, which are made of rank, number of the microbatch and of the use."""
+    context = make_context(topology, rank, CPU)
+    model = build(context, UNTIED, torch.bfloat16, sequence_parallel=topology.tp > 1)
+    buckets = buckets_of(model, context, 700, sharding=sharding, **settings)
+    for step in range(2):  # buffers of the first are used again
+        buckets.start_step(MICROBATCHES)
+        for number in range(MICROBATCHES):
+            write_all(model, rank, number, step)
+        buckets.finish_gradients()
+    return own_gradients(buckets)
+
+
+def expected(name: str, sharding: str) -> torch.Tensor:
+    """On two data ranks, flat: of a strategy that sums before it sends, or after each microbatch."""
+    entry = whole_params()[name]
+    own = [[gradient(entry, 0, rank, number, 1) for number in range(MICROBATCHES)] for rank in range(2)]
+
+    def sent(parts: list[torch.Tensor]) -> torch.Tensor:
+        rounded = [part.to(torch.bfloat16).float() for part in parts]
+        return (rounded[0] + rounded[1]).to(torch.bfloat16).float()
+
+    if sharding == "optim_grads":
+        arrived = [sent([own[rank][number] for rank in range(2)]) for number in range(MICROBATCHES)]
+        return torch.stack(arrived).cumsum(0)[-1].flatten()
+    sums = []
+    for rank in range(2):
+        whole = own[rank][0].clone()
+        for more in own[rank][1:]:
+            whole += more
+        sums.append(whole)
+    return sent(sums).flatten()
+
+
+@functools.cache
+def whole_params() -> dict[str, ParamEntry]:
+    """Those of the model in one process."""
+    return {entry.record.name: entry for entry in build(make_context(Topology(), 0, CPU), UNTIED).params}
+
+
+def test_each_rank_rounds_its_sum_once() -> None:
+    """In every strategy, with overlap and without: the same bits, and those of arithmetic."""
+
+    def rank_run(rank: int) -> dict[tuple[str, bool], Found]:
+        cases = itertools.product(STRATEGIES, (False, True))
+        return {
+            (sharding, overlap): reduced(rank, Topology(dp=2), sharding, grad_reduce_in_bf16=True, overlap_grad_reduce=overlap)
+            for sharding, overlap in cases
+        }
+
+    ranks = run_forked_ranks(2, rank_run)
+    compared = 0
+    for sharding in STRATEGIES:
+        for found in ranks:
+            assert found[sharding, False].keys() == found[sharding, True].keys()
+            for place, part in found[sharding, True].items():
+                assert torch.equal(part, found[sharding, False][place])
+                name, _, start = place.partition("@")
+                whole = expected(name, sharding)
+                assert torch.equal(part, whole[int(start) : int(start) + part.numel()]), (sharding, place)
+                compared += part.numel()
+    assert compared > 3 * sum(entry.param.numel() for entry in whole_params().values())
+
+
+def test_sums_that_no_data_rank_shares_stay_exact() -> None:
+    """Those of two tensor ranks over their parts of the sequence, and those of one rank."""
+
+    def rank_run(rank: int) -> tuple[Found, Found]:
+        return tuple(reduced(rank, Topology(tp=2), "no_shard", grad_reduce_in_bf16=narrow) for narrow in (True, False))  # type: ignore[return-value]
+
+    for found, wanted in run_forked_ranks(2, rank_run):
+        assert all(torch.equal(found[place], wanted[place]) for place in wanted) and wanted
+
+
+@pytest.mark.parametrize("sharding", STRATEGIES)
+def test_memory_and_bytes_are_those_of_the_plan(sharding: str) -> None:
+    """To the byte, with a tie and two stages; gradients over data ranks are half as many bytes as in float32."""
+
+    def rank_run(rank: int) -> list[tuple[dict[str, int], dict[str, int], dict[Any, Fraction], dict[Any, Fraction]]]:
+        found = []
+        for overlap, narrow in itertools.product((False, True), (True, False)):
+            layout = Layout(
+                dp=2, pp=2, sharding=sharding, bucket_size=30_000, micro_batch_size=1, overlap=overlap, dtype=torch.bfloat16,
+                grad_reduce_in_bf16=narrow,
+            )  # fmt: skip
+            context, r = context_of(layout, rank), recipe(True, 4)
+            step, inputs = build_step(context, r, layout), microbatches(r.batches[0], context, 1)
+            step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
+            with recorded_calls() as calls:
+                step.run(inputs, iteration=2, learning_rate=0.1, weight_decay=0.1)
+            model, schedule = model_on_meta(context, r, layout), make_schedule("1f1b", 2, len(inputs), 1)
+            report = state_report(model, context, parallel_config(layout), optimizer_config(r, layout), schedule)
+            groups = {"dp": context.group(*GRADIENT_AXES).ranks, "pipeline ends": context.pipeline_ends.ranks}
+            sent: dict[Any, Fraction] = {}
+            for call in calls:
+                if call.what != "send" and KINDS.get(call.what) == "gradients" and call.elements > 100:
+                    sent[call.ranks] = sent.get(call.ranks, Fraction()) + call.sent * call.itemsize
+            told = {groups[one.over]: Fraction(one.bytes) for one in report.sent if one.kind == "gradients"}
+            planned = {kind: part.total for kind, part in report.memory.parts.items()}
+            found.append((kept(step), planned, sent, told))
+            dist.barrier()
+        return found
+
+    assert SEQUENCES // 2 > 1, "several microbatches"
+    for found in run_forked_ranks(4, rank_run):
+        for held, planned, sent, told in found:
+            assert held == {kind: planned[kind] for kind in held}
+            assert sent == told
+        for (held, _, narrow, _), (wide, _, whole, _) in (found[:2], found[2:]):
+            (data,) = [ranks for ranks in whole if ranks in narrow and whole[ranks] == 2 * narrow[ranks]]
+            assert len(data) == 2 and all(narrow[ranks] == whole[ranks] for ranks in whole if ranks != data)
+            assert held["gradients"] == wide["gradients"] and held["buffers"] > 0
