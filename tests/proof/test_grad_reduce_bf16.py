@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.parallel import ShardingStrategy
 from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import GRADIENT_AXES, Topology
@@ -24,7 +25,7 @@ from tests.support.lone_rank import CPU
 from tests.support.shared_memory import recorded_calls
 from tests.support.warm import run_forked_ranks
 
-STRATEGIES = ("no_shard", "optim", "optim_grads")
+STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 MICROBATCHES = 3
 Found = dict[str, torch.Tensor]
 
@@ -104,7 +105,7 @@ def test_sums_that_no_data_rank_shares_stay_exact() -> None:
 
 
 @pytest.mark.parametrize("sharding", STRATEGIES)
-def test_memory_and_bytes_are_those_of_the_plan(sharding: str) -> None:
+def test_memory_and_bytes_are_those_of_the_plan(sharding: ShardingStrategy) -> None:
     """To the byte, with a tie and two stages; gradients over data ranks are half as many bytes as in float32."""
 
     def rank_run(rank: int) -> list[tuple[dict[str, int], dict[str, int], dict[Any, Fraction], dict[Any, Fraction]]]:

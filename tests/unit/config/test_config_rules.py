@@ -416,13 +416,6 @@ CASES: list[Case] = [
     ),
     ("--grad-reduce-in-bf16", 2, {"--grad-reduce-in-bf16"}, ["it acts only with --bf16"], ["--bf16"]),
     (
-        "--bf16 --grad-reduce-in-bf16 --data-parallel-sharding-strategy optim_grads_params",
-        2,
-        {"--grad-reduce-in-bf16", "--data-parallel-sharding-strategy"},
-        ["--grad-reduce-in-bf16 cannot be used with --data-parallel-sharding-strategy optim_grads_params"],
-        ["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim_grads"],
-    ),
-    (
         "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 16",
         2,
         {"--step-batch-size-schedule", "--global-batch-size"},

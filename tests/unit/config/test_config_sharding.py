@@ -34,6 +34,13 @@ BATCH = "--global-batch-size 16"
 WEAKER = f"{STRATEGY} optim_grads"
 
 CASES: list[Case] = [
+    (
+        "--bf16 --grad-reduce-in-bf16 --data-parallel-sharding-strategy optim_grads_params",
+        2,
+        {"--grad-reduce-in-bf16", "--data-parallel-sharding-strategy"},
+        ["--grad-reduce-in-bf16 cannot be used with --data-parallel-sharding-strategy optim_grads_params"],
+        ["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim_grads"],
+    ),
     (f"{ALL} {SIZE} 3", 8, {SIZE}, [f"{SIZE} 3 does not divide the 8 data ranks"], [f"{SIZE} 2", f"{SIZE} 4"]),
     (f"{ALL} {SIZE} 16 {TP} 2", 16, {SIZE, TP}, ["the 8 data ranks (world size 16 / (TP x CP x PP))"], [f"{SIZE} 8", f"{SIZE} 4"]),
     (f"{ALL} {SIZE} 0", 8, {SIZE}, [f"{SIZE} 0 is out of range"], [f"{SIZE} 1"]),
