@@ -105,7 +105,7 @@ def late_gradients_find_their_block(config: Config, world_size: int) -> Iterator
         yield Finding(message, [other_schedules, other_strategy(config)])
 
 
-@rule("grad_reduce_in_bf16", STRATEGY, reads=("use_distributed_optimizer",))
+@rule("grad_reduce_in_bf16", STRATEGY, reads=("use_distributed_optimizer", SHARD_SIZE, RESHARD))
 def blocks_reduce_in_float32(config: Config, world_size: int) -> Iterator[Finding]:
     """Its blocks always reduce gradients in float32; the other strategies can send them in bfloat16."""
     if config.parallel.grad_reduce_in_bf16 and config.parallel.sharding == "optim_grads_params":
