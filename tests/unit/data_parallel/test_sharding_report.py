@@ -14,7 +14,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
-from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport, play_steps
+from megatron.data_parallel.passing import play_steps
+from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport
 from megatron.data_parallel.traffic import Sent
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import Group, ParallelContext
