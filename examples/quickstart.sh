@@ -1,56 +1,113 @@
 #!/usr/bin/env bash
 # From nothing to a trained model on this machine's CPU: a corpus, a vocabulary, a dataset, a small GPT on 8 processes
-# (tensor 2 x pipeline 2 x data 2), a checkpoint, a resume from it, and a sample of what the model writes.
+# (tensor 2 x pipeline 2 x data 2), a checkpoint, a resume from it, a sample of what the model writes, and what to do next.
 #
-#   bash examples/quickstart.sh [--short] [--folder DIR]
+#   bash examples/quickstart.sh [--text FILE|FOLDER [--column NAME]] [--short] [--folder DIR]
 #
-#   --short         a few iterations, to see that everything works
-#   --folder DIR    where to put everything (./quickstart-data)
+#   --text PLACE     your own text: .txt .md .jsonl .csv .parquet, source code and others, alone or in a folder; what cannot be read
+#                    is passed over and counted. Without it the corpus is the source of this Python's standard library.
+#   --column NAME    the column (.csv, .parquet) or key (.jsonl) that holds the text (text)
+#   --short          a few iterations, to see that everything works
+#   --folder DIR     where to put everything (./quickstart-data; with --text ./quickstart-NAME)
 #
-# The corpus is the source of this Python's standard library, so nothing is downloaded but the requirements, once, into .venv
-# (tools/setup_env.sh says how to choose the Python or to use the environment that is active).
+# Nothing is downloaded but the requirements, once, into .venv (tools/setup_env.sh says how to choose the Python or to use the
+# environment that is active).
 set -euo pipefail
 
-folder=quickstart-data iterations=150 more=20 log_interval=10
+say() { printf '\n== %s\n' "$1"; }
+
+wrong() { echo "quickstart.sh: $1" >&2 && exit 2; }
+
+folder="" text="" column="" iterations=150 more=20 log_interval=10
 while (($#)); do
     case $1 in
         --short) iterations=12 more=4 log_interval=2 ;;
         --folder) folder=${2:?--folder needs a folder} && shift ;;
+        --text) text=${2:?--text needs a file or a folder} && shift ;;
+        --column) column=${2:?--column needs a name} && shift ;;
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
-        *) echo "quickstart.sh: unknown argument $1 (--short, --folder DIR, --help)" >&2 && exit 2 ;;
+        *) wrong "unknown argument $1 (--text PLACE, --column NAME, --short, --folder DIR, --help)" ;;
     esac
     shift
 done
+[[ -z $column || -n $text ]] || wrong "--column $column is that of --text, which is not given"
+[[ -z $text || -e $text ]] || wrong "--text $text: there is no such file or folder"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/tools/setup_env.sh"
-mkdir -p "$folder"
-folder=$(cd "$folder" && pwd)
+if [[ -n $text ]]; then
+    [[ $text == /* ]] || text=$PWD/$text
+    name=$(basename "$text")
+    folder=${folder:-quickstart-${name%.*}} column=${column:-text}
+    say "Text: $text"
+    facts=$(python "$root/examples/own_text.py" "$text" --column "$column") || exit 2 # before anything is made
+fi
+mkdir -p "${folder:=quickstart-data}"
+folder=$(cd "$folder" && pwd) run=$folder/run
 cd "$root"
 
-say() { printf '\n== %s\n' "$1"; }
+# The corpus, vocabulary and dataset of the standard library.
+prepare_library() {
+    local corpus=$folder/corpus.jsonl vocabulary=$folder/vocabulary.model
+    dataset=$folder/stdlib_text_document split=95,5,0 prompt='def read(self,'
+    tokenizer=(--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$vocabulary")
+    if [[ -f $corpus ]]; then
+        say "Corpus: $corpus is there already"
+    else
+        say "Corpus: the source of Python's standard library, one file a document"
+        python examples/make_corpus.py --output "$corpus"
+    fi
+    if [[ -f $vocabulary ]]; then
+        say "Vocabulary: $vocabulary is there already"
+    else
+        say "Vocabulary: 4,096 sentencepiece tokens"
+        python tools/train_tokenizer.py --input "$corpus" --output "$vocabulary" --kind sentencepiece-bpe --vocab-size 4096 \
+            --max-bytes 4000000
+    fi
+    if [[ -f $dataset.bin && -f $dataset.idx ]]; then
+        say "Dataset: $dataset.bin and .idx are there already"
+    else
+        say "Dataset: the corpus as tokens, in a file of tokens (.bin) and an index (.idx)"
+        python tools/preprocess_data.py --input "$corpus" --output-prefix "${dataset%_text_document}" --append-eod --workers 2 \
+            "${tokenizer[@]}"
+    fi
+}
 
-corpus=$folder/corpus.jsonl vocabulary=$folder/vocabulary.model dataset=$folder/stdlib_text_document run=$folder/run
-if [[ -f $corpus ]]; then
-    say "Corpus: $corpus is there already"
-else
-    say "Corpus: the source of Python's standard library, one file a document"
-    python examples/make_corpus.py --output "$corpus"
-fi
-if [[ -f $vocabulary ]]; then
-    say "Vocabulary: $vocabulary is there already"
-else
-    say "Vocabulary: 4,096 sentencepiece tokens"
-    python tools/train_tokenizer.py --input "$corpus" --output "$vocabulary" --kind sentencepiece-bpe --vocab-size 4096 \
-        --max-bytes 4000000
-fi
-if [[ -f $dataset.bin && -f $dataset.idx ]]; then
-    say "Dataset: $dataset.bin and .idx are there already"
-else
-    say "Dataset: the corpus as tokens, in a file of tokens (.bin) and an index (.idx)"
-    python tools/preprocess_data.py --input "$corpus" --output-prefix "${dataset%_text_document}" --append-eod --workers 2 \
-        --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$vocabulary"
-fi
-if [[ -e $run/made-by-quickstart ]]; then
+# The same of the user's text: as many tokens as it has words for, documents in a random order, so that validation is a choice of
+# all, and long ones cut, so that a book can be divided at all.
+prepare_own() {
+    local vocabulary=$folder/own.model size larger most digest said
+    read -r size larger most digest <<< "$facts"
+    dataset=$folder/own_text_document split=90,10,0 prompt=''
+    tokenizer=(--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$vocabulary")
+    if [[ $(cat "$folder/own.made-of" 2> /dev/null) == "$digest" ]]; then
+        say "Vocabulary and dataset: made of these files already"
+        [[ -f $vocabulary ]] || tokenizer=(--tokenizer-type ByteTokenizer)
+        return
+    fi
+    rm -f "$folder/own.made-of" "$vocabulary" "$dataset".{bin,idx}
+    local input=(--input "$text" --column "$column" --on-error skip-files)
+    local train=(python tools/train_tokenizer.py "${input[@]}" --output "$vocabulary" --kind sentencepiece-bpe --max-bytes 4000000)
+    say "Vocabulary: $size sentencepiece tokens"
+    if said=$("${train[@]}" --vocab-size "$size" 2>&1) || said=$("${train[@]}" --vocab-size "$larger" 2>&1); then
+        echo "$said"
+    else
+        printf '%s\n' "$said" "So the tokens are the 256 bytes."
+        tokenizer=(--tokenizer-type ByteTokenizer)
+    fi
+    say "Dataset: the text as tokens, in a file of tokens (.bin) and an index (.idx)"
+    python tools/preprocess_data.py "${input[@]}" --output-prefix "${dataset%_text_document}" --append-eod --workers 2 --restart \
+        --shuffle-seed 1234 --cut-documents "$most" "${tokenizer[@]}"
+    echo "$digest" > "$folder/own.made-of"
+}
+
+if [[ -n $text ]]; then prepare_own; else prepare_library; fi
+last=$((iterations + more)) past=$(cat "$run/checkpoints/latest_checkpointed_iteration.txt" 2> /dev/null || true)
+if [[ -e $run/made-by-quickstart && ${past:-0} -gt $last ]]; then
+    kept=$run-$past
+    while [[ -e $kept ]]; do kept+=+; done
+    say "Starting afresh: the run of an earlier call was made longer, and is now $kept"
+    mv "$run" "$kept"
+elif [[ -e $run/made-by-quickstart ]]; then
     say "Starting afresh: removing the run of an earlier call, $run"
     rm -r "$run"
 fi
@@ -61,24 +118,48 @@ export OMP_NUM_THREADS=1 # 8 processes share the cores of one machine
 launch=(python -m torch.distributed.run --standalone --nproc-per-node 8 pretrain_gpt.py)
 model=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.06)
-data=(--data-path "$dataset" --split 95,5,0 --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$vocabulary")
+data=(--data-path "$dataset" --split "$split" "${tokenizer[@]}")
 layout=(--device cpu --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel)
 # The learning rate falls over both runs together, so it is told the length of both.
-optimizer=(--lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters $((iterations + more)) --adam-beta2 0.95)
+optimizer=(--lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters "$last" --adam-beta2 0.95)
 training=(--micro-batch-size 2 --global-batch-size 8 --eval-interval "$iterations" --eval-iters 8
     --log-interval "$log_interval" --metrics-file "$run/metrics.jsonl" --save "$run/checkpoints")
+flags=("${model[@]}" "${data[@]}" "${layout[@]}" "${optimizer[@]}" "${training[@]}")
 
 say "Training: $iterations iterations on 8 processes, tensor 2 x pipeline 2 x data 2"
-"${launch[@]}" "${model[@]}" "${data[@]}" "${layout[@]}" "${optimizer[@]}" "${training[@]}" --train-iters "$iterations"
+"${launch[@]}" "${flags[@]}" --train-iters "$iterations"
 
 say "Resuming from the checkpoint for $more iterations more"
-"${launch[@]}" "${model[@]}" "${data[@]}" "${layout[@]}" "${optimizer[@]}" "${training[@]}" --train-iters $((iterations + more)) \
-    --load "$run/checkpoints" --exit-on-missing-checkpoint
+"${launch[@]}" "${flags[@]}" --train-iters "$last" --load "$run/checkpoints" --exit-on-missing-checkpoint
 
-say "Sample: the model goes on with a line of Python"
-python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt 'def read(self,' --max-new-tokens 60 --temperature 0.7 |
+say "Sample: the model $([[ -n $prompt ]] && echo "goes on with a line of Python" || echo "writes a document")"
+python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt "$prompt" --max-new-tokens 60 --temperature 0.7 |
     tee "$run/sample.txt"
 
 say "Done"
 python examples/summarise_run.py --metrics "$run/metrics.jsonl"
 echo "Everything is in $folder: the numbers in run/metrics.jsonl, the checkpoints in run/checkpoints, the sample in run/sample.txt."
+
+# Commands that can be pasted into any shell, in any folder. The settings are in a file, so that they are short.
+quote() { printf '%q ' "$@" | sed 's/ $//'; }
+next() { # WHAT COMMAND, of several words or of one
+    printf '\n# %s\n' "$1" && shift
+    quote "$@"
+    echo
+}
+settings=$run/settings.yaml longer=$((last * 3)) python=$(command -v python) name=$(basename "$folder")
+python pretrain_gpt.py "${flags[@]}" --train-iters "$last" --print-config > "$settings"
+start=(env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node 8 "$root/pretrain_gpt.py"
+    --config "$settings" --train-iters "$longer" --lr-decay-iters "$longer")
+say "Next steps"
+next "Longer: $longer iterations in all, over which the learning rate falls (--resume-schedule new)." \
+    "${start[@]}" --load "$run/checkpoints" --resume-schedule new
+next "Bigger: twice as deep and twice as wide, in a run of its own. The same command goes on with it." \
+    "${start[@]}" --num-layers 8 --hidden-size 256 --num-attention-heads 8 --lr 3e-3 --min-lr 3e-4 \
+    --save "$folder/bigger/checkpoints" --load "$folder/bigger/checkpoints" --metrics-file "$folder/bigger/metrics.jsonl"
+next "More of what the model writes, after a beginning that you choose." \
+    "$python" "$root/tools/generate_text.py" --load "$run/checkpoints" --device cpu --prompt "$prompt" --max-new-tokens 200
+next "The model as a folder for Hugging Face's tools." \
+    "$python" "$root/tools/checkpoint.py" export "$run/checkpoints" "$folder/exported"
+next "These tools, once." "$python" -m pip install -e "$root[transformers]"
+next "Up to the Hugging Face hub, into a repository of yours; 'hf auth login' first, once." hf upload "${name//[^A-Za-z0-9._-]/-}" "$folder/exported"

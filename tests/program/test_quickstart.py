@@ -1,9 +1,12 @@
-"""The parts of the quick start and of its set-up. test_readme.py runs it with a small model, --full and .ci/run as it is."""
+"""The parts of the quick start and of its set-up, and the whole on a user's own text, with what it says to do next. test_readme.py
+runs it without, with a small model; --full and .ci/run as it is."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +14,14 @@ from pathlib import Path
 import pytest
 
 from examples.make_corpus import source_files, write_corpus
+from examples.own_text import describe
 from examples.summarise_run import main as summarise
+from megatron.config.cli import load
+from megatron.config.version import how_to_install
+from tests.program.test_readme import SMALLER, shell, write_program
 from tests.support.cli import ROOT
+from tests.support.warm_python import warm_python
+from tools import checkpoint, generate_text
 
 SOURCES = {
     "b.py": "def second():\n    return '2'\n",
@@ -150,3 +159,74 @@ def test_set_up_installs_once(repository: Path) -> None:
     assert set_up(repository, sys.executable).stdout.splitlines()[0] == "reached"
     (repository / "requirements.txt").write_text("torch\n")
     assert "--editable" in set_up(repository, sys.executable).stdout
+
+
+# ---- one's own text
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """Texts of several kinds, and what cannot be read."""
+    folder = tmp_path / "my texts"
+    folder.mkdir()
+    for name in ("tour.md", "data.md"):
+        (folder / name).write_bytes((ROOT / "docs" / name).read_bytes())
+    (folder / "table.csv").write_text("text,n\n" + "a row of a table,1\n" * 100)
+    (folder / "code.py").write_text("print('hello')\n")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "picture.png").touch()
+    return folder
+
+
+def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands at the end work as they stand. A call after the run was made longer keeps it."""
+    write_program(tmp_path / "python", SMALLER.format(python=warm_python()))
+    call = f"bash examples/quickstart.sh --short --text {shlex.quote(str(own))} --folder {tmp_path}/'my run'"
+    said = shell(call, tmp_path)
+    for words in ("1 of csv, 4 of text", "left out for no known kind: 1 ending with .png", "latin.txt: not UTF-8", "1 bad lines"):
+        assert words in said
+    assert "validation loss at iteration 16" in said
+    steps = dict(re.findall(r"^# (\w+).*\n(.+)$", said.partition("== Next steps")[2], re.MULTILINE))
+    assert list(steps) == ["Longer", "Bigger", "More", "The", "These", "Up"]
+    longer = shell(f"cd {tmp_path} && {steps['Longer']}", tmp_path)
+    assert "resuming from" in longer and "done after 48 iterations" in longer
+    program = next(word for word in shlex.split(steps["Bigger"]) if word.endswith("pretrain_gpt.py"))
+    words = shlex.split(steps["Bigger"].partition(program)[2])
+    assert load(words, 8).config.model.num_layers == 8 and program == f"{ROOT}/pretrain_gpt.py"
+    for step, main in (("More", generate_text.main), ("The", checkpoint.main)):
+        assert main(shlex.split(steps[step])[2:]) == 0, capsys.readouterr().err
+    exported = shlex.split(steps["Up"])[-1]
+    assert (Path(exported) / "config.json").exists() and shlex.split(steps["Up"])[:3] == ["hf", "upload", "my-run"]
+    assert shlex.split(steps["These"])[-5:] == ["-m", *shlex.split(how_to_install("transformers"))]
+
+    write_program(tmp_path / "python", f'#!/bin/sh\n[ "${{1##*/}}" != own_text.py ] || exec {sys.executable} "$@"\n')
+    again = shell(call, tmp_path)
+    assert "made of these files already" in again and f"is now {tmp_path}/my run/run-48" in again
+    assert (tmp_path / "my run/run-48/checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "48"
+
+
+def test_what_suits_a_text(own: Path, tmp_path: Path) -> None:
+    """A digest that follows the files and the column, and sizes that follow how much there is."""
+    told, words = describe(str(own), "text")
+    assert "5 of" not in told and words.split()[:3] == ["512", "2048", "500"]
+    assert describe(str(own), "text")[1] == words != describe(str(own), "body")[1]
+    (own / "more.txt").write_text("word " * 500_000)
+    assert describe(str(own), "text")[1].split()[:2] == ["4096", "16384"]
+    (tmp_path / "short.txt").write_text("word")
+    with pytest.raises(ValueError, match=r"4 bytes of text; a model needs at least 20,000"):
+        describe(str(tmp_path / "short.txt"), "text")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--text", "none"], "--text none: there is no such file or folder"),
+        (["--column", "body"], "--column body is that of --text, which is not given"),
+        (["--texts", "x"], "unknown argument --texts (--text PLACE, "),
+    ],
+)
+def test_wrong_words_of_the_quick_start(words: list[str], told: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples/quickstart.sh"), *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and told in done.stderr and not list(tmp_path.iterdir())

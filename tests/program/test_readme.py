@@ -257,7 +257,7 @@ def test_files_exist(name: str) -> None:
 def test_flags_exist(name: str) -> None:
     others = {*REQUESTS, *input_flags.NOTES, *input_flags.REFUSED, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
-    scripts = {"short", "folder", "full", "fuzz"}
+    scripts = {"short", "folder", "text", "full", "fuzz"}
     sources = [path.read_text() for folder in ("tools", "tests/support") for path in (ROOT / folder).rglob("*.py")]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
