@@ -17,7 +17,7 @@ import yaml
 from megatron.config.cli import load
 from megatron.config.training import TrainingConfig
 from megatron.resilience.command import settings
-from megatron.resilience.roll import REFUSED
+from megatron.training.life import DIVERGED, REFUSED
 from tests.support.cli import ROOT
 
 _INSTRUCTIONS = {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
@@ -118,7 +118,7 @@ def test_the_job_set_restarts_what_the_supervisors_do_not() -> None:
     ignored, ended = jobs["nodes"]["podFailurePolicy"]["rules"]
     assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
     stop_code = load([*launched.flags, "--dry-run", "--world-size", "128"], 1).config.training.exit_signal_code
-    assert ended["action"] == "FailJob" and ended["onExitCodes"]["values"] == sorted([REFUSED, stop_code])
+    assert ended["action"] == "FailJob" and ended["onExitCodes"]["values"] == sorted([REFUSED, stop_code, DIVERGED])
     assert ended["onExitCodes"]["containerName"] == node["name"] and stop_code == TrainingConfig().exit_signal_code
     assert jobs["nodes"]["template"]["spec"]["restartPolicy"] == "Never", "else Kubernetes refuses a podFailurePolicy"
     assert found["spec"]["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]

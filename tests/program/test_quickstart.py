@@ -191,8 +191,8 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     longer = shell(f"cd {tmp_path} && {steps['Longer']}", tmp_path)
     assert "resuming from" in longer and "done after 48 iterations" in longer
     program = next(word for word in shlex.split(steps["Bigger"]) if word.endswith("pretrain_gpt.py"))
-    words = shlex.split(steps["Bigger"].partition(program)[2])
-    assert load(words, 8).config.model.num_layers == 8 and program == f"{ROOT}/pretrain_gpt.py"
+    bigger = shlex.split(steps["Bigger"].partition(program)[2])
+    assert load(bigger, 8).config.model.num_layers == 8 and program == f"{ROOT}/pretrain_gpt.py"
     for step, main in (("More", generate_text.main), ("The", checkpoint.main)):
         assert main(shlex.split(steps[step])[2:]) == 0, capsys.readouterr().err
     exported = shlex.split(steps["Up"])[-1]
