@@ -200,6 +200,26 @@ def _steps_of(line: Mapping[str, Any]) -> list[StepRecord]:
     ]
 
 
+def first_losses(folder: str | Path, count: int) -> list[float]:
+    """The losses of the first steps of the run in a folder, without reading all of a long record; none if it has no record.
+
+    Args:
+        count: at most so many.
+    """
+    found: list[float] = []
+    try:
+        with (Path(folder) / HISTORY).open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                begins = text.startswith('{"kind": "start"')
+                if begins and json.loads(text)["iteration"] == 0:
+                    found = []  # a run that began anew in the folder
+                elif text.startswith('{"kind": "steps"') and len(found) < count:
+                    found += [loss for loss in json.loads(text)["lm_loss"] if loss is not None]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return found[:count]
+
+
 def read_history(folder: str | Path) -> History:
     """The record of the run in a folder.
 

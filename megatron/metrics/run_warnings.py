@@ -4,6 +4,7 @@ loss that stays above where it began; a validation loss far above that of traini
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAR_OFF = 10.0
@@ -15,7 +16,7 @@ FAR_ABOVE = 0.5
 """Nats by which a validation loss is far above training: 1.65 times its perplexity."""
 MANY_EPOCHS = 4
 """Reading a corpus so often is about as good as new text; after that a model learns it by heart (Muennighoff et al. 2023)."""
-_FIRST, _LAST = 5, 10
+STARTS, _LAST = 5, 10
 """Steps, the least of whose losses is the start, and whose mean loss is the present."""
 
 
@@ -60,12 +61,12 @@ class LossWarnings:
     Args:
         total_iterations: of the whole run. A loss is above its start for long if it is for a twentieth of them, at least 50 and at
             most 500.
-        start: the loss with which the run began, where this start is not its first.
+        first: the losses with which the run began, where this start is not its first and they are known.
     """
 
-    def __init__(self, total_iterations: int, corpus: Corpus, start: float | None = None) -> None:
-        self._patience, self._corpus, self._start = min(500, max(50, total_iterations // 20)), corpus, start
-        self._first: list[float] = []
+    def __init__(self, total_iterations: int, corpus: Corpus, first: Sequence[float] = ()) -> None:
+        self._patience, self._corpus = min(500, max(50, total_iterations // 20)), corpus
+        self._first = list(first)
         self._recent: deque[float] = deque(maxlen=_LAST)
         self._above_for = 0
         self._told: set[str] = set()
@@ -73,18 +74,17 @@ class LossWarnings:
     def step(self, iteration: int, loss: float) -> str | None:
         """What to tell after a step with an update, if anything."""
         self._recent.append(loss)
-        if self._start is None:
+        if len(self._first) < STARTS:
             self._first.append(loss)
-            if len(self._first) == _FIRST:
-                self._start = min(self._first)
             return None
         mean = sum(self._recent) / len(self._recent)
-        self._above_for = self._above_for + 1 if mean > self._start + ABOVE_START else 0
+        start = min(self._first)
+        self._above_for = self._above_for + 1 if mean > start + ABOVE_START else 0
         if self._above_for < self._patience or "start" in self._told:
             return None
         self._told.add("start")
         return (
-            f"the loss has been above its start for {self._above_for} iterations: {self._start:.2f} at the start, {mean:.2f} now. "
+            f"the loss has been above its start for {self._above_for} iterations: {start:.2f} at the start, {mean:.2f} now. "
             "Most likely the learning rate is too high: start again with a third of --lr, or a longer --lr-warmup-iters "
             "(--clip-grad 1.0 helps too). If it began well, look at the data read since (tools/inspect_data.py --run)"
         )
@@ -98,7 +98,7 @@ class LossWarnings:
         if not self._recent or "validation" in self._told:
             return None
         mean = sum(self._recent) / len(self._recent)
-        rises = self._start is not None and mean > self._start
+        rises = len(self._first) == STARTS and mean > min(self._first)
         if rises or not loss > mean + FAR_ABOVE:
             return None
         self._told.add("validation")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ EVERY_S, FIRST_S = 60.0, 15.0
 """Seconds between pictures, and before the first."""
 _AT_MOST_S, _AT_END_S = 120.0, 30.0
 """Seconds that a picture may take, and for which the end of the run waits for the last one."""
+_REST = 20
+"""Times as long as a picture took nothing is drawn."""
 LIBRARY = "matplotlib"
 
 
@@ -82,8 +85,9 @@ class LossPicture:
     def _draw_often(self) -> None:
         pause = self._first_s
         while not self._ending.wait(pause):
+            began = time.monotonic()
             self._draw()
-            pause = self._every_s
+            pause = max(self._every_s, _REST * (time.monotonic() - began))  # the record of a long run takes a while to draw
         self._draw()
 
     def _draw(self) -> None:

@@ -26,8 +26,8 @@ from megatron.config.save import to_dict
 from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.metrics.device_peaks import mixed_peak_flops
-from megatron.metrics.history import HISTORY, read_history
-from megatron.metrics.run_warnings import Corpus, LossWarnings, rate_far_off
+from megatron.metrics.history import HISTORY, first_losses
+from megatron.metrics.run_warnings import STARTS, Corpus, LossWarnings, rate_far_off
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
@@ -271,6 +271,7 @@ def make_reporter(
         SetupError: the metrics file or another sink cannot be opened.
     """
     folder = run_folder(config.checkpoint, config.logging)
+    first = first_losses(folder, STARTS) if resumed and folder is not None and context.rank == 0 else []
     return together(
         context,
         lambda: Reporter(
@@ -287,18 +288,10 @@ def make_reporter(
             judges=config.spikes.spike_policy != "none",
             settings=to_dict(config),
             folder=folder,
-            warnings=None if corpus is None else LossWarnings(plan.total_iterations, corpus, first_loss(folder, resumed)),
+            warnings=None if corpus is None else LossWarnings(plan.total_iterations, corpus, first),
             draw=draw if config.logging.loss_picture and missing_library() is None else None,
         ),
     )
-
-
-def first_loss(folder: str | None, resumed: bool) -> float | None:
-    """The loss with which a resumed run began, if its record is there: the least of its first steps."""
-    if folder is None or not resumed or not os.path.isfile(os.path.join(folder, HISTORY)):
-        return None
-    first = [step.lm_loss for step in read_history(folder).steps[:5] if step.lm_loss is not None]
-    return min(first, default=None)
 
 
 def facts(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.metrics.history import HISTORY, HistoryFile, read_history
+from megatron.metrics.history import HISTORY, HistoryFile, first_losses, read_history
 
 SEQUENCE = 16
 
@@ -91,6 +91,20 @@ def test_steps_that_are_made_again_count_once(tmp_path: Path) -> None:
     assert found.steps[4].tokens == 20 * SEQUENCE and found.steps[5].tokens == 20 * SEQUENCE + 4 * 2 * SEQUENCE
     assert len(found.starts) == 2 and found.unreadable == 1
     assert [line["validation_loss"] for line in found.evaluations] == [8.0]
+
+
+def test_the_first_losses_are_found(tmp_path: Path) -> None:
+    """Those of the run that goes on in the folder, not of one that began there before."""
+    assert first_losses(tmp_path, 5) == []
+    for loss in (1.0, 50.0):
+        file = HistoryFile(tmp_path, SEQUENCE)
+        file.start(0, 0, 0, {})
+        for begin in (1, 3):
+            take(file, range(begin, begin + 2), loss=loss)
+            file.flush()
+        file.start(3, 12, 12 * SEQUENCE, {})
+        file.close()
+    assert first_losses(tmp_path, 3) == [51.0, 52.0, 53.0]
 
 
 def test_a_folder_without_a_record_is_told(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_a_loss_above_its_start_for_long() -> None:
     (words,) = told(LossWarnings(1000, ORDERED), [10.8] * 5 + [12.0] * 400)
     assert "above its start for 50 iterations: 10.80 at the start" in words and "a third of --lr" in words
     assert not told(LossWarnings(8000, ORDERED), [10.8] * 5 + [12.0] * 395), "a longer run is given longer"
-    assert len(told(LossWarnings(1000, ORDERED, start=3.0), [5.0] * 60)) == 1
+    assert len(told(LossWarnings(1000, ORDERED, [4.0, 3.0, 4.0, 4.0, 4.0]), [5.0] * 60)) == 1
 
 
 def test_a_validation_loss_far_above_training() -> None:
