@@ -30,7 +30,8 @@ def test_requirements_file_repeats_the_project() -> None:
 
 def test_requirements_name_what_is_imported() -> None:
     distributions = {"yaml": "PyYAML", "tiktoken_ext": "tiktoken"}
-    optional = {"apex", *PROJECT["optional-dependencies"]} - {"dev"}  # looked for at run time
+    extras = PROJECT["optional-dependencies"]
+    optional = {"apex", *extras, *(re.split(r"[\[><=]", text)[0] for name in set(extras) - {"dev"} for text in extras[name])}
     texts = [path.read_text() for path in [*SOURCES, ROOT / "pretrain_gpt.py", *(ROOT / "tools").rglob("*.py")]]
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
