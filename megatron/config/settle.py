@@ -19,30 +19,32 @@ from megatron.config.data import (
     has_own_splits,
     parse_split,
 )
-from megatron.config.flags import flags
+from megatron.config.flags import Flag, flag_for, flags
 from megatron.config.setting import typed
 
 
 def settled(config: Config) -> tuple[Config, list[str]]:
     """The settings with what follows from them, and a line for the start-up log about each change."""
     config, notes = _with_tokenizer(config)
-    idle = [
-        flag
-        for flag in flags().values()
-        if (acts := flag.facts.acts) is not None
-        and not acts.strict
-        and is_changed(config, flag.field)
-        and not has_effect(config, flag.field)
-    ]
     by_condition: dict[str, list[str]] = {}
-    for flag in idle:
-        assert flag.facts.acts is not None
-        by_condition.setdefault(flag.facts.acts.words, []).append(shown(config, flag.field))
+    while idle := [flag for flag in flags().values() if is_changed(config, flag.field) and _is_idle(flag, config)]:
+        for flag in idle:
+            assert flag.facts.acts is not None
+            by_condition.setdefault(flag.facts.acts.words, []).append(shown(config, flag.field))
+        config, _ = without(config, *(flag.field for flag in idle)).apply(config, 1)
     notes += [
         no_effect(given, f"{'it acts' if len(given) == 1 else 'they act'} only {words}") for words, given in by_condition.items()
     ]
-    config, _ = without(config, *(flag.field for flag in idle)).apply(config, 1)
     return _without_validation(config, notes)
+
+
+def _is_idle(flag: Flag, config: Config) -> bool:
+    """Whether a setting does nothing and no harm: it is not strict, or what would make it act would do nothing itself."""
+    acts = flag.facts.acts
+    if acts is None or has_effect(config, flag.field):
+        return False
+    others = [(name, flag_for(name).facts.acts) for name in acts.others]
+    return not acts.strict or all(other is not None and not other.strict and not has_effect(config, name) for name, other in others)
 
 
 def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
@@ -56,7 +58,8 @@ def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
     assert data.tokenizer_type is not None
     rows = USUAL_ROWS[data.tokenizer_type]
     gone = " and ".join(shown(config, field) for field in missing)
-    note = f"{gone} is not here: a vocabulary of {rows:,} is assumed, as is usual with {data.tokenizer_type} (--vocab-size)."
+    verb = "is" if len(missing) == 1 else "are"
+    note = f"{gone} {verb} not here: a vocabulary of {rows:,} is assumed, as is usual with {data.tokenizer_type} (--vocab-size)."
     return replace(config, data=replace(data, vocab_size=rows)), [note]
 
 
