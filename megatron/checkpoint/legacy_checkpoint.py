@@ -1,51 +1,35 @@
-"""Reads weights from a checkpoint of Megatron-LM, whatever its tensor, pipeline and virtual sizes: names and how they are split."""
+"""Reads weights and optimizer state from a checkpoint of Megatron-LM in its format `torch`, whatever its tensor, pipeline and virtual
+sizes: how they are split."""
 
 from __future__ import annotations
 
-import math
-from argparse import Namespace
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.global_tensor import WEIGHT
 from megatron.checkpoint.legacy_files import FILE, LATEST, FilePart, LegacyChunk, chunk_keys, find_chunks, legacy_folder, open_ranks
-from megatron.checkpoint.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
+from megatron.checkpoint.legacy_optimizer import OPTIMIZER_FILE, optimizer_chunks
+from megatron.checkpoint.megatron_source import (
+    LEFT_OUT,
+    OUTPUT,
+    WORD,
+    MegatronSource,
+    SavedRun,
+    saved_run,
+    stored_names,
+    their_shape,
+)
 from megatron.checkpoint.source import TensorInfo
 from megatron.parallel.boxes import Box
-from megatron.parallel.params import ParamRecord, global_records
-from megatron.spec.weights import WORD_EMBEDDING, in_layer, padded_vocab_size
-
-WORD, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_THEIRS = {
-    "embedding.word": ("embedding.word_embeddings.",),
-    "embedding.position": ("embedding.position_embeddings.",),
-    "attention_norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    "attention.qkv": ("self_attention.linear_qkv.",),
-    "attention.q_norm": ("self_attention.q_layernorm.",),
-    "attention.k_norm": ("self_attention.k_layernorm.",),
-    "attention.output": ("self_attention.linear_proj.",),
-    "mlp_norm": ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    "mlp.up": ("mlp.linear_fc1.",),
-    "mlp.down": ("mlp.linear_fc2.",),
-    "final_norm": ("decoder.final_layernorm.",),
-    "output": ("output_layer.",),
-}
-"""Their names by ours: the own module and, where Transformer Engine joins a norm to the product after it, that one."""
-LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
-"""Ends of names that hold no parameter: states of 8-bit products, and a table that follows from the settings."""
+from megatron.parallel.params import ParamRecord
+from megatron.spec.weights import WORD_EMBEDDING, in_layer
 
 
-def stored_names(name: str, first_layer: int) -> list[str]:
-    """Possible names of one of our parameters in the state of a chunk that begins with `first_layer`; one of them is there."""
-    layer, part = in_layer(name)
-    module, _, attribute = part.rpartition(".")
-    before = "" if layer is None else f"decoder.layers.{layer - first_layer}."
-    return [f"{before}{start}{attribute}" for start in _THEIRS[module]]
-
-
-class LegacyCheckpoint:
+class LegacyCheckpoint(MegatronSource):
     """A `WeightSource` over Megatron-LM's files. Tensors are mapped from them; a read takes the memory of one tensor.
 
     Args:
@@ -65,22 +49,51 @@ class LegacyCheckpoint:
         folder = legacy_folder(Path(path))
         if folder is None:
             raise CheckpointError(f"{path} holds no legacy checkpoint: no mp_rank_00/{FILE}, and no {LATEST} that leads to one")
-        self.folder, self.name = folder, str(path)
-        self.notes: list[str] = []
+        self.folder = folder
         self._files, args = open_ranks(folder)
-        self.model, self.tokenizer = model_of(args, str(self._files[0, 0].path)), tokenizer_of(args)
+        super().__init__(str(path), args, str(self._files[0, 0].path))
         self._chunks = find_chunks(self._files, self.model.num_layers)
-        self._tensor_ranks = len(self._chunks[0].states)
-        self._padded = sum(len(part) for _, part in self._chunks[0].parts(WORD))
-        self.vocab_size = self._vocabulary(args, vocab_size)
-        self._records = global_records(self.model, self.vocab_size)
-        self._parts = {name: list(self._find(record)) for name, record in self._records.items()}
+        padded = sum(len(part) for _, part in self._chunks[0].parts(WORD))
+        self._decide_vocabulary(padded, len(self._chunks[0].states), vocab_size)
+        self._parts = self._all_parts(self._chunks)
         self._tied_copy = self._chunks[-1].parts(OUTPUT) if self.model.tied else []
         self._refuse_unread()
-        self.weights: Mapping[str, TensorInfo] = {
-            name: TensorInfo(record.shape, self._parts[name][0][1].dtype) for name, record in self._records.items()
-        }
-        self.notes += [*self._left_out(), *notes_on(args)]
+        self.notes += self._left_out()
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, TensorInfo]:
+        return self._infos(self._parts)
+
+    @functools.cached_property
+    def saved(self) -> SavedRun | None:
+        first = self._files[0, 0]
+        optimizers = {key: file.content.get("optimizer") for key, file in self._files.items()}
+        if all(optimizer is None for optimizer in optimizers.values()):
+            return None
+        runs = {key: saved_run(first.content, optimizers[key], str(file.path)) for key, file in self._files.items()}
+        if others := [str(self._files[key].path) for key, run in runs.items() if run.updates != runs[0, 0].updates]:
+            raise DamagedCheckpointError(f"the optimizer has made other numbers of updates in {first.path} and in {listed(others)}")
+        return runs[0, 0]
+
+    @functools.cached_property
+    def _state(self) -> dict[str, dict[str, list[FilePart]]]:
+        """The parts of main parameters and moments by tensor rank, as those of the parameters."""
+        chunks = optimizer_chunks(self.args, self._files, self._chunks)
+        return {kind: self._all_parts(some) for kind, some in chunks.items()}
+
+    def _all_parts(self, chunks: Sequence[LegacyChunk]) -> dict[str, list[FilePart]]:
+        return {name: list(self._find(record, chunks)) for name, record in self._records.items()}
+
+    def _infos(self, parts: Mapping[str, list[FilePart]]) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(record.shape, parts[name][0][1].dtype) for name, record in self._records.items()}
+
+    def _state_info(self, kind: str, name: str) -> TensorInfo | None:
+        if kind == WEIGHT and kind not in self._state:
+            return None
+        return TensorInfo(self._records[name].shape, self._state[kind][name][0][1].dtype)
+
+    def _read_state(self, kind: str, name: str, box: Box) -> torch.Tensor:
+        return self._gather(f"{kind} of {name}", self._records[name], self._state[kind][name], box)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A parameter, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
@@ -89,12 +102,14 @@ class LegacyCheckpoint:
             DamagedCheckpointError: its file is damaged, or copies of it that must be the same differ.
         """
         record, parts = self._records[name], self._parts[name]
-        box = box or Box.whole(record.shape)
+        if name == WORD_EMBEDDING and self._tied_copy:
+            self._check_tied(parts)
+        return self._gather(name, record, parts, box or Box.whole(record.shape))
+
+    def _gather(self, name: str, record: ParamRecord, parts: Sequence[FilePart], box: Box) -> torch.Tensor:
         if not record.splits:
             self._check_replicas(name, parts)
             parts = parts[:1]
-        if name == WORD_EMBEDDING and self._tied_copy:
-            self._check_tied(parts)
         out = torch.empty(box.sizes, dtype=parts[0][1].dtype)
         for rank, (file, part) in enumerate(parts):
             offsets = [0] * part.dim()
@@ -129,41 +144,22 @@ class LegacyCheckpoint:
             left -= len(part)
         self._tied_copy = []
 
-    def _vocabulary(self, args: Namespace, asked: int | None) -> int:
-        size = vocabulary_of(args) if asked is None else asked
-        if size is None:
-            self.notes.append(
-                f"The vocabulary's size without padding is not known: all {self._padded} rows of the word embedding are kept, "
-                "until its tokenizer is named or how many rows are no padding."
-            )
-            return self._padded
-        if not 0 < size <= self._padded:
-            raise CheckpointError(f"{self.name}: a vocabulary of {size} does not fit its word embedding of {self._padded} rows")
-        if size < self._padded:
-            self.notes.append(
-                f"The last {self._padded - size} of {self._padded} rows of the word embedding are padding and were cut off."
-            )
-        return size
-
-    def pads_to_this(self, vocab_size: int) -> bool:
-        """Whether a vocabulary of this size is padded to the stored number of rows, so that only padding is cut off."""
-        return padded_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tensor_ranks) == self._padded
-
-    def _chunk_of(self, name: str) -> LegacyChunk:
+    @staticmethod
+    def _chunk_of(name: str, chunks: Sequence[LegacyChunk]) -> LegacyChunk:
         layer, _ = in_layer(name)
         if layer is None:
-            return self._chunks[-1] if name.startswith(("final_norm.", "output.")) else self._chunks[0]
-        return next(chunk for chunk in self._chunks if layer in chunk.layers)
+            return chunks[-1] if name.startswith(("final_norm.", "output.")) else chunks[0]
+        return next(chunk for chunk in chunks if layer in chunk.layers)
 
-    def _find(self, record: ParamRecord) -> Iterator[FilePart]:
+    def _find(self, record: ParamRecord, chunks: Sequence[LegacyChunk]) -> Iterator[FilePart]:
         """The parts of a parameter by tensor rank, in our shape: a gated up projection is [2f/ranks, h] there, the gate above, and
         here [2, f/ranks, h]."""
         shape = list(record.shape)
         for split in record.splits:
             whole = self._padded if split.padded_size is not None else shape[split.dim]
             shape[split.dim] = whole // self._tensor_ranks
-        theirs = [math.prod(shape[:-1]), shape[-1]] if record.kind != "vector" else [math.prod(shape)]
-        chunk = self._chunk_of(record.name)
+        theirs = their_shape(record, shape)
+        chunk = self._chunk_of(record.name, chunks)
         names = stored_names(record.name, chunk.layers.start)
         chunk.expected.update(names)
         for file, state in chunk.states:
@@ -192,12 +188,9 @@ class LegacyCheckpoint:
 
     def _left_out(self) -> Iterator[str]:
         """What the files hold beside weights."""
-        kept = {"args", "checkpoint_version", "iteration", *chunk_keys(self._files[0, 0])}
-        others = sorted({key for file in self._files.values() for key in file.content} - kept)
-        if any(self.folder.glob("mp_rank_*/distrib_optim.pt")):
-            others.append("distrib_optim.pt")
-        if others:
-            yield f"Left out, since only weights are read: {', '.join(others)}."
+        kept = {"args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", *chunk_keys(self._files[0, 0])}
+        if others := sorted({key for file in self._files.values() for key in file.content} - kept):
+            yield f"Left out: {', '.join(others)}."
         names = [name for chunk in self._chunks for _, state in chunk.states for name in state]
         if extra := sum(name.endswith(LEFT_OUT) for name in names):
             yield f"Left out, since they are no parameters: {extra} entries {' or '.join(LEFT_OUT)}."

@@ -215,10 +215,13 @@ class FolderKind(StrEnum):
     CHECKPOINT = "one checkpoint"
     RUN = "a --save folder"
     LEGACY = "a checkpoint of Megatron-LM"
+    DIST = "a torch_dist checkpoint of Megatron-Core"
     HUGGING_FACE = "a Hugging Face folder"
 
 
-FOREIGN = (FolderKind.LEGACY, FolderKind.HUGGING_FACE)
+_DIST = {"metadata.json", "common.pt"}
+"""Files of a torch_dist checkpoint."""
+FOREIGN = (FolderKind.LEGACY, FolderKind.DIST, FolderKind.HUGGING_FACE)
 """The kinds that other programs write."""
 
 
@@ -233,6 +236,8 @@ def kind_of(storage: Storage) -> FolderKind | None:
         return FolderKind.RUN
     if any(name.startswith("mp_rank_") for files in (names, *inside.values()) for name in files):
         return FolderKind.LEGACY
+    if any(_DIST <= {*files} for files in (names, *inside.values())):
+        return FolderKind.DIST
     if iterations:
         return FolderKind.RUN  # none of these is complete
     if CONFIG in names and _names_a_model(storage):
@@ -254,7 +259,7 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
 
     Args:
         path: a --save folder, of which the newest complete checkpoint is taken, or one checkpoint in it (both also by URL); a
-            Hugging Face folder; a folder of Megatron-LM, or one iteration in it.
+            Hugging Face folder; a folder of Megatron-LM in either format, or one iteration in it.
         step: the iteration to take from a folder that holds several.
         vocab_size: rows of the word embedding without padding, for a checkpoint of Megatron-LM that does not give it.
         average: take the moving average of the weights (--ema-decay) for the weights.
@@ -276,12 +281,14 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
         found = find_checkpoint(path, step, tell=notes.append)
         assert found is not None, "there is an iteration"
         return StoredCheckpoint(found, notes, average=average)
-    if kind is FolderKind.LEGACY:
+    if kind in (FolderKind.LEGACY, FolderKind.DIST):
+        from megatron.checkpoint.dist_checkpoint import DistCheckpoint
         from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 
         if step is not None and checkpoint_name(step) not in storage.names():
             raise CheckpointError(f"{path} has no iteration {step}")
-        return LegacyCheckpoint(path if step is None else storage.at(checkpoint_name(step)), vocab_size)
+        opened = LegacyCheckpoint if kind is FolderKind.LEGACY else DistCheckpoint
+        return opened(path if step is None else storage.at(checkpoint_name(step)), vocab_size)
     if kind is FolderKind.HUGGING_FACE:
         from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 
@@ -291,7 +298,7 @@ def open_source(path: Place, step: int | None = None, *, vocab_size: int | None 
     raise CheckpointError(
         f"{path} holds no weights that are known here ({listed(names)}). It may be a --save folder (iter_* and {LATEST}), one "
         f"checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "
-        "(mp_rank_*/model_optim_rng.pt)"
+        "(mp_rank_*/model_optim_rng.pt, or metadata.json and common.pt of torch_dist)"
     )
 
 

@@ -15,7 +15,8 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
-from megatron.checkpoint.legacy_files import LeftOut, RankFile
+from megatron.checkpoint.legacy_files import open_file
+from megatron.checkpoint.torch_file import LeftOut
 from megatron.verification.reference.shape import random_weights
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.support.reference_runs import gpt2_like
@@ -48,7 +49,7 @@ def test_a_call_is_not_made(path: Path, tmp_path: Path, function: Any, name: str
     call = Calls(eval, f"__import__('os').mkdir({str(proof)!r})") if function is eval else Calls(function, proof)
     torch.save({"args": Namespace(innocent=call), "checkpoint_version": 3.0}, path)
     with pytest.raises(CheckpointError, match=name) as error:
-        RankFile(path)
+        open_file(path)
     assert str(path) in str(error.value) and "nothing of it was run" in str(error.value)
     assert not proof.exists()
     # The same file would have done it, opened trustingly.
@@ -68,38 +69,38 @@ def test_a_name_put_together_while_reading_is_not_looked_up(path: Path, tmp_path
         for name, content in records.items():
             archive.writestr(name, program if name.endswith("data.pkl") else content)
     with pytest.raises(CheckpointError, match="nothing of it was run"):
-        RankFile(path)
+        open_file(path)
     assert not proof.exists()
 
 
 def test_an_unknown_type_is_named(path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "other": Unknown()}, path)
     with pytest.raises(CheckpointError, match=r"asks for tests.*test_legacy_files.Unknown[\s\S]*save what is needed"):
-        RankFile(path)
+        open_file(path)
 
 
 def test_stand_ins_do_nothing(path: Path) -> None:
     """A type of the list, with whatever arguments, becomes an empty object; afterwards torch knows no more names than before."""
     torch.save({"state": io.BytesIO(b"scales"), "where": Path("/somewhere")}, path)
     before = torch.serialization.get_safe_globals()
-    content = RankFile(path).content
+    content = open_file(path).content
     assert all(isinstance(value, LeftOut) and vars(value) == {} for value in content.values())
     assert set(torch.serialization.get_safe_globals()) == set(before)
 
 
 def test_no_file_of_torch(path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match="is missing"):
-        RankFile(path)
+        open_file(path)
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(DamagedCheckpointError, match="truncated, altered"):
-        RankFile(path)
+        open_file(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b", "c")
     with pytest.raises(DamagedCheckpointError, match="no data.pkl"):
-        RankFile(path)
+        open_file(path)
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match="holds a list"):
-        RankFile(path)
+        open_file(path)
 
 
 @pytest.fixture
@@ -133,12 +134,12 @@ def test_tensors_that_share_memory_and_files_without_checksums(path: Path) -> No
     """Parameters may be views of one buffer; a writer may have been told to compute no checksums."""
     buffer = torch.arange(12.0)
     torch.save({"model": {"a": buffer[:4], "b": buffer[4:].view(2, 4)}}, path)
-    file = RankFile(path)
+    file = open_file(path)
     assert torch.equal(file.check(file.content["model"]["b"], "b"), buffer[4:].view(2, 4))
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"model": {"a": buffer}}, path)
     finally:
         torch.serialization.set_crc32_options(True)
-    file = RankFile(path)
+    file = open_file(path)
     assert torch.equal(file.check(file.content["model"]["a"], "a"), buffer)
