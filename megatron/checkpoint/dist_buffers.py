@@ -1,7 +1,7 @@
-"""Optimizer state of the form `dp_reshardable` in a checkpoint of Megatron-Core: the buckets of its flat buffers, as the ranks hold them.
+"""Optimizer state of the form `dp_reshardable` in a checkpoint of Megatron-Core: the buckets of its flat buffers, as ranks hold them.
 
-There are no names in them. Which parameters a buffer holds follows from the layout of the run, their order from the model, and both
-are found out to be right, or refused, by comparing main parameters with weights.
+There are no names in them. Which parameters a buffer holds follows from the layout of the run, and their order from the model. Both
+are found to be right, or refused, by a comparison of main parameters with weights.
 """
 
 from __future__ import annotations

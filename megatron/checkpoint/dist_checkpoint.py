@@ -1,9 +1,9 @@
-"""Reads weights and optimizer state from a checkpoint of Megatron-Core in its format `torch_dist`: names and forms of tensors there.
+"""Reads weights and optimizer state from a checkpoint of Megatron-Core in its format `torch_dist`: the names and forms of tensors.
 
 Tensors are those of the whole model, by name. Layers are stacked in a leading dimension, or have names of their own; a gated up
-projection is [2f, h], gate above, or two tensors; the optimizer state has the name of its parameter behind `optimizer.state.<kind>.`.
-Where it was saved as the ranks hold it, two forms more: cut in a grid and flattened (`fully_sharded_model_space`), or the flat buffers
-themselves (`dp_reshardable`, see `dist_buffers.py`).
+projection is [2f, h], gate above, or two tensors; the optimizer state has the name of its parameter behind
+`optimizer.state.<kind>.`. Where it was saved as the ranks hold it, there are two forms more: cut in a grid and flattened
+(`fully_sharded_model_space`), or the flat buffers themselves (`dp_reshardable`, see `dist_buffers.py`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class DistCheckpoint(MegatronSource):
             raise CheckpointError(f"{folder / METADATA} lists no {WORD}: {listed(sorted(self._files.tensors))}")
         tensor_ranks = vars(args).get("tensor_model_parallel_size")
         self._decide_vocabulary(
-            self._files.tensors[WORD].shape[0], tensor_ranks if isinstance(tensor_ranks, int) and tensor_ranks > 0 else 1, vocab_size
+            self._files.tensors[WORD].shape[0],
+            tensor_ranks if isinstance(tensor_ranks, int) and tensor_ranks > 0 else 1,
+            vocab_size,
         )
         self._places = {name: self._find(record) for name, record in self._records.items()}
         self._refuse_unread()
@@ -132,8 +134,8 @@ class DistCheckpoint(MegatronSource):
             self._refuse_unread_state()
         else:
             raise CheckpointError(
-                f"{self.folder}: its optimizer state is of the form {self._sharding}, which is not read. Load and save it with Megatron-LM's "
-                f"--dist-ckpt-optim-fully-reshardable, which gives every parameter its state by name. {WEIGHTS_ALONE}"
+                f"{self.folder}: its optimizer state is of the form {self._sharding}, which is not read. Load and save it with "
+                f"Megatron-LM's --dist-ckpt-optim-fully-reshardable, which gives every parameter its state by name. {WEIGHTS_ALONE}"
             )
         return found
 
@@ -247,7 +249,9 @@ class DistCheckpoint(MegatronSource):
     def _refuse_unread(self) -> None:
         used = {key for place in self._places.values() for key in place.keys}
         unread = [
-            name for name in self._files.tensors if name not in used and not name.startswith("optimizer.") and not name.endswith(LEFT_OUT)
+            name
+            for name in self._files.tensors
+            if name not in used and not name.startswith("optimizer.") and not name.endswith(LEFT_OUT)
         ]
         if unread:
             raise CheckpointError(f"{self.folder} holds tensors that the model of its args has not: {listed(sorted(unread))}")

@@ -1,7 +1,7 @@
-"""The files of a distributed checkpoint of torch (torch.distributed.checkpoint), as Megatron-Core's format `torch_dist` writes them.
+"""The files of a distributed checkpoint of torch (torch.distributed.checkpoint), as Megatron-Core's format `torch_dist` has them.
 
-`.metadata`, a pickle that is read as data (`inert_pickle.py`), says for every tensor its shape, its dtype and its chunks, and for every
-chunk the bytes of a `.distcp` file in which torch.save has written it.
+`.metadata`, a pickle that is read as data (`inert_pickle.py`), says for every tensor its shape, its dtype and its chunks, and for
+every chunk the bytes of a `.distcp` file in which torch.save has written it.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class DistcpFiles:
             raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
         self.tensors: dict[str, Entry] = {}
         self.objects: dict[str, Chunk] = {}
+        self._whole: set[str] = set()
         try:
             self._fill(read_pickle(data, str(path), _KNOWN))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -101,13 +102,14 @@ class DistcpFiles:
     def _fill(self, metadata: Any) -> None:
         parts = _state(metadata, "Metadata")
         sizes: dict[str, int] = {}
-        wanted: dict[str, set[Box]] = {}
+        wanted: dict[str, dict[tuple[int, ...], Box]] = {}
         for name, kind in _mapping(parts["state_dict_metadata"]).items():
             if kind.name.endswith(".TensorStorageMetadata"):
                 about = _state(kind, "TensorStorageMetadata")
                 self.tensors[name] = Entry(_size(about["size"]), _dtype(about["properties"]))
-                boxes = [_state(chunk, "ChunkStorageMetadata") for chunk in about["chunks"]]
-                wanted[name] = {Box(_size(box["offsets"]), _size(box["sizes"])) for box in boxes}
+                chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in about["chunks"]]
+                boxes = [Box(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+                wanted[name] = {box.offsets: box for box in boxes}
             elif not kind.name.endswith(".BytesStorageMetadata"):
                 raise ValueError(f"{name} is a {kind.name}")
         lost: list[str] = []
@@ -131,9 +133,8 @@ class DistcpFiles:
                 self.objects[name] = Chunk(None, file, offset, length)
                 continue
             entry = self.tensors[name]
-            offsets = None if key["offset"] is None else _size(key["offset"])
-            (box,) = [box for box in wanted[name] if offsets in (None, box.offsets)]
-            entry.chunks.append(Chunk(box, file, offset, length))
+            at = (0,) * len(entry.shape) if key["offset"] is None else _size(key["offset"])
+            entry.chunks.append(Chunk(wanted[name].pop(at), file, offset, length))
         if lost:
             raise DamagedCheckpointError(f"{self.folder} is truncated or altered: it lacks {listed(lost)}")
 
@@ -144,9 +145,10 @@ class DistcpFiles:
             DamagedCheckpointError: a file is truncated or altered, or chunks are missing.
         """
         entry = self.tensors[name]
-        held = [chunk.box for chunk in entry.chunks if chunk.box is not None]
-        if not tiles(entry.shape, held):
-            raise DamagedCheckpointError(f"{self.folder}: the chunks of {name} are not the whole tensor, once")
+        if name not in self._whole:
+            if not tiles(entry.shape, [chunk.box for chunk in entry.chunks if chunk.box is not None]):
+                raise DamagedCheckpointError(f"{self.folder}: the chunks of {name} are not the whole tensor, once")
+            self._whole.add(name)
         found = torch.empty(box.sizes, dtype=entry.dtype)
         for chunk in entry.chunks:
             assert chunk.box is not None
@@ -163,7 +165,9 @@ class DistcpFiles:
         assert chunk.box is not None
         most = chunk.box.numel * entry.dtype.itemsize + _MOST_AROUND
         if chunk.length > most:
-            raise DamagedCheckpointError(f"{self.folder / chunk.file}: {name} takes {chunk.length:,} bytes, and needs at most {most:,}")
+            raise DamagedCheckpointError(
+                f"{self.folder / chunk.file}: {name} takes {chunk.length:,} bytes, and needs at most {most:,}"
+            )
         file = self._part(name, chunk)
         tensor = file.content
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != entry.dtype:

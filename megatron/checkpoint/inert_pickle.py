@@ -1,7 +1,7 @@
 """Reads a pickle as data: nothing that it names is looked up, and nothing is called.
 
-A pickle is a program for a machine with a stack. This one knows the opcodes that put plain values and objects together. What would be
-a call of `module.name` becomes a record of that call, so the file says what was saved and can do nothing. Its work and memory are in
+A pickle is a program for a machine with a stack. This one knows the opcodes that put plain values and objects together. What would
+be a call of `module.name` becomes a record of that call, so the file says what was saved and can do nothing. Work and memory are in
 proportion to the bytes of the file.
 """
 
@@ -105,7 +105,8 @@ class _Machine:
                 return found
             else:
                 raise CheckpointError(
-                    f"{self._where} is a pickle with the opcode {name} at byte {place}, which data does not need: nothing of it was run"
+                    f"{self._where} is a pickle with the opcode {name} (byte {place}), which data does not need: "
+                    "nothing of it was run"
                 )
         raise ValueError("it has no end")
 
@@ -140,7 +141,9 @@ class _Machine:
     def _name(self, module: Any, name: Any) -> None:
         whole = f"{module}.{name}"
         if whole not in self._known:
-            raise CheckpointError(f"{self._where} asks for {whole[:200]}, which its kind of file does not need: nothing of it was run")
+            raise CheckpointError(
+                f"{self._where} asks for {whole[:200]}, which its kind of file does not need: nothing of it was run"
+            )
         self._stack.append(Named(whole))
 
     def _make(self) -> None:

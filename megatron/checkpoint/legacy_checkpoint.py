@@ -1,5 +1,5 @@
-"""Reads weights and optimizer state from a checkpoint of Megatron-LM in its format `torch`, whatever its tensor, pipeline and virtual
-sizes: how they are split."""
+"""Reads weights and optimizer state from a checkpoint of Megatron-LM in its format `torch`, whatever its layout: how they are
+split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.global_tensor import WEIGHT
 from megatron.checkpoint.legacy_files import FILE, LATEST, FilePart, LegacyChunk, chunk_keys, find_chunks, legacy_folder, open_ranks
-from megatron.checkpoint.legacy_optimizer import OPTIMIZER_FILE, optimizer_chunks
+from megatron.checkpoint.legacy_optimizer import optimizer_chunks
 from megatron.checkpoint.megatron_source import (
     LEFT_OUT,
     OUTPUT,

@@ -1,7 +1,7 @@
 """Optimizer state in Megatron-LM's checkpoints of the format `torch`: which tensor belongs to which parameter.
 
-Without names: parameters stand there by their number, or in flat buffers. Numbers and places follow from the order in which the model
-declares its parameters, which is that of its state in the same file.
+It has no names: parameters stand there by their number, or in flat buffers. Numbers and places follow from the order in which the
+model declares its parameters, which is that of its state in the same file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def optimizer_chunks(args: Namespace, files: RankFiles, chunks: Sequence[LegacyC
         beside = file.path.parent / OPTIMIZER_FILE
         if beside.exists() or vars(args).get("use_distributed_optimizer"):
             sharded = open_file(beside)
-            found[key] = sharded, dict(_from_buffers(sharded, params, args, stage=key[1]))
+            found[key] = sharded, _from_buffers(sharded, params, args, stage=key[1])
         else:
             found[key] = file, _by_number(file, params, args)
     kinds = (*MOMENTS, *([WEIGHT] if WEIGHT in next(iter(found[0, 0][1].values())) else []))
@@ -62,19 +62,20 @@ def _params(state: dict[str, Any], args: Namespace) -> Iterator[FlatParam]:
             yield FlatParam(name, tuple(tensor.shape), alone=shared and name in (WORD, OUTPUT))
 
 
-def _from_buffers(
-    file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace, stage: int
-) -> Iterator[tuple[str, _ByKind]]:
+def _from_buffers(file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace, stage: int) -> dict[str, _ByKind]:
     """The tensors of every chunk out of its flat buffers."""
     if not file.content.get("buckets_coalesced"):
         raise CheckpointError(
-            f"{file.path} is of Megatron-Core before 0.7, which did not say where its buckets end: load and save it with a newer one. "
-            f"{WEIGHTS_ALONE}"
+            f"{file.path} is of Megatron-Core before 0.7, which did not say where its buckets end: load and save it with a newer "
+            f"one. {WEIGHTS_ALONE}"
         )
+    found: dict[str, _ByKind] = {}
     for number, (key, some) in enumerate(params.items()):
         by_dtype = file.content.get(number)
         if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
-            raise CheckpointError(f"{file.path} has no one buffer for {key}: parameters of several dtypes are not read. {WEIGHTS_ALONE}")
+            raise CheckpointError(
+                f"{file.path} has no one buffer for {key}: parameters of several dtypes are not read. {WEIGHTS_ALONE}"
+            )
         (buffers,) = by_dtype.values()
         total = sum(param.numel for param in some)
         buckets = lay_out(some, most_elements(args, stage, number, total))
@@ -89,10 +90,12 @@ def _from_buffers(
                     f"{WEIGHTS_ALONE}"
                 )
         starts, shapes = dict(places(buckets)), {param.name: param.shape for param in some}
-        yield key, {
+        found[key] = {
             kind: {name: buffer[starts[name] :][: math.prod(shape)].view(shape) for name, shape in shapes.items()}
             for kind, buffer in flat.items()
+            if buffer is not None
         }
+    return found
 
 
 def _by_number(file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace) -> dict[str, _ByKind]:

@@ -1,4 +1,4 @@
-"""What the two formats of Megatron-LM's checkpoints have in common: weights of the model of its arguments, and the state of a run."""
+"""What the two formats of Megatron-LM's checkpoints have in common: weights of the model of its arguments, the state of a run."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
 """Ends of names that hold no parameter: states of 8-bit products, and a table that follows from the settings."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """State of Adam, the one optimizer whose state is read."""
+_NARROWER = ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
+"""Arguments with which weights are not main parameters in the model's dtype."""
 WEIGHTS_ALONE = "--weights-only takes the weights without it."
 
 
@@ -52,7 +54,7 @@ def stored_names(name: str, first_layer: int) -> list[str]:
 
 
 def their_shape(record: ParamRecord, shape: list[int]) -> list[int]:
-    """The shape there of a parameter, or of a part of it, that has `shape` here: a gated up projection is [2f, h], not [2, f, h]."""
+    """The shape there of a parameter, or a part of it, that has `shape` here: a gated up projection is [2f, h], not [2, f, h]."""
     return [math.prod(shape[:-1]), shape[-1]] if record.kind != "vector" else [math.prod(shape)]
 
 
@@ -142,8 +144,8 @@ class MegatronSource(ABC):
         if kind == WEIGHT and self._state_info(kind, name) is None:
             return self.read(name, box)
         found = self._read_state(kind, name, box)
-        in_eight_bits = any(vars(self.args).get(flag) for flag in ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather"))
-        if kind == WEIGHT and not in_eight_bits and not torch.equal(found.to(self.weights[name].dtype), self.read(name, box)):
+        narrower = any(vars(self.args).get(flag) for flag in _NARROWER)
+        if kind == WEIGHT and not narrower and not torch.equal(found.to(self.weights[name].dtype), self.read(name, box)):
             raise DamagedCheckpointError(
                 f"{self.name}: the weight {name} is not the main parameter of the optimizer state, rounded: the state is of another "
                 f"run or step, or lies otherwise than its settings say. {WEIGHTS_ALONE}"
@@ -186,7 +188,9 @@ def saved_run(content: Mapping[str, Any], optimizer: Any, where: str) -> SavedRu
     if kind != "adam":
         raise CheckpointError(f"{where} holds the state of --optimizer {kind}; that of adam alone is read. {WEIGHTS_ALONE}")
     if vars(args).get("decoupled_weight_decay") is False:
-        raise CheckpointError(f"{where} is of Adam with weight decay in its gradient, and --optimizer adam is AdamW. {WEIGHTS_ALONE}")
+        raise CheckpointError(
+            f"{where} is of Adam with weight decay in its gradient, and --optimizer adam is AdamW. {WEIGHTS_ALONE}"
+        )
     if not isinstance(optimizer, dict) or 0 in optimizer:
         raise CheckpointError(f"{where} holds the states of several optimizers, of which only one is read. {WEIGHTS_ALONE}")
     inner = optimizer.get("optimizer", optimizer)

@@ -73,8 +73,8 @@ class TorchFile:
         with safe_globals(allowed):
             try:
                 unknown = get_unsafe_globals_in_checkpoint(_opened(path, part))
-                content = None if unknown else torch.load(
-                    _opened(path, part), map_location="cpu", weights_only=True, mmap=part is None
+                content = (
+                    None if unknown else torch.load(_opened(path, part), map_location="cpu", weights_only=True, mmap=part is None)
                 )
             except pickle.UnpicklingError as error:
                 first = str(error).strip().splitlines()[-1] if str(error).strip() else "it is no pickle of torch.save"

@@ -1,8 +1,10 @@
-"""Write the weights of a Hugging Face folder, or of a checkpoint of Megatron-LM, as a checkpoint to continue from at any layout.
+"""Write a Hugging Face folder, or a checkpoint of Megatron-LM, as a checkpoint to continue from at any layout.
 
-OUTPUT becomes a --save folder with iteration 0: weights alone, in their own type, and the files of the tokenizer beside it. A run
-begins with them by --use-checkpoint-args and either --pretrained-checkpoint OUTPUT or --load OUTPUT --finetune. The peak of memory
-is one parameter; with --verify the whole model in float32.
+OUTPUT becomes a --save folder, with the files of the tokenizer beside its checkpoint. Of a Hugging Face folder that has iteration
+0, and weights alone, in their own type: a run begins with them by --use-checkpoint-args and either --pretrained-checkpoint OUTPUT
+or --load OUTPUT --finetune. Of Megatron-LM, in the format torch or torch_dist, it has the iteration, optimizer state, counts,
+schedules and loss scale of the run too, which goes on by --use-checkpoint-args --load OUTPUT. The peak of memory is one parameter;
+with --verify the whole model in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, DataConfig, run_settings, tokenizer_settings
@@ -23,7 +25,12 @@ from tools.checkpoints.text import size
 from tools.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.source import WeightSource
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from megatron.checkpoint.source import TensorInfo, WeightSource
+    from megatron.parallel.boxes import Box
 
 _TOKENIZER = "tokenizer"
 _BESIDE = (
@@ -46,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="of Megatron-LM: rows of the word embedding without padding (the ids of the tokenizer)",
+    )
+    parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="of Megatron-LM: leave optimizer state, counts and schedules, and begin a new run with the weights",
     )
     parser.add_argument(
         "--verify",
@@ -75,52 +87,94 @@ def run(args: argparse.Namespace) -> int:
         checked = compare_logits(source, source.folder, torch.float64)
     try:
         data = DataConfig() if tokenizer is None else _copied(tokenizer, output / _TOKENIZER)
-        record = run_record(Config(model=source.model, data=data), sys.argv[1:])
+        content = _content(source, data, weights_only=args.weights_only)
+        record = run_record(content.settings, sys.argv[1:])
         written = write_checkpoint(
             output,
-            0,
-            {f"model.{name}": info for name, info in source.weights.items()},
-            lambda name, box: source.read(name.removeprefix("model."), box),
+            content.iteration,
+            content.tensors,
+            content.read,
             {**record, "vocab_size": source.vocab_size},
-            {"has_optimizer": False},
+            content.state,
         )
     except BaseException:
         shutil.rmtree(output / _TOKENIZER, ignore_errors=True)
         with contextlib.suppress(OSError):
             output.rmdir()  # empty again
         raise
-    num_bytes = {name: info.dtype.itemsize * math.prod(info.shape) for name, info in source.weights.items()}
+    num_bytes = {name: info.dtype.itemsize * math.prod(info.shape) for name, info in content.tensors.items()}
     print(
-        f"wrote {written}: {sum(math.prod(info.shape) for info in source.weights.values()):,} parameters "
-        f"({size(sum(num_bytes.values()))}); at most {size(max(num_bytes.values()))} of weights in memory at a time"
+        f"wrote {written}: {sum(math.prod(info.shape) for info in source.weights.values()):,} parameters"
+        f"{content.told} ({size(sum(num_bytes.values()))}); at most {size(max(num_bytes.values()))} of a tensor in memory at a time"
     )
     for note in source.notes:
         print(f"note: {note}")
     print(checked)
-    print(f"go on from it with --use-checkpoint-args --pretrained-checkpoint {output}")
+    if content.iteration:
+        print("its samples were in Megatron-LM's order: a run on the same data goes on in it with --data-order megatron")
+    print(f"go on from it with --use-checkpoint-args {'--load' if content.iteration else '--pretrained-checkpoint'} {output}")
     return 0
+
+
+class _Content(NamedTuple):
+    """What goes into the checkpoint."""
+
+    iteration: int
+    settings: Config
+    tensors: Mapping[str, TensorInfo]
+    read: Callable[[str, Box], torch.Tensor]
+    state: dict[str, Any]
+    told: str = ""
+
+
+def _content(source: WeightSource, data: DataConfig, *, weights_only: bool) -> _Content:
+    """The weights of a source, or the whole state of a run of Megatron-LM.
+
+    Raises:
+        CheckpointError: the state is there and cannot be read exactly.
+    """
+    from megatron.checkpoint.megatron_source import MegatronSource
+    from megatron.training.foreign_run import settings_of, state_of
+
+    if isinstance(source, MegatronSource) and not weights_only and (run := source.saved) is not None:
+        settings = settings_of(source, data)
+        state = state_of(run, settings, source.name)
+        told = f" with optimizer state, iteration {run.iteration:,} after {state['progress']['consumed_samples']:,} samples"
+        return _Content(run.iteration, settings, source.tensors, source.read_stored, state, told)
+    if isinstance(source, MegatronSource):
+        source.notes.append(
+            "Left out: state of the optimizer and of the run." if weights_only else "It was saved without optimizer state."
+        )
+    weights = {f"model.{name}": info for name, info in source.weights.items()}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        return source.read(name.removeprefix("model."), box)
+
+    return _Content(0, Config(model=source.model, data=data), weights, read, {"has_optimizer": False})
 
 
 def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
     from megatron.checkpoint.adapters import merged
-    from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
+    from megatron.checkpoint.megatron_source import MegatronSource
     from megatron.checkpoint.source import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
 
     source = merged(open_source(args.source, args.step, average=args.ema))
-    is_legacy = isinstance(source, LegacyCheckpoint)
-    if args.embedding_rows is not None and not is_legacy:
+    from_megatron = isinstance(source, MegatronSource)
+    if args.weights_only and not from_megatron:
+        raise ValueError(f"--weights-only has no effect on {args.source}, of which nothing else is read: leave it out")
+    if args.embedding_rows is not None and not from_megatron:
         raise ValueError(f"--embedding-rows has no effect on {args.source}, which says how many rows it has: leave it out")
     tokenizer = chosen_tokenizer(args, source)
     ids = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
     rows = args.embedding_rows or ids
-    if isinstance(source, LegacyCheckpoint) and args.embedding_rows is None and ids is not None and not source.pads_to_this(ids):
+    if isinstance(source, MegatronSource) and args.embedding_rows is None and ids is not None and not source.pads_to_this(ids):
         raise ValueError(
             f"the tokenizer has {ids:,} ids, which Megatron-LM does not pad to the rows that {args.source} has: it may be another "
             "one's. If it is its tokenizer, say by --embedding-rows how many rows are no padding"
         )
-    if is_legacy and rows is not None and rows != source.vocab_size:
+    if from_megatron and rows is not None and rows != source.vocab_size:
         source = open_source(args.source, args.step, vocab_size=rows)
     if tokenizer is None or ids is None or ids == source.vocab_size:
         return source, tokenizer
