@@ -1,4 +1,4 @@
-"""Optimizer state of the form `dp_reshardable` in a checkpoint of Megatron-Core: the buckets of its flat buffers, as ranks hold them.
+"""Optimizer state of the form `dp_reshardable` in a checkpoint of Megatron-Core: the buckets of flat buffers, as ranks hold them.
 
 There are no names in them. Which parameters a buffer holds follows from the layout of the run, and their order from the model. Both
 are found to be right, or refused, by a comparison of main parameters with weights.
@@ -95,8 +95,8 @@ def find_buffers(
         if all(_agrees(state, record, weight(record.name)) for record in first):
             return state
     raise CheckpointError(
-        f"{files.folder}: its optimizer state lies in flat buffers (dp_reshardable), and what they hold cannot be told ({problem}). "
-        f"Load and save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable. {WEIGHTS_ALONE}"
+        f"{files.folder}: its optimizer state lies in flat buffers (dp_reshardable), and what is in them cannot be told "
+        f"({problem}). Load and save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable. {WEIGHTS_ALONE}"
     )
 
 

@@ -134,6 +134,8 @@ class DistcpFiles:
                 continue
             entry = self.tensors[name]
             at = (0,) * len(entry.shape) if key["offset"] is None else _size(key["offset"])
+            if at not in wanted[name]:
+                raise ValueError(f"{name} has no chunk at {at}, or two")
             entry.chunks.append(Chunk(wanted[name].pop(at), file, offset, length))
         if lost:
             raise DamagedCheckpointError(f"{self.folder} is truncated or altered: it lacks {listed(lost)}")

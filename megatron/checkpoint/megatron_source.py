@@ -144,11 +144,11 @@ class MegatronSource(ABC):
         if kind == WEIGHT and self._state_info(kind, name) is None:
             return self.read(name, box)
         found = self._read_state(kind, name, box)
-        narrower = any(vars(self.args).get(flag) for flag in _NARROWER)
-        if kind == WEIGHT and not narrower and not torch.equal(found.to(self.weights[name].dtype), self.read(name, box)):
+        comparable = kind == WEIGHT and not any(vars(self.args).get(flag) for flag in _NARROWER)
+        if comparable and not torch.equal(found.to(self.weights[name].dtype), self.read(name, box)):
             raise DamagedCheckpointError(
-                f"{self.name}: the weight {name} is not the main parameter of the optimizer state, rounded: the state is of another "
-                f"run or step, or lies otherwise than its settings say. {WEIGHTS_ALONE}"
+                f"{self.name}: the weight {name} is not the main parameter of the optimizer state, rounded: the state is of "
+                f"another run or step, or lies otherwise than its settings say. {WEIGHTS_ALONE}"
             )
         return found
 

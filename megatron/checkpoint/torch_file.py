@@ -50,6 +50,10 @@ LEFT_OUT = (
 )
 """Names that these files hold beside tensors and settings (Megatron-LM, megatron/core/safe_globals.py; older places of them)."""
 _SETTINGS = ("argparse.Namespace", "types.SimpleNamespace")
+_ALLOWED: list[Any] = [
+    *((Namespace, name) for name in _SETTINGS),
+    *((type(name.rpartition(".")[2], (LeftOut,), {}), name) for name in LEFT_OUT),
+]
 
 
 class TorchFile:
@@ -68,11 +72,9 @@ class TorchFile:
         self.path = path
         self._checksums = _record_checksums(path, part)
         self._checked: set[int] = set()
-        allowed: list[Any] = [(Namespace, name) for name in _SETTINGS]
-        allowed += [(type(name.rpartition(".")[2], (LeftOut,), {}), name) for name in LEFT_OUT]
-        with safe_globals(allowed):
+        with safe_globals(_ALLOWED):
             try:
-                unknown = get_unsafe_globals_in_checkpoint(_opened(path, part))
+                unknown = get_unsafe_globals_in_checkpoint(path) if part is None else []  # of many parts the first must do
                 content = (
                     None if unknown else torch.load(_opened(path, part), map_location="cpu", weights_only=True, mmap=part is None)
                 )

@@ -15,7 +15,7 @@ from megatron.checkpoint.save_folder import find_checkpoint
 from megatron.checkpoint.source import StoredCheckpoint
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
-from tests.support.legacy_checkpoints import write_legacy_example
+from tests.support.megatron_states import write_legacy_example
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
 from tools import checkpoint, evaluate, generate_text

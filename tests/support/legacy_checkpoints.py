@@ -12,16 +12,15 @@ import signal
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
-from tests.support.reference_runs import llama_like
+from megatron.verification.reference.shape import ReferenceShape, Weights
 
 PADDING = 4
 """Rows of the vocabulary are padded to a multiple of this x TP."""
@@ -151,6 +150,7 @@ def chunk_state(shape: ReferenceShape, weights: Weights, layout: LegacyLayout, c
     if shape.tied and chunk == last > 0:  # the copy for the output layer
         first = chunk_state(shape, {"embedding.word.weight": weights["embedding.word.weight"]}, layout, 0, rank)
         state["output_layer.weight"] = first["embedding.word_embeddings.weight"]
+    state = OrderedDict(sorted(state.items(), key=lambda one: declared_at(one[0])))
     if layout.engine:
         for i in range(len(layers)):
             state[f"decoder.layers.{i}.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"scales")
@@ -159,17 +159,45 @@ def chunk_state(shape: ReferenceShape, weights: Weights, layout: LegacyLayout, c
     return state
 
 
+def with_layers(layout: LegacyLayout, num_layers: int) -> LegacyLayout:
+    """The layout with the layers of its chunks; all alike, if it does not say."""
+    chunks = layout.pp * layout.virtual
+    return layout if layout.layers is not None else replace(layout, layers=(num_layers // chunks,) * chunks)
+
+
+_IN_LAYER = (
+    *("input_layernorm", "linear_proj", "linear_qkv.layer_norm", "linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm"),
+    *("linear_fc1.layer_norm", "linear_fc1", "linear_fc2"),
+)
+
+
+def declared_at(name: str) -> tuple[int, ...]:
+    """A key that sorts the parameters of a chunk as its model declares them."""
+    outside = ("embedding.word", "embedding.position", "decoder.layers.", "decoder.final_layernorm", "output_layer")
+    place = next(at for at, start in enumerate(outside) if name.startswith(start))
+    if place != 2:
+        return place, 0, 0, int(name.endswith("bias"))
+    found = [at for at, part in enumerate(_IN_LAYER) if f".{part}" in name]
+    return place, int(name.split(".")[2]), max(found, key=lambda at: len(_IN_LAYER[at])), int(name.endswith("bias"))
+
+
 def write_legacy(
-    folder: Path, shape: ReferenceShape, weights: Weights, layout: LegacyLayout, *, iteration: int | None = 100, **changes: Any
+    folder: Path,
+    shape: ReferenceShape,
+    weights: Weights,
+    layout: LegacyLayout,
+    *,
+    iteration: int | None = 100,
+    optimizer_of: Callable[[int, int], dict[str, Any]] = lambda stage, rank: {},
+    **changes: Any,
 ) -> Path:
     """Write a checkpoint into a --save folder; returns the folder of the iteration (None: a release).
 
     Args:
+        optimizer_of: what a stage's tensor rank holds of the optimizer, with other things beside the weights.
         changes: of the arguments.
     """
-    chunks = layout.pp * layout.virtual
-    if layout.layers is None:
-        layout = LegacyLayout(layout.tp, layout.pp, layout.virtual, layout.engine, (shape.num_layers // chunks,) * chunks)
+    layout = with_layers(layout, shape.num_layers)
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     with megatron_enums() as enums:
         args = arguments_of(shape, layout, **{**enums, **changes})
@@ -179,20 +207,9 @@ def write_legacy(
                 states = {key: chunk_state(shape, weights, layout, i * layout.pp + stage, rank) for i, key in enumerate(keys)}
                 path = folder / name / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pp > 1 else "")) / "model_optim_rng.pt"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save({**common_content(args, iteration), **states}, path)
+                torch.save({**common_content(args, iteration), **states, **optimizer_of(stage, rank)}, path)
     (folder / "latest_checkpointed_iteration.txt").write_text("release" if iteration is None else str(iteration))
     return folder / name
-
-
-def write_legacy_example(folder: Path, vocab_size: int) -> None:
-    """A --save folder with a tiny Llama at tensor 2 x pipeline 2.
-
-    Args:
-        vocab_size: ids, the end of documents among them, without padding.
-    """
-    shape = llama_like(vocab=vocab_size)
-    weights = {name: tensor.bfloat16() for name, tensor in random_weights(shape, seed=1).items()}
-    write_legacy(folder, shape, weights, LegacyLayout(tp=2, pp=2))
 
 
 def common_content(args: argparse.Namespace, iteration: int | None) -> dict[str, Any]:
@@ -208,8 +225,6 @@ def common_content(args: argparse.Namespace, iteration: int | None) -> dict[str,
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": iteration or 0,
-        "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-4, "params": [0]}]},
-        "opt_param_scheduler": {"max_lr": 1e-4, "num_steps": 3200},
         "rng_state": [random_state],
         "num_floating_point_operations_so_far": 1e15,
     }
