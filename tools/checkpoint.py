@@ -5,7 +5,7 @@
     python tools/checkpoint.py diff runs/a runs/b                 whether two are the same, and where they differ
     python tools/checkpoint.py reshard runs/a cut --tp 8 --pp 4   files as the ranks of a layout hold them (no run needs it)
     python tools/checkpoint.py export runs/a model                a Hugging Face folder
-    python tools/checkpoint.py import model runs/b                weights of a Hugging Face folder or of Megatron-LM
+    python tools/checkpoint.py import model runs/b                a Hugging Face folder, or a run of Megatron-LM
 
 A source is a --save folder, of which the newest complete checkpoint is taken, or one checkpoint in it (runs/a/iter_0000100), both
 also by URL (s3://...). inspect, diff, export and import read Hugging Face folders and checkpoints of Megatron-LM too.

@@ -171,5 +171,8 @@ def _saved_config(folder: Storage) -> Config:
 
 
 def _unreadable(message: str) -> ConfigError:
-    rule = "--use-checkpoint-args needs a checkpoint that was saved here; without it, describe the model by flags."
+    rule = (
+        "--use-checkpoint-args needs a checkpoint that was saved here, or that tools/checkpoint.py import has made of another "
+        "program's; without it, describe the model by flags."
+    )
     return ConfigError([Violation(_FLAGS, message, rule)])

@@ -315,6 +315,6 @@ def refuse_foreign(folder: str) -> None:
     kind = kind_of(storage)
     if kind in FOREIGN:
         raise CheckpointError(
-            f"{folder} is {kind}, not a --save folder: bring its weights into one by tools/checkpoint.py import, and begin "
-            "with that (--pretrained-checkpoint)"
+            f"{folder} is {kind}, not a --save folder: bring it into one by tools/checkpoint.py import, which says how a run goes "
+            "on with that"
         )

@@ -15,6 +15,7 @@ from megatron.checkpoint.save_folder import find_checkpoint
 from megatron.checkpoint.source import StoredCheckpoint
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
+from tests.support.dist_checkpoints import write_dist_example
 from tests.support.megatron_states import write_legacy_example
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
@@ -47,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sentencepiece(tmp_path / "corpus.jsonl", tmp_path / "tokenizer.model", 500)
     run(arguments(**MODEL, **TOKENIZER, train_iters=1, save="base"))
     write_legacy_example(tmp_path / "legacy", vocab_size=60)
+    write_dist_example(tmp_path / "torch-dist", vocab_size=60)
     return tmp_path
 
 

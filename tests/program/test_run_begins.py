@@ -137,15 +137,19 @@ def test_a_missing_checkpoint_is_told(tmp_path: Path) -> None:
 
 
 def test_folders_of_other_programs_are_no_checkpoints(tmp_path: Path) -> None:
-    face, legacy, release, file = (tmp_path / name for name in ("face", "legacy", "release", "file"))
+    face, legacy, release, dist, file = (tmp_path / name for name in ("face", "legacy", "release", "dist", "file"))
     face.mkdir()
     (face / "config.json").write_text('{"model_type": "llama"}')
     for folder, inner in ((legacy, "iter_0000100"), (release, "release")):
         (folder / inner / "mp_rank_00").mkdir(parents=True)
         (folder / inner / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"x")
         (folder / "latest_checkpointed_iteration.txt").write_text(inner.removeprefix("iter_0000"))
+    (dist / "iter_0000100").mkdir(parents=True)
+    for name in ("metadata.json", "common.pt", ".metadata"):
+        (dist / "iter_0000100" / name).write_text("x")
     file.write_text("x")
-    for folder, word in ((face, "Hugging Face"), (legacy, "Megatron-LM"), (release, "Megatron-LM"), (file, "is a file")):
+    others = ((face, "Hugging Face"), (legacy, "Megatron-LM"), (release, "Megatron-LM"), (dist, "torch_dist"), (file, "is a file"))
+    for folder, word in others:
         for flag in ("load", "pretrained_checkpoint"):
             refused(arguments(train_iters=1, **{flag: folder}), str(folder), word)
 

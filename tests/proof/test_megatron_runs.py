@@ -91,11 +91,11 @@ def test_what_import_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for name in ("legacy", "dist"):
         assert tool.main(["import", str(tmp_path / name), str(tmp_path / f"from-{name}")]) == 0
         said = capsys.readouterr().out
-        assert "with optimizer state, iteration 4 after 24 samples" in said and f"--load {tmp_path / f'from-{name}'}" in said
+        assert "with optimizer state, iteration 3 after 18 samples" in said and f"--load {tmp_path / f'from-{name}'}" in said
         assert "Left out: num_floating_point_operations_so_far, rng_state" in said and "--data-order megatron" in said
         state = read_state(checkpoint(tmp_path / f"from-{name}", ITERATION))
-        counts = {"iteration": 4, "consumed_samples": 24, "updated_samples": 18, "skipped_iterations": 1, "phases": []}
-        assert state["progress"] == counts and state["optimizer_updates"] == 3 and state["has_optimizer"] is True
+        counts = {"iteration": 3, "consumed_samples": 18, "updated_samples": 12, "skipped_iterations": 1, "phases": []}
+        assert state["progress"] == counts and state["optimizer_updates"] == 2 and state["has_optimizer"] is True
         assert state["scaler"] == {"kind": "dynamic", "scale": 4096.0, "clean_steps": 7, "hysteresis_left": 1}
         lengths = {"warmup_samples": 12, "decay_samples": 300, "wsd_decay_samples": 0, "total_samples": 300}
         assert lengths.items() <= state["schedule"]["lengths"].items()
@@ -116,7 +116,7 @@ def test_what_import_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 # ---- a run goes on
 
-STEPS = 2
+BEFORE, STEPS = 2, 2
 SMALL = {"hidden": 24, "ffn": 48, "heads": 4, "kv_heads": 2, "head_size": 6, "vocab": VOCAB, "seq": 8}
 LAYOUTS = (Layout(tp=2, dp=2, sharding="optim", micro_batch_size=1), Layout(pp=2, dp=2, sharding="optim_grads", micro_batch_size=1))
 
@@ -124,8 +124,8 @@ LAYOUTS = (Layout(tp=2, dp=2, sharding="optim", micro_batch_size=1), Layout(pp=2
 @functools.cache
 def recipe() -> Recipe:
     shape = llama_like(num_layers=2, **SMALL)
-    batches = random_batches(shape, 3 + STEPS, BATCH, 1, seed=2)
-    return Recipe(shape, trained(shape, batches[:3], 1e-2, 0.1).weights, batches[3:])
+    batches = random_batches(shape, BEFORE + STEPS, BATCH, 1, seed=2)
+    return Recipe(shape, trained(shape, batches[:BEFORE], 1e-2, 0.1).weights, batches[BEFORE:])
 
 
 def go_on(rank: int, layout: Layout, folder: Path) -> list[float]:
@@ -133,7 +133,7 @@ def go_on(rank: int, layout: Layout, folder: Path) -> list[float]:
     context, r = context_of(layout, rank), replace(recipe(), update={"adam_beta2": 0.95})
     step = build_step(context, replace(r, weights={name: one + 1 for name, one in r.weights.items()}), layout)
     load(step, folder, ITERATION)
-    assert step.optimizer.num_updates == 3
+    assert step.optimizer.num_updates == BEFORE
     losses = []
     for at, batch in enumerate(r.batches):
         inputs = microbatches(batch, context, layout.micro_batch_size)
@@ -147,8 +147,8 @@ def go_on(rank: int, layout: Layout, folder: Path) -> list[float]:
 def test_a_run_goes_on_as_plain_training(tmp_path: Path) -> None:
     """In float64, from both formats: the steps behind the import equal those of a plain run that never stopped."""
     r = recipe()
-    first = random_batches(r.shape, 3 + STEPS, BATCH, 1, seed=2)
-    model = trained(r.shape, first[:3], r.lr, r.weight_decay)
+    first = random_batches(r.shape, BEFORE + STEPS, BATCH, 1, seed=2)
+    model = trained(r.shape, first[:BEFORE], r.lr, r.weight_decay)
     start = train(
         r.shape, random_weights(r.shape, seed=5), first, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, betas=(0.9, 0.95)
     )
@@ -160,7 +160,7 @@ def test_a_run_goes_on_as_plain_training(tmp_path: Path) -> None:
     for name, layout in (("legacy", LAYOUTS[0]), ("dist", LAYOUTS[1]), ("flat", LAYOUTS[0])):
         folder = tmp_path / "in" / name
         ranks = run_warm_ranks(layout.world_size, go_on, layout, folder)
-        assert not number_differences("losses", ranks[0], start.losses[3:], 1e-10)
+        assert not number_differences("losses", ranks[0], start.losses[BEFORE:], 1e-10)
         assert_equal_tensors(saved_tensors(folder / "after", ITERATION + STEPS), start.weights_after, what="weights")
 
 

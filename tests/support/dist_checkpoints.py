@@ -36,8 +36,10 @@ from tests.support.megatron_states import (
     flat_buckets,
     groups_of,
     local_tensors,
+    made_up,
     schedule_of_run,
 )
+from tests.support.reference_runs import llama_like
 
 Names = Literal["stacked", "own", "halves"]
 """Layers in one tensor; each with its own names; these with gate and up projection apart."""
@@ -225,3 +227,8 @@ def write_dist(
     (path / "metadata.json").write_text(json.dumps(about))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return path
+
+
+def write_dist_example(folder: Path, vocab_size: int) -> None:
+    """A --save folder with a tiny Llama on two tensor ranks, and the state of its run; arguments as of `write_legacy_example`."""
+    write_dist(folder, made_up(llama_like(vocab=vocab_size)).rounded(), LegacyLayout(tp=2))

@@ -28,7 +28,7 @@ class TrainedModel:
     weights: Weights
     mains: Weights = field(default_factory=dict)
     moments: dict[str, Weights] = field(default_factory=dict)
-    updates: int = 3
+    updates: int = 2
 
     @property
     def kinds(self) -> dict[str, Weights]:
@@ -114,7 +114,7 @@ def flat_buckets(
         yield bucket, found
 
 
-ITERATION, BATCH = 4, 6
+ITERATION, BATCH = 3, 6
 """Of the checkpoints: one iteration more than updates, since one was skipped."""
 SCALER = {"scale": torch.tensor([4096.0]), "growth_tracker": 7, "hysteresis_tracker": 1}
 

@@ -35,6 +35,9 @@ def save(folder: Path, iteration: int) -> None:
         ((f"iter_0000001/{LEGACY_FILE}", "latest_checkpointed_iteration.txt"), FolderKind.LEGACY),
         ((f"release/{LEGACY_FILE}",), FolderKind.LEGACY),
         ((LEGACY_FILE,), FolderKind.LEGACY),
+        (("iter_0000001/metadata.json", "iter_0000001/common.pt", "latest_checkpointed_iteration.txt"), FolderKind.DIST),
+        (("metadata.json", "common.pt"), FolderKind.DIST),
+        (("metadata.json",), None),
         (("config.json",), None),
     ],
 )
