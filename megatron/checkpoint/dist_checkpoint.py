@@ -55,7 +55,7 @@ def dist_folder(path: Path) -> Path | None:
     return newest_folder(path, lambda folder: (folder / ABOUT).is_file())
 
 
-class _Place(NamedTuple):
+class _ParamPlace(NamedTuple):
     """Where a parameter lies: the names without kind (two for halves), and its row of stacked layers."""
 
     keys: tuple[str, ...]
@@ -174,27 +174,27 @@ class DistCheckpoint(MegatronSource):
 
     # ---- where a parameter lies
 
-    def _find(self, record: ParamRecord) -> _Place:
+    def _find(self, record: ParamRecord) -> _ParamPlace:
         layer, _ = in_layer(record.name)
         held = self._files.tensors
         for own in stored_names(record.name, 0):
             stacked = own if layer is None else own.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1)
             for key, row in ((own, None), (stacked, layer)):
                 if key in held:
-                    return self._checked(record, _Place((key,), row))
+                    return self._checked(record, _ParamPlace((key,), row))
                 halves = tuple(f"{key}{end}" for end in _HALVES)
                 if all(half in held for half in halves):
-                    return self._checked(record, _Place(halves, row))
+                    return self._checked(record, _ParamPlace(halves, row))
         raise CheckpointError(f"{self.folder} has no {' nor '.join(stored_names(record.name, 0))}")
 
-    def _checked(self, record: ParamRecord, place: _Place) -> _Place:
+    def _checked(self, record: ParamRecord, place: _ParamPlace) -> _ParamPlace:
         theirs = self._whole_shape(record, place)
         for key in place.keys:
             if (shape := self._files.tensors[key].shape) != theirs:
                 raise CheckpointError(f"{self.folder}: {key} is of shape {list(shape)}, where its args make it {list(theirs)}")
         return place
 
-    def _whole_shape(self, record: ParamRecord, place: _Place) -> tuple[int, ...]:
+    def _whole_shape(self, record: ParamRecord, place: _ParamPlace) -> tuple[int, ...]:
         """The shape of a tensor there, of all layers where they are stacked."""
         shape = list(record.shape)
         for split in record.splits:

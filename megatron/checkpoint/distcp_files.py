@@ -51,7 +51,7 @@ _KNOWN = frozenset(
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DistcpChunk:
     """A box of a tensor, or an object without one, and the bytes in which it lies."""
 
     box: Box | None
@@ -61,12 +61,12 @@ class Chunk:
 
 
 @dataclass
-class Entry:
+class DistcpTensor:
     """A tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[DistcpChunk] = field(default_factory=list)
 
 
 class DistcpFiles:
@@ -89,8 +89,8 @@ class DistcpFiles:
             data = path.read_bytes()
         except OSError as error:
             raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-        self.tensors: dict[str, Entry] = {}
-        self.objects: dict[str, Chunk] = {}
+        self.tensors: dict[str, DistcpTensor] = {}
+        self.objects: dict[str, DistcpChunk] = {}
         self._whole: set[str] = set()
         try:
             self._fill(read_pickle(data, str(path), _KNOWN))
@@ -106,7 +106,7 @@ class DistcpFiles:
         for name, kind in _mapping(parts["state_dict_metadata"]).items():
             if kind.name.endswith(".TensorStorageMetadata"):
                 about = _state(kind, "TensorStorageMetadata")
-                self.tensors[name] = Entry(_size(about["size"]), _dtype(about["properties"]))
+                self.tensors[name] = DistcpTensor(_size(about["size"]), _dtype(about["properties"]))
                 chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in about["chunks"]]
                 boxes = [Box(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
                 wanted[name] = {box.offsets: box for box in boxes}
@@ -130,13 +130,13 @@ class DistcpFiles:
                 lost.append(f"{name} (up to byte {offset + length:,} of {file}, which has {sizes[file]:,})")
                 continue
             if name not in self.tensors:
-                self.objects[name] = Chunk(None, file, offset, length)
+                self.objects[name] = DistcpChunk(None, file, offset, length)
                 continue
             entry = self.tensors[name]
             at = (0,) * len(entry.shape) if key["offset"] is None else _size(key["offset"])
             if at not in wanted[name]:
                 raise ValueError(f"{name} has no chunk at {at}, or two")
-            entry.chunks.append(Chunk(wanted[name].pop(at), file, offset, length))
+            entry.chunks.append(DistcpChunk(wanted[name].pop(at), file, offset, length))
         if lost:
             raise DamagedCheckpointError(f"{self.folder} is truncated or altered: it lacks {listed(lost)}")
 
@@ -163,7 +163,7 @@ class DistcpFiles:
         file = self._part(name, self.objects[name])
         return file.content
 
-    def _chunk(self, name: str, entry: Entry, chunk: Chunk) -> torch.Tensor:
+    def _chunk(self, name: str, entry: DistcpTensor, chunk: DistcpChunk) -> torch.Tensor:
         assert chunk.box is not None
         most = chunk.box.numel * entry.dtype.itemsize + _MOST_AROUND
         if chunk.length > most:
@@ -179,7 +179,7 @@ class DistcpFiles:
             )
         return file.check(tensor, name)
 
-    def _part(self, name: str, chunk: Chunk) -> TorchFile:
+    def _part(self, name: str, chunk: DistcpChunk) -> TorchFile:
         path = self.folder / chunk.file
         try:
             with path.open("rb") as file:

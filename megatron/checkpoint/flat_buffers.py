@@ -37,35 +37,35 @@ class FlatParam:
 
 
 @dataclass
-class Bucket:
+class FlatBucket:
     """Parameters that follow each other, and the elements that they take with the padding between them."""
 
     starts: dict[str, int] = field(default_factory=dict)
     numel: int = 0
 
 
-def lay_out(params: Sequence[FlatParam], most: int | None) -> list[Bucket]:
+def lay_out(params: Sequence[FlatParam], most: int | None) -> list[FlatBucket]:
     """The buckets of a buffer.
 
     Args:
         params: those of the chunk on this rank.
         most: a bucket is closed when it has so many elements (None: never).
     """
-    buckets = [Bucket()]
+    buckets = [FlatBucket()]
     for param in reversed(params):
         bucket = buckets[-1]
         start = aligned(bucket.numel)
         if param.alone and bucket.starts:
             bucket.numel = start
-            buckets.append(bucket := Bucket())
+            buckets.append(bucket := FlatBucket())
             start = 0
         bucket.starts[param.name], bucket.numel = start, start + param.numel
         if param.alone or (most is not None and bucket.numel >= most):
-            buckets.append(Bucket())
+            buckets.append(FlatBucket())
     return [bucket for bucket in buckets if bucket.starts]
 
 
-def refill(params: Sequence[FlatParam], numels: Sequence[int]) -> list[Bucket]:
+def refill(params: Sequence[FlatParam], numels: Sequence[int]) -> list[FlatBucket]:
     """The buckets of a buffer whose sizes are known.
 
     Raises:
@@ -73,7 +73,7 @@ def refill(params: Sequence[FlatParam], numels: Sequence[int]) -> list[Bucket]:
     """
     buckets, rest = [], [*params]
     for numel in numels:
-        bucket = Bucket(numel=numel)
+        bucket = FlatBucket(numel=numel)
         at = 0
         while rest and aligned(at) + rest[-1].numel <= numel:
             param = rest.pop()
@@ -106,7 +106,7 @@ def most_elements(args: Namespace, stage: int, chunk: int, numel: int) -> int | 
     return max(40_000_000, 1_000_000 * int(given.get("data_parallel_size") or 1) * int(given.get("context_parallel_size") or 1))
 
 
-def places(buckets: Sequence[Bucket]) -> Iterator[tuple[str, int]]:
+def places(buckets: Sequence[FlatBucket]) -> Iterator[tuple[str, int]]:
     """(parameter, its start) where the buckets are joined without the padding at their ends."""
     before = 0
     for bucket in buckets:
