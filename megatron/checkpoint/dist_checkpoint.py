@@ -267,7 +267,7 @@ class DistCheckpoint(MegatronSource):
 
 
 def _halves(found: torch.Tensor, box: Box) -> Iterator[tuple[torch.Tensor, int, Box]]:
-    """Of a box of [2, f, ...]: (its part in a half, which half, the box of that part in [f, ...])."""
+    """(The part of a box of [2, f, ...] in a half, which half, the box of that part in [f, ...]) for each half that it overlaps."""
     for at in range(box.sizes[0]):
         yield found[at], box.offsets[0] + at, Box(box.offsets[1:], box.sizes[1:])
 
