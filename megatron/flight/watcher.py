@@ -167,7 +167,7 @@ class NodeWatcher:
         threading.Thread(target=accept, daemon=True).start()
 
     def _judge_all(self, mine: list[Snapshot]) -> None:
-        """Of the first node: judge the ranks of all nodes. What a node said grows old until it says more."""
+        """Judge the ranks of all nodes, on the first. What a node said grows old until it says more."""
         now, others = time.monotonic(), [*self._others.values()]
         aged = [dataclasses.replace(one, quiet_s=one.quiet_s + now - at) for at, ranks in others for one in ranks]
         everyone = [*mine, *aged]
@@ -195,7 +195,7 @@ class NodeWatcher:
         self._act(stillness, finding)
 
     def _judge_alone(self, mine: list[Snapshot], link: _Link) -> None:
-        """Of another node: judge its own ranks, as long as it does not hear the first node."""
+        """Judge the ranks of this node, which is another, as long as it does not hear the first."""
         living = [one for one in mine if one.phase != "ended"]
         if len(mine) == self._orders.ranks and living:
             stillness, silent = self._judge.look(living), link.silent_s()

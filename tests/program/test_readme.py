@@ -16,7 +16,7 @@ import pytest
 
 from examples.make_corpus import write_corpus
 from megatron.config.cli import load
-from megatron.config.compat import FAMILIES, KNOWN, Refused
+from megatron.config.compat import FAMILIES, KNOWN, TAKEN, Refused
 from megatron.config.flags import flags
 from megatron.config.given import REQUESTS
 from megatron.parallel.topology import Topology
@@ -257,14 +257,15 @@ def test_files_exist(name: str) -> None:
 def test_flags_exist(name: str) -> None:
     others = {*REQUESTS, *input_flags.NOTES, *input_flags.REFUSED, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
+    docker = {"build-arg", "rm", "gpus", "ipc"}
     scripts = {"short", "folder", "text", "full", "fuzz"}
     sources = [path.read_text() for folder in ("tools", "tests/support") for path in (ROOT / folder).rglob("*.py")]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
     supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron/resilience/command.py").read_text())
-    foreign = {*KNOWN, "our-own-flag"} if name == "from_megatron.md" else set()
-    known = {*flags(), *foreign, *others, *launcher, *supervisor, *scripts, *tools, *told}
+    foreign = {*KNOWN, *TAKEN, "our-own-flag"} if name == "from_megatron.md" else set()
+    known = {*flags(), *foreign, *docker, *others, *launcher, *supervisor, *scripts, *tools, *told}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
 
