@@ -119,7 +119,7 @@ def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
     bins = length_histogram(dataset)
     print("\n".join(histogram_lines(bins)))
     if given.histogram is not None:
-        draw_histogram(bins, dataset.prefix, Path(given.histogram))
+        draw_histogram(bins, Path(dataset.prefix).name, Path(given.histogram))
         print(f"drawn: {given.histogram}")
     return 0
 
@@ -201,8 +201,11 @@ def histogram_lines(bins: list[LengthBin]) -> list[str]:
     return lines
 
 
-def draw_histogram(bins: list[LengthBin], title: str, path: Path) -> None:
+def draw_histogram(bins: list[LengthBin], name: str, path: Path) -> None:
     """Draw how many documents, and how many tokens, lie in documents of which length.
+
+    Args:
+        name: of the dataset, without its folder.
 
     Raises:
         ValueError: matplotlib is missing, or does not know the kind of file.
@@ -216,10 +219,14 @@ def draw_histogram(bins: list[LengthBin], title: str, path: Path) -> None:
     ):
         total = max(sum(values), 1)
         axes.bar([place + shift for place in places], [100 * value / total for value in values], 0.4, label=label, color=colour)
-    axes.set_xticks(places, [f"{each.low:,}" for each in bins], rotation=45, ha="right")
-    axes.set_xlabel("tokens in a document, from")
-    axes.set_ylabel("% of all")
-    axes.set_title(title)
+    ranges = [f"{each.low:,}" + (f" to {each.high:,}" if each.high > each.low else "") for each in bins]
+    axes.set_xticks(places, ranges, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set_xlabel("tokens in a document")
+    axes.set_ylabel("% of all documents, of all tokens")
+    documents, tokens = (sum(getattr(each, field) for each in bins) for field in ("num_documents", "num_tokens"))
+    axes.set_title(f"{name}: {documents:,} documents, {tokens:,} tokens", loc="left", fontsize=11)
+    for side in ("right", "top"):
+        axes.spines[side].set_visible(False)
     axes.legend()
     figure.savefig(path)
 

@@ -19,6 +19,8 @@ from tools.parser import ToolParser
 
 _EXAMPLE = (300, 28, 60, 12, 500, 40, 84)
 _COLOURS = ("#88aadd", "#ee8899", "#88cc88", "#ddcc66", "#88ddee", "#cc88bb", "#cccccc", "#ddaa88")
+_LABELLED, _WITH_WORD = 0.015, 0.045
+"""The least share of the sample of a piece that has room for its rank, and for the word "rank" too."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,14 +72,16 @@ def draw(ranks: int, documents: Sequence[int]) -> Any:
         for rank in range(ranks):
             for first, end in cut.runs(rank):
                 axes.barh(0, end - first, left=first, color=_COLOURS[rank % len(_COLOURS)], edgecolor="white", linewidth=0.6)
-                axes.text((first + end) / 2, 0, f"rank {rank}", ha="center", va="center", fontsize=7)
+                if end - first >= _LABELLED * length:
+                    label = f"rank {rank}" if end - first >= _WITH_WORD * length else f"{rank}"
+                    axes.text((first + end) / 2, 0, label, ha="center", va="center", fontsize=7)
         for end in () if ends is None else ends.tolist():
             axes.plot([end, end], [-0.55, 0.55], color="black", linewidth=1.2)
         axes.set_title(f"{title}: the busiest rank computes {cut.imbalance:.2f} x the mean", fontsize=9, loc="left")
         axes.set_yticks([])
         for side in ("left", "right", "top"):
             axes.spines[side].set_visible(False)
-    axes.set_xlabel("tokens; black lines are the ends of documents")
+    axes.set_xlabel("tokens; a colour is a context rank, black lines are the ends of documents")
     return figure
 
 

@@ -117,7 +117,7 @@ def draw(dataset: IndexedDataset, given: argparse.Namespace) -> Any:
     _draw_file(axes[0], dataset)
     for epoch in range(given.epochs):
         _draw_epoch(axes[1 + epoch], samples, epoch)
-    axes[-1].set_xlabel("tokens")
+    axes[-1].set_xlabel("tokens; a colour is a document, black lines are the ends of samples")
     return figure
 
 

@@ -229,3 +229,16 @@ def test_other_data_than_the_run_read_is_refused(corpora: list[str], tmp_path: P
         writer.add_documents(np.arange(500))
     assert inspect("--run", tmp_path / "run", "--step", "1") == 1
     assert "is not the dataset that the run read" in capsys.readouterr().err
+
+
+def test_the_histogram_names_no_folder_and_begins_at_the_shortest_document(tmp_path: Path) -> None:
+    """Read from the text of the picture."""
+    matplotlib = pytest.importorskip("matplotlib")
+    with write_dataset(str(tmp_path / "long"), np.uint8) as writer:
+        writer.add_documents(np.zeros(1400, np.uint8), [100, 300, 1000])
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert inspect(tmp_path / "long", "--histogram", tmp_path / "lengths.svg") == 0
+    drawn = (tmp_path / "lengths.svg").read_text()
+    told = re.findall(r">([^<>]+)</text>", drawn)
+    assert [text for text in told if " to " in text] == ["64 to 127", "128 to 255", "256 to 511", "512 to 1,023"]
+    assert "long: 3 documents, 1,400 tokens" in told and str(tmp_path) not in drawn and {"documents", "tokens"} <= set(told)

@@ -52,5 +52,6 @@ def _figure(widths: Sequence[int], rows: Mapping[str, Sequence[Sizes]]) -> Figur
         line_of_axes[0].set_ylabel(f"{title}\nchange since the start", fontsize=8)
     for axes in all_axes[-1]:
         axes.set_xlabel("hidden size", fontsize=8)
-    all_axes[0][-1].legend(title="updates", fontsize=7, title_fontsize=7)
+    lines, labels = all_axes[0][-1].get_legend_handles_labels()
+    figure.legend(lines, labels, title="updates", fontsize=7, title_fontsize=7, loc="outside right upper")  # covers no line
     return figure

@@ -104,7 +104,7 @@ def _bad(tokens: NDArray[np.integer], vocab_size: int) -> NDArray[np.intp]:
 
 
 def length_histogram(dataset: IndexedDataset) -> list[LengthBin]:
-    """Documents by their length in tokens: 0, 1, 2 to 3, 4 to 7, and so on, up to the longest."""
+    """Documents by their length in tokens: 0, 1, 2 to 3, 4 to 7, and so on, from the shortest to the longest."""
     documents = np.zeros(_NUM_BINS, np.int64)
     tokens = np.zeros(_NUM_BINS, np.int64)
     for block in blocks(dataset.num_documents):
@@ -117,5 +117,5 @@ def length_histogram(dataset: IndexedDataset) -> list[LengthBin]:
     used = np.flatnonzero(documents)
     return [
         LengthBin((1 << at) >> 1, (1 << at) - 1 if at else 0, int(documents[at]), int(tokens[at]))
-        for at in range(int(used[-1]) + 1 if len(used) else 0)
+        for at in (range(int(used[0]), int(used[-1]) + 1) if len(used) else ())
     ]
