@@ -7,7 +7,6 @@ A run has its own picture, `loss.png` in its folder, drawn by this program once 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from contextlib import suppress
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 from megatron.config.extras import optional
 from megatron.metrics.history import HISTORY, History, read_history
 from megatron.metrics.log_line import in_short
+from tools.parser import ToolParser
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -181,7 +181,7 @@ def _title(history: History, calm: NDArray[Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(prog=PROGRAM, description=__doc__)
     parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="that of --save, or of --tensorboard-dir without it")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f".png, .svg or .pdf; by default {PICTURE} in the run's folder")
     given = parser.parse_args(arguments)
