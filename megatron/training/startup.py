@@ -336,16 +336,21 @@ def describe_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Itera
         yield f"WARNING: {found}"
 
 
-def describe_outputs(config: Config) -> Iterator[str]:
-    """Lines of the start-up log on where the run can be watched."""
+def describe_outputs(config: Config, *, draws: bool) -> Iterator[str]:
+    """Lines of the start-up log on where the run can be watched.
+
+    Args:
+        draws: whether there is a program that draws the record.
+    """
     folder, logging = run_folder(config.checkpoint, config.logging), config.logging
     if folder is None:
         yield f"no record of the run and no {PICTURE}: --save or --tensorboard-dir with a local folder would keep them there"
         return
     if logging.tensorboard_dir is not None:
         yield f"TensorBoard: {tensorboard_command(logging.tensorboard_dir)}"
-    lacks = missing_library() if logging.loss_picture else None
-    drawn = f", its picture is {PICTURE} there" if logging.loss_picture and lacks is None else ""
+    draws = draws and logging.loss_picture
+    lacks = missing_library() if draws else None
+    drawn = f", its picture is {PICTURE} there" if draws and lacks is None else ""
     yield f"the record of the run is {os.path.join(folder, HISTORY)}{drawn}"
     if lacks is not None:
         yield lacks

@@ -176,7 +176,7 @@ class Trainer:
             *([] if foretold is None else foretold.expect(context)),
             *startup.describe(config, context, self.steps, num_parameters, plan, progress.consumed_samples),
             *batches.describe(progress.phases),
-            *startup.describe_outputs(config),
+            *startup.describe_outputs(config, draws=curves is not None),
             *resumed.notes,
         ]:
             reporter.say(f"  {line}")
