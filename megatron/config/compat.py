@@ -55,7 +55,16 @@ ckpt-assume-constant-structure: who writes what is always planned once and kept
 use-persistent-ckpt-worker: with --async-save one process beside each rank writes for the whole run
 dist-ckpt-optim-fully-reshardable: optimizer state always fits every layout
 auto-detect-ckpt-format use-dist-ckpt: there is one checkpoint format
-no-one-logger: nothing is ever sent to one-logger
+no-one-logger enable-one-logger one-logger-*=... app-tag-*=...: nothing is ever sent to one-logger
+tp-comm-overlap-cfg= tp-comm-overlap-rs-dgrad disable-tp-comm-*=...: how each product overlaps is not a setting beside
+    --tp-comm-overlap
+*cuda-graph*=...: CUDA graphs are not built yet
+nccl-*=... use-nccl-*=... *sharp*=...: NCCL is configured in the environment (NCCL_...)
+*straggler*=...: ranks that compute longer than their peers are told with --straggler-interval N
+no-pin-cpu-*=...: what --optimizer-cpu-offload copies to and from a GPU is always pinned
+train-sync-interval=: the host already waits for the device once an iteration
+fp16-lm-cross-entropy: the loss is always computed in at least float32
+overlap-moe-expert-parallel-comm: only the shared expert is computed while tokens travel
 disable-msc: the multi-storage client is never used
 no-barrier-with-level-1-timing: timers never wait for other ranks
 transformer-impl=: there is one implementation of the layers, in torch
@@ -147,12 +156,10 @@ moe-router-padding-* moe-pad-experts-for-* moe-apply-probs-on-input moe-latent-s
 moe-enable-deepep moe-flex-* moe-deepep-* moe-hybridep-*: Tokens travel by torch's collectives (--moe-token-dispatcher-type).
 moe-layer-recompute: Use --recompute-granularity selective --recompute-modules mlp.
 moe-extended-tp: Use --expert-tensor-parallel-size.
-overlap-moe-expert-parallel-comm: Only the shared expert is computed while tokens travel.
 distribute-saved-activations distribute-checkpointed-activations: Use --sequence-parallel, which divides what recompute keeps over
     the tensor ranks, and more.
 cpu-offloading-weights: Gathered parameters are freed by --data-parallel-sharding-strategy optim_grads_params, and optimizer state
     is kept in host memory by --optimizer-cpu-offload.
-no-pin-cpu-*: What --optimizer-cpu-offload copies to and from a GPU is always pinned.
 no-fp8-wgrad: The gradient of a weight is made in 8 bits, as the other two products are.
 fp8-quantizer-factory *-fp8-* fp4-format fp4-recipe fp4-param-gather fp4-quantizer-factory kitchen-*: Of narrow
     formats there are --fp8-format e4m3 and hybrid, for the products of linear layers.
@@ -162,22 +169,15 @@ muon-tp-mode: Muon sees every matrix whole at every layout; docs/optimizers.md s
 muon-fp32-matmul-prec: Muon's products are in the format of --muon-dtype, bf16 by default.
 muon-scalar-optimizer: Muon leaves embeddings, the output layer and vectors to AdamW; --param-groups may name another for them.
 muon-coefficient-type muon-coefficients: Muon's polynomial is that of Jordan et al. 2024 in every step.
-tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad disable-tp-comm-*: Use --tp-comm-overlap alone; how each
-    product overlaps is not a setting.
-*cuda-graph*: CUDA graphs are not built yet.
 ckpt-* dist-ckpt-* distrib-optim-*: There is one checkpoint format, which fits every layout.
 non-persistent-*: Use --memory-save-interval, which keeps the state in the memory of the nodes.
 replication*: Use --replicate-state, the number of nodes that get a copy.
-nccl-* use-nccl-* *sharp*: NCCL is configured in the environment (NCCL_...).
-*straggler*: Ranks that compute longer than their peers are told with --straggler-interval N; timers of all ranks are shown with
-    --timing-log-level 2 --timing-log-option all.
 inprocess-*: A run that dies is started again by the launcher and resumes from --load.
 error-injection-*: Iterations are never run twice.
 rl-* grpo-* langrl-* inference-* sft*: Only pretraining is built.
 mtp-use-repeated-layer mtp-hybrid-override-pattern: Each depth of --mtp-num-layers has a layer of its own, of the kind of the last.
 retro-* mamba-* hybrid-* vision-* dino-* biencoder-*: Only GPT- and Llama-style models are built.
 heterogeneous-*: All layers have the same shape.
-one-logger-* app-tag-*: Nothing is ever sent to one-logger.
 adlr-autoresume*: Set --exit-duration-in-mins, or send SIGTERM: the run saves and exits.
 num-distributed-optimizer-instances outer-dp-sharding-strategy enable-full-sharding-in-hsdp: With --data-parallel-sharding-strategy
     optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, which are copies of each other; otherwise state is
@@ -190,7 +190,6 @@ full-validation: An evaluation reads --eval-iters batches.
 use-mp-args-from-checkpoint-args: Any layout loads any checkpoint: give the layout that you want.
 load-main-params-from-ckpt: Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is given.
 hierarchical-context-parallel-sizes: Context ranks share keys and values in one step (--cp-comm-type all_gather, a2a or p2p).
-fp16-lm-cross-entropy: The loss is always computed in at least float32.
 ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation: Gradient buckets are set by
     --ddp-bucket-size and --overlap-grad-reduce.
 init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a normal distribution (--init-method-std).
@@ -211,7 +210,6 @@ decrease-batch-size-if-needed: The global batch size never changes by itself; se
 check-for-spiky-loss check-for-large-grads: Use --spike-policy, which judges loss and gradient norm by those of the steps before.
 use-mup mup-base-hidden-size mup-width-mult: Use --mup-base-width, the hidden size at which the rates were tuned.
 mup-base-head-dim mup-attn-scale-power: Use --mup-base-kv-channels; scores are then divided by the size of a head.
-train-sync-interval: The host already waits for the device once an iteration.
 pipeline-model-parallel-comm-backend: Messages between pipeline stages go over --distributed-backend.
 distributed-timeout-seconds-after-init: One time limit holds throughout (--distributed-timeout-minutes).
 config-logger-dir: Use --print-config; the resolved config is also saved with the run.
@@ -322,18 +320,21 @@ def _entries(table: str) -> Iterator[tuple[str, tuple[str, ...] | None, str]]:
 
 
 KNOWN: dict[str, Refused | NoEffect] = {
-    **{name: NoEffect(reason, values) for name, values, reason in _entries(_NO_EFFECT)},
+    **{name: NoEffect(reason, values) for name, values, reason in _entries(_NO_EFFECT) if "*" not in name},
     **{name: Refused(reason) for name, _, reason in _entries(_REFUSED) if "*" not in name},
 }
 """Flags of Megatron-LM that are no settings here, by name without the two leading dashes."""
 TAKEN = {name: TakenAs(words, values) for name, values, words in _entries(_TAKEN)}
 """Flags that are taken as others, by name. With some values also settings are."""
-FAMILIES = {name: Refused(reason) for name, _, reason in _entries(_REFUSED) if "*" in name}
-"""Patterns of names that are refused together. A name that is known itself comes first."""
+FAMILIES: dict[str, Refused | NoEffect] = {
+    **{name: Refused(reason) for name, _, reason in _entries(_REFUSED) if "*" in name},
+    **{name: NoEffect(reason, values) for name, values, reason in _entries(_NO_EFFECT) if "*" in name},
+}
+"""Patterns of names that share a fate. A name that is known itself comes first."""
 CHOICES = {(name, value): reason for name, values, reason in _entries(_CHOICES) for value in values or ()}
 """Why a value of a flag, known to Megatron-LM, is no choice here."""
 
 
-def find_family(name: str) -> Refused | None:
+def find_family(name: str) -> Refused | NoEffect | None:
     """The family of flags that a name belongs to by its form, such as ``moe-...``; a mistyped setting can look like one too."""
-    return next((refused for pattern, refused in FAMILIES.items() if fnmatchcase(name, pattern)), None)
+    return next((family for pattern, family in FAMILIES.items() if fnmatchcase(name, pattern)), None)

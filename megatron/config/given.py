@@ -170,7 +170,7 @@ def _taken(given: Sequence[Given], notes: list[str]) -> Iterator[Given]:
             yield replace(each, where=item.where)
 
 
-def _family(name: str) -> Refused | None:
+def _family(name: str) -> Refused | NoEffect | None:
     """The family of flags that a name belongs to, unless it is a setting that was spelled wrong."""
     family = find_family(name)
     return None if family is not None and difflib.get_close_matches(name, flags(), n=1, cutoff=0.85) else family

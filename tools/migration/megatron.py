@@ -38,7 +38,7 @@ def put_flags(line: Line, argv: list[str]) -> dict[str, tuple[str, ...]]:
             deepspeed[name] = given.values
         elif name in _SAID_OTHERWISE:
             later.append((_SAID_OTHERWISE[name], given))
-        elif flag_of(name) is not None or isinstance(KNOWN.get(name), NoEffect):
+        elif flag_of(name) is not None or isinstance(KNOWN.get(name) or find_family(name), NoEffect):
             line.put(name, *given.values)
         elif name in TAKEN and TAKEN[name].fits(given.values):
             for new, words, _ in words_of(shlex.split(TAKEN[name].words.format(*given.values))):

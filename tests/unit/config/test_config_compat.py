@@ -55,12 +55,12 @@ profile-ranks
 """)
 
 REFUSED = shlex.split("""
-num-distributed-optimizer-instances distribute-saved-activations no-pin-cpu-grads offload-optimizer-states
+num-distributed-optimizer-instances distribute-saved-activations offload-optimizer-states
 multiple-validation-sets full-validation no-fp8-wgrad fp4-format
 moe-router-force-load-balancing moe-router-padding-for-fp8
 batch-size use-legacy-models init-method-xavier-uniform deepspeed zero-stage cpu-optimizer
-tp-comm-overlap-cfg disable-tp-comm-overlap-ag cuda-graph-scope rl-prompts-per-eval retro-num-neighbors
-log-straggler nccl-communicator-config-path
+rl-prompts-per-eval retro-num-neighbors
+
 """)
 
 NO_EFFECT = shlex.split("""
@@ -85,6 +85,7 @@ NO_EFFECT_VALUES = {
     "fp8-amax-history-len": ("1024",),
     "fp8-margin": ("0",),
     "data-impl": ("mmap",),
+    "tp-comm-overlap-cfg": ("overlap.yaml",),
     "DDP-impl": ("local", "torch"),
     "local_rank": ("0",),
     "local-rank": ("3",),
@@ -129,6 +130,18 @@ def test_a_value_that_changes_nothing_is_named() -> None:
         assert note.startswith(f"--{name} {value} has no effect: ")
         with pytest.raises(ConfigError, match="takes one value"):
             parse([f"--{name}"])
+
+
+def test_families_that_change_nothing_are_named() -> None:
+    given = "--cuda-graph-impl local --cuda-graph-scope attn moe --log-straggler --straggler-minmax-count 16 --no-pin-cpu-grads"
+    loaded = load([*BASE, *given.split(), "--nccl-communicator-config-path", "nccl.yaml"], 1)
+    assert loaded.config == load(BASE, 1).config
+    assert [note.split(" no effect: ")[0].rpartition(" ")[0] for note in loaded.notes] == [
+        "--cuda-graph-impl local, --cuda-graph-scope attn moe",
+        "--log-straggler, --straggler-minmax-count 16",
+        "--no-pin-cpu-grads",
+        "--nccl-communicator-config-path nccl.yaml",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +267,6 @@ def test_sharding_of_megatron_is_understood(flags_: str, strategy: str, notes: l
         ("--num-distributed-optimizer-instances 2", "--fsdp-shard-size N"),
         ("--no-strict-fsdp-dtensor-load", "--fsdp-shard-size"),
         ("--offload-optimizer-states", "--optimizer-cpu-offload"),
-        ("--no-pin-cpu-params", "--optimizer-cpu-offload"),
     ],
 )
 def test_other_ways_of_sharding_are_refused_with_what_to_write(words: str, advice: str) -> None:
