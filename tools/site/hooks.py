@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (
+    "megatron.api",
     "megatron.checkpoint.source",
     "megatron.data.indexed_dataset",
     "megatron.data.indexed_writer",
@@ -28,7 +29,7 @@ PUBLIC = (
     "megatron.spec.schedules",
     "megatron.planner.plan",
 )
-"""Modules that other programs may build on, beside all of `megatron.api`."""
+"""Modules that other programs may build on, one page each. That of `megatron.api` has all its names, wherever they are defined."""
 FILES = "files"
 """Folder of the site for files of the repository."""
 REFERENCE = "reference"
@@ -45,12 +46,6 @@ def top_pages() -> dict[str, Path]:
     return {"index.md" if path.name == "README.md" else path.name: path for path in sorted(ROOT.glob("*.md"))}
 
 
-def public_modules() -> list[str]:
-    """The modules that the reference has, by name."""
-    api = sorted((ROOT / "megatron" / "api").glob("[!_]*.py"))
-    return [*(["megatron.api"] if api else []), *(f"megatron.api.{path.stem}" for path in api), *PUBLIC]
-
-
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add what is made here to the menu, and the pages that the menu does not name yet."""
     named = set(_named(config.nav))
@@ -60,7 +55,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         config.nav.insert(2, {"More": rest})
     if others := [name for name in top_pages() if name != "index.md"]:
         config.nav.append({"Project": others})
-    config.nav.append({"Reference": [{name: f"{REFERENCE}/{name}.md"} for name in public_modules()]})
+    config.nav.append({"Reference": [{name: f"{REFERENCE}/{name}.md"} for name in PUBLIC]})
     return config
 
 
@@ -70,7 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     pages = {name: path.read_text(encoding="utf-8").replace("](docs/", "](") for name, path in top_pages().items()}
     pages["site.css"] = STYLE
-    for name in public_modules():
+    for name in PUBLIC:
         pages[f"{REFERENCE}/{name}.md"] = f"# {name}\n\n::: {name}\n"
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
