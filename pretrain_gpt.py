@@ -121,9 +121,9 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         from tools.schedules.of_run import RunPictures
 
         draw = RunPictures().draw
-    curves = [sys.executable, str(Path(__file__).resolve().parent / "tools" / "plot_loss.py")]
+    tools = Path(__file__).resolve().parent / "tools"
     with Trainer(
-        loaded, command=argv, started_at=started_at, signals=signals, explanations=explanations, draw=draw, curves=curves
+        loaded, command=argv, started_at=started_at, signals=signals, explanations=explanations, draw=draw, tools=tools
     ) as trainer:
         return trainer.fit()
 

@@ -137,7 +137,7 @@ python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt "$
     tee "$run/sample.txt"
 
 say "Done"
-python examples/summarise_run.py --metrics "$run/metrics.jsonl"
+python tools/report.py "$run/checkpoints" --expect-lower-loss
 echo "Everything is in $folder: the numbers in run/metrics.jsonl, the checkpoints in run/checkpoints, the sample in run/sample.txt."
 
 # Commands that can be pasted into any shell, in any folder. The settings are in a file, so that they are short.

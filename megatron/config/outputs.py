@@ -85,6 +85,9 @@ class LoggingConfig:
     loss_picture: bool = True
     """Draw loss.png in the folder of --save, or else of --tensorboard-dir, once a minute and at the end: training loss, validation
     loss and learning rate of the run since its first start. A process of its own draws it; needs the matplotlib extra."""
+    report: bool = True
+    """Make report.html in that folder when the run ends: curves, where the time went, memory, events and settings in one page that
+    opens without a network. tools/report.py makes it at any other time, and compares runs."""
     timing_log_level: int = setting(0, at_least=0, at_most=2, unit="level of detail")
     """Detail of the timers, 0 to 2."""
     timing_log_option: Literal["minmax", "max", "all"] = setting("minmax", idle=_NO_TIMERS)

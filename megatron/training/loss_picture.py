@@ -1,4 +1,5 @@
-"""`loss.png` in the folder of a run, drawn of its record by a process of its own while training goes on."""
+"""`loss.png` in the folder of a run, drawn of its record by a process of its own while training goes on, and `report.html` at its
+end."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from pathlib import Path
 
 from megatron.config.version import how_to_install
 
-PICTURE = "loss.png"
+PICTURE, REPORT = "loss.png", "report.html"
 EVERY_S, FIRST_S = 60.0, 15.0
 """Seconds between pictures, and before the first."""
-_AT_MOST_S, _AT_END_S = 120.0, 30.0
-"""Seconds that a picture may take, and for which the end of the run waits for the last one."""
+_AT_MOST_S, _AT_END_S = 120.0, 60.0
+"""Seconds that a picture may take, and for which the end of the run waits for the last one and the report."""
 _REST = 20
 """Times as long as a picture took nothing is drawn."""
 LIBRARY = "matplotlib"
@@ -32,19 +33,28 @@ def missing_library() -> str | None:
 
 
 class LossPicture:
-    """Has the picture drawn. A thread waits for the process that draws, so that neither can hold up a step or end the run; what
-    goes wrong is told once, on stderr.
+    """Has the picture drawn, and the report made. A thread waits for the process that draws, so that neither can hold up a step or
+    end the run; what goes wrong is told once, on stderr.
 
     Args:
         command: draws the picture of the record of a run, whose folder is given as its last word. It ends with 0, or with a line on
-            stderr that says what is wrong.
+            stderr that says what is wrong. None draws none.
+        report: makes the report likewise, when the run ends.
     """
 
-    def __init__(self, command: Sequence[str], folder: str | Path, *, every_s: float = EVERY_S, first_s: float = FIRST_S) -> None:
-        self._command, self._folder = [*command, str(folder)], folder
-        self._every_s, self._first_s = every_s, first_s
+    def __init__(
+        self,
+        command: Sequence[str] | None,
+        folder: str | Path,
+        report: Sequence[str] | None = None,
+        *,
+        every_s: float = EVERY_S,
+        first_s: float = FIRST_S,
+    ) -> None:
+        self._commands = {PICTURE: command, REPORT: report}
+        self._folder, self._every_s, self._first_s = folder, every_s, first_s
         self._ending = threading.Event()
-        self._told = False
+        self._told = set[str]()
         self._thread = threading.Thread(target=self._draw_often, name="loss picture", daemon=True)
 
     def start(self) -> None:
@@ -52,27 +62,32 @@ class LossPicture:
         self._thread.start()
 
     def close(self) -> None:
-        """Have the last one drawn, and wait a while for it."""
+        """Have the last one drawn and the report made, and wait a while for them."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(_AT_END_S)
 
     def leave(self) -> None:
-        """Have the last one drawn without waiting for it, where the run ends by a failure."""
-        with suppress(OSError):
-            self._begin(subprocess.DEVNULL)
+        """Have the last one drawn and the report made without waiting for them, where the run ends by a failure."""
+        for command in self._commands.values():
+            with suppress(OSError):
+                self._begin(command, subprocess.DEVNULL)
 
-    def _begin(self, stderr: int) -> subprocess.Popen[bytes]:
+    def _begin(self, command: Sequence[str] | None, stderr: int) -> subprocess.Popen[bytes] | None:
+        if command is None:
+            return None
         # Ctrl-C in the terminal is for the run alone; the run's cores are not for the picture.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         nothing = subprocess.DEVNULL
         return subprocess.Popen(
-            self._command, stdin=nothing, stdout=nothing, stderr=stderr, start_new_session=True, env=environment
+            [*command, str(self._folder)], stdin=nothing, stdout=nothing, stderr=stderr, start_new_session=True, env=environment
         )
 
     @staticmethod
-    def _reason(process: subprocess.Popen[bytes]) -> str | None:
+    def _reason(process: subprocess.Popen[bytes] | None) -> str | None:
         """Wait for the process. Returns why there is no picture, if there is none."""
+        if process is None:
+            return None
         try:
             _, said = process.communicate(timeout=_AT_MOST_S)
         except subprocess.TimeoutExpired:
@@ -86,17 +101,18 @@ class LossPicture:
         pause = self._first_s
         while not self._ending.wait(pause):
             began = time.monotonic()
-            self._draw()
+            self._draw(PICTURE)
             pause = max(self._every_s, _REST * (time.monotonic() - began))  # the record of a long run takes a while to draw
-        self._draw()
+        self._draw(PICTURE)
+        self._draw(REPORT)
 
-    def _draw(self) -> None:
+    def _draw(self, name: str) -> None:
         try:
-            reason = self._reason(self._begin(subprocess.PIPE))
+            reason = self._reason(self._begin(self._commands[name], subprocess.PIPE))
         except OSError as error:
             reason = str(error)
-        if reason is not None and not self._told:
-            self._told = True
+        if reason is not None and name not in self._told:
+            self._told.add(name)
             with suppress(OSError, ValueError):  # stderr may be gone
-                sys.stderr.write(f"{self._folder}/{PICTURE} cannot be drawn ({reason}): training goes on without it\n")
+                sys.stderr.write(f"{self._folder}/{name} cannot be made ({reason}): training goes on without it\n")
                 sys.stderr.flush()

@@ -78,7 +78,8 @@ class Reporter:
         settings: saved with the curves where the sink can.
         folder: that of the run, in which its record is kept; None without one.
         warnings: looks at the losses; None where nobody does.
-        draw: the command that draws the picture of a record, whose folder is added to it; None where none is wanted.
+        draw, report: commands that draw the picture of a record, and make its report at the end; its folder is added to them. None
+            where none is wanted.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Reporter:
         settings: Mapping[str, Any] | None = None,
         folder: str | None = None,
         draw: Sequence[str] | None = None,
+        report: Sequence[str] | None = None,
         warnings: LossWarnings | None = None,
     ) -> None:
         self._judges, self._quiet = judges, quiet
@@ -107,7 +109,8 @@ class Reporter:
         self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
         self._sinks = [*self._curves, *([self._file] if self._file else [])]
         self._history = HistoryFile(folder, model.config.seq_length) if speaks and folder is not None else None
-        self._picture = LossPicture(draw, folder) if speaks and folder is not None and draw is not None else None
+        drawn = speaks and folder is not None and not draw is report is None
+        self._picture = LossPicture(draw, folder, report) if drawn and folder is not None else None
         self._printer, self._pace, self._warnings = Printer(), Pace(total_samples), warnings
         terminal = speaks and not quiet and self._printer.on_terminal
         self._short = config.log_format == "short" or (config.log_format == "auto" and terminal)

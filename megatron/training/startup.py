@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,7 +50,7 @@ from megatron.spec.layers import context_ways, layers
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
 from megatron.training.failure import together
-from megatron.training.loss_picture import PICTURE, missing_library
+from megatron.training.loss_picture import PICTURE, REPORT, missing_library
 from megatron.training.progress import BatchSizePlan
 from megatron.training.rehearsal import this_job
 from megatron.training.reporter import Reporter
@@ -256,14 +257,14 @@ def make_reporter(
     timers: Timers,
     *,
     resumed: bool,
-    draw: Sequence[str] | None = None,
+    tools: Path | None = None,
     corpus: Corpus | None = None,
     quiet: bool = False,
 ) -> Reporter:
     """Make the reporter of the run. All ranks call it together.
 
     Args:
-        draw: the command that draws the picture of a run's record.
+        tools: folder of the programs that draw the picture of a run's record and make its report.
         corpus: the training data, for warnings about losses; none are given without it.
         quiet: print nothing.
 
@@ -272,6 +273,10 @@ def make_reporter(
     """
     folder = run_folder(config.checkpoint, config.logging)
     first = first_losses(folder, STARTS) if resumed and folder is not None and context.rank == 0 else []
+
+    def tool(name: str) -> list[str] | None:
+        return None if tools is None else [sys.executable, str(tools / name)]
+
     return together(
         context,
         lambda: Reporter(
@@ -289,7 +294,8 @@ def make_reporter(
             settings=to_dict(config),
             folder=folder,
             warnings=None if corpus is None else LossWarnings(plan.total_iterations, corpus, first),
-            draw=draw if config.logging.loss_picture and missing_library() is None else None,
+            draw=tool("plot_loss.py") if config.logging.loss_picture and missing_library() is None else None,
+            report=tool("report.py") if config.logging.report else None,
         ),
     )
 
@@ -348,9 +354,9 @@ def describe_outputs(config: Config, *, draws: bool) -> Iterator[str]:
         return
     if logging.tensorboard_dir is not None:
         yield f"TensorBoard: {tensorboard_command(logging.tensorboard_dir)}"
-    draws = draws and logging.loss_picture
-    lacks = missing_library() if draws else None
-    drawn = f", its picture is {PICTURE} there" if draws and lacks is None else ""
-    yield f"the record of the run is {os.path.join(folder, HISTORY)}{drawn}"
+    lacks = missing_library() if logging.loss_picture and draws else None
+    picture = f", its picture is {PICTURE} there" if logging.loss_picture and draws and lacks is None else ""
+    report = f"{' and' if picture else ','} {REPORT} at the end" if logging.report and draws else ""
+    yield f"the record of the run is {os.path.join(folder, HISTORY)}{picture}{report}"
     if lacks is not None:
         yield lacks

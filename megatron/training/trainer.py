@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -70,7 +71,7 @@ class Trainer:
         signals: those that ask the run to exit.
         explanations: gets the words for errors that only the run can explain.
         draw: draws the timelines of --profile-pipeline; the first rank needs it.
-        curves: the command that draws the picture of the run's record.
+        tools: folder of the programs that draw the picture of the run's record and make its report.
 
     Raises:
         ValueError: something that the user can fix: files, devices, a checkpoint that does not fit, ranks that do not meet.
@@ -90,7 +91,7 @@ class Trainer:
         signals: ExitSignals | None = None,
         explanations: Explanations | None = None,
         draw: Draw | None = None,
-        curves: Sequence[str] | None = None,
+        tools: Path | None = None,
     ) -> None:
         self.callbacks = list(callbacks)
         self._stack, self._running, self._joins = ExitStack(), ExitStack(), context is None
@@ -108,7 +109,7 @@ class Trainer:
                 signals=ExitSignals(settings.config.training.exit_signal_code) if signals is None else signals,
                 explanations=Explanations() if explanations is None else explanations,
                 draw=draw,
-                curves=curves,
+                tools=tools,
             )
         except BaseException as error:
             self._leave(type(error), error, error.__traceback__)
@@ -127,7 +128,7 @@ class Trainer:
         signals: ExitSignals,
         explanations: Explanations,
         draw: Draw | None,
-        curves: Sequence[str] | None,
+        tools: Path | None,
     ) -> None:
         """The parts of a run, each made of those before."""
         config = settings.config
@@ -166,7 +167,7 @@ class Trainer:
         reporter = startup.make_reporter(
             *(config, context, model, plan, timers),
             resumed=resumed.path is not None,
-            draw=curves,
+            tools=tools,
             corpus=self.data.corpus,
             quiet=quiet,
         )
@@ -176,7 +177,7 @@ class Trainer:
             *([] if foretold is None else foretold.expect(context)),
             *startup.describe(config, context, self.steps, num_parameters, plan, progress.consumed_samples),
             *batches.describe(progress.phases),
-            *startup.describe_outputs(config, draws=curves is not None),
+            *startup.describe_outputs(config, draws=tools is not None),
             *resumed.notes,
         ]:
             reporter.say(f"  {line}")

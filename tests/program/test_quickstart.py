@@ -15,7 +15,6 @@ import pytest
 
 from examples.make_corpus import source_files, write_corpus
 from examples.own_text import describe
-from examples.summarise_run import main as summarise
 from megatron.config.cli import load
 from megatron.config.version import how_to_install
 from tests.program.test_readme import SMALLER, shell, write_program
@@ -68,20 +67,6 @@ def test_a_folder_without_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no Python source"):
         write_corpus(tmp_path, tmp_path / "corpus.jsonl")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("losses", "code", "words"),
-    [([8.5, 6.0, 5.0], 0, "8.500 at iteration 1, 5.000 at iteration 3"), ([5.0, 5.0], 1, "did not fall")],
-)
-def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: list[float], code: int, words: str) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    lines = [{"iteration": i + 1, "lm_loss": loss} for i, loss in enumerate(losses)]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"iteration": 3, "validation_loss": 5.1}]))
-    assert summarise(["--metrics", str(metrics)]) == code
-    captured = capsys.readouterr()
-    assert words in captured.out + captured.err
-    assert ("validation loss 5.100 at iteration 3" in captured.out) == (code == 0)
 
 
 def fake_python(folder: Path, *, version: str = "Python 3.12.0", old: bool = False, venv: bool = True) -> Path:

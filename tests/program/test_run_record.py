@@ -19,6 +19,7 @@ from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import arguments, launch, losses, on_rank, read_metrics, report, run, spoil
 from tools import plot_loss
+from tools import report as report_of
 
 KEPT: dict[str, Any] = {"train_iters": 8, "log_interval": 3, "eval_iters": 1, "eval_interval": 4, "save_interval": 3}
 
@@ -58,17 +59,21 @@ def test_the_record_goes_on_after_a_stop(tmp_path: Path) -> None:
 def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
     """Of a run that stops early, and of one whose numbers are not finite any more, whose end is in the record; that one has only
     --tensorboard-dir. Without any folder nothing is kept, and the log says what would keep it."""
-    kept = {**KEPT, "train_iters": 4, "no_loss_picture": False}
+    kept = {**KEPT, "train_iters": 4, "no_loss_picture": False, "no_report": False}
     said = run(arguments(**kept, exit_interval=2, save=tmp_path / "stopped"))
-    assert f"the record of the run is {tmp_path}/stopped/{HISTORY}, its picture is loss.png there" in said
+    assert (
+        f"the record of the run is {tmp_path}/stopped/{HISTORY}, its picture is loss.png there and report.html at the end" in said
+    )
     nan = launch(
         arguments(**kept | {"save_interval": None}, tensorboard_dir=tmp_path / "nan"), before=on_rank(0, 3, spoil(float("nan")))
     )
     assert nan[0].code == 1, report(nan)
     end = read_history(tmp_path / "nan").events[-1]
     assert end["event"] == "end" and "gradient" in end["words"] and len(read_history(tmp_path / "nan").steps) == 2
-    without = run(arguments(**{**kept, "no_loss_picture": True}, save=tmp_path / "without"))
-    assert "loss.png" not in without and not (tmp_path / "without" / "loss.png").exists()
+    without = run(arguments(**{**kept, "no_loss_picture": True, "no_report": True}, save=tmp_path / "without"))
+    assert "loss.png" not in without and "report.html" not in without
+    assert not [*(tmp_path / "without").glob("*.png"), *(tmp_path / "without").glob("*.html")]
+    assert "at iteration 2 (--exit-interval 2)" in (tmp_path / "stopped" / "report.html").read_text()
     assert "no record of the run and no loss.png: --save or --tensorboard-dir" in run(arguments(train_iters=1, save="memory://x"))
     assert (tmp_path / "stopped" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     for _ in range(1000):  # nothing waits for that of a run that failed
@@ -91,7 +96,7 @@ def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_pat
     assert ended[0].code == 0, report(ended)
     said = ended[0].stderr.splitlines()
     assert sum("history.jsonl cannot be written (No space left on device)" in line for line in said) == 1, said
-    assert sum("loss.png cannot be drawn" in line for line in said) == 1, said
+    assert sum("loss.png cannot be made" in line for line in said) == 1, said
 
     def lacks_matplotlib(rank: int) -> None:
         sys.modules["matplotlib"] = None  # type: ignore[assignment]
@@ -107,9 +112,11 @@ def test_the_page_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = (ROOT / "docs/watching.md").read_text()
     monkeypatch.chdir(tmp_path)
     run(arguments(train_iters=2, save="checkpoints"))
-    (command,) = commands(page)
-    program, *words = shlex.split(command)[1:]
-    assert program == "tools/plot_loss.py" and plot_loss.main(words) == 0 and (tmp_path / words[-1]).read_text().startswith("<?xml")
+    picture, whole = (shlex.split(command)[1:] for command in commands(page))
+    assert picture[0] == "tools/plot_loss.py" and plot_loss.main(picture[1:]) == 0
+    assert (tmp_path / picture[-1]).read_text().startswith("<?xml")
+    assert whole[0] == "tools/report.py" and report_of.main(whole[1:]) == 0
+    capsys.readouterr()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code, {})
     assert capsys.readouterr().out.startswith("2 256 3.9")

@@ -66,6 +66,7 @@ TINY: dict[str, Any] = {
     "log_interval": 1,
     "hang_warn_s": 0,
     "no_loss_picture": True,
+    "no_report": True,
 }
 """Settings of a run that takes about 10 ms for a microbatch. The vocabulary (61 with the end of document) divides by nothing."""
 

@@ -27,6 +27,7 @@ body { margin: 0 auto; max-width: 1200px; padding: 16px 24px 48px; color: var(--
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 h1 { font-size: 24px; line-height: 1.25; margin: 8px 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 32px 0 8px; padding-top: 8px; border-top: 1px solid var(--line); }
+h3 { font-size: 15px; margin: 16px 0 4px; }
 p { margin: 6px 0; max-width: 80ch; }
 .faint, figcaption { color: var(--faint); font-size: 13px; }
 pre { background: var(--panel); padding: 12px; border-radius: 6px; overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
@@ -35,7 +36,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: 4px 14px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { color: var(--faint); font-weight: 600; }
 td.number, th.number { text-align: right; }
-figure { margin: 8px 0 16px; }
+figure { margin: 12px 0 16px; }
 svg { display: block; }
 svg text { fill: var(--ink); font: 12px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 6px 0; font-size: 13px; }

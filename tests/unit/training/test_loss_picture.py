@@ -13,7 +13,7 @@ import pytest
 from megatron.config.version import how_to_install
 from megatron.metrics.history import HistoryFile, read_history
 from megatron.training import loss_picture
-from megatron.training.loss_picture import LossPicture, missing_library
+from megatron.training.loss_picture import PICTURE, LossPicture, missing_library
 from tools import plot_loss
 
 
@@ -65,8 +65,8 @@ def test_what_goes_wrong_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixt
         if "0.2" in reason:
             monkeypatch.setattr(loss_picture, "_AT_MOST_S", 0.2)
         picture = LossPicture(command, tmp_path, first_s=1e6)
-        picture._draw()
-        picture._draw()
+        picture._draw(PICTURE)
+        picture._draw(PICTURE)
         said = capsys.readouterr().err.splitlines()
         assert len(said) == 1 and reason in said[0] and said[0].endswith("training goes on without it")
 
