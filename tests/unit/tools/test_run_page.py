@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tools.pages.run_page import changed, shares, step_parts
 HOSTILE = "</script><b>bold"
 
 
-def record(folder: Path, losses: list[float | None], *, lr: float = 1e-3, **settings: Any) -> Path:
+def record(folder: Path, losses: Sequence[float | None], *, lr: float = 1e-3, **settings: Any) -> Path:
     """A run that was started again in its middle, with an evaluation, a step left out, a save and an end."""
     folder.mkdir(parents=True)
     config = to_dict(load(arguments(train_iters=len(losses), lr=lr, save=str(folder), **settings), 1).config)
