@@ -23,7 +23,7 @@ from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags
 from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, sort_given, split, take, without_gaps
 from megatron.config.imports import import_modules
-from megatron.config.launcher import is_first_rank, launched
+from megatron.config.launcher import adopt_launcher, is_first_rank, launched
 from megatron.config.model_files import LIST, file_of, table
 from megatron.config.rules import is_harmless, violations
 from megatron.config.save import to_yaml
@@ -127,6 +127,7 @@ def _ruled(config: Config, found: Sorted, world_size: int, dry_run: DryRun | Non
 
 def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
     """`load` for a program's main, in its launcher's world: problems are printed by rank 0, and every rank exits with code 2."""
+    adopt_launcher(argv)
     try:
         return load(argv, launched().world_size)
     except ConfigError as error:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from megatron.config.errors import ConfigError, Violation
 
@@ -46,3 +49,65 @@ def is_first_rank() -> bool:
     """Whether this process is the one that tells what all find."""
     rank = os.environ.get("RANK", "0")
     return not rank.isdigit() or not int(rank)  # what is no number is a problem to be told
+
+
+class Place(NamedTuple):
+    """Where the ranks of a job meet; as the environment says, if both are empty."""
+
+    host: str = ""
+    port: int = 0
+    file: str = ""
+
+
+def read_place(init_method: str) -> Place | None:
+    """What --init-method names; None if it names nothing."""
+    if init_method == "env://":
+        return Place()
+    if match := re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", init_method):
+        return Place(match[1].strip("[]"), int(match[2])) if 0 < int(match[2]) < 1 << 16 else None
+    match = re.fullmatch(r"file://(/.*[^/])", init_method)
+    return Place(file=match[1]) if match else None
+
+
+_OTHER_LAUNCHERS = (
+    {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"},
+    {"RANK": "OMPI_COMM_WORLD_RANK", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"},
+)
+"""Where srun and mpirun say what torchrun says."""
+
+
+def adopt_launcher(argv: Sequence[str], variables: MutableMapping[str, str] = os.environ) -> None:
+    """Take rank and number of ranks from srun's or mpirun's variables, where a command line says by --init-method that no torchrun
+    set RANK and WORLD_SIZE. (Without it they would be taken by programs that srun starts once a node, to start ranks there.)"""
+    place = _place_in(argv)
+    if place is None or place == Place():
+        return
+    if place.host:  # so that what asks for the first node finds it
+        variables["MASTER_ADDR"], variables["MASTER_PORT"] = place.host, str(place.port)
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        return
+    for names in _OTHER_LAUNCHERS:
+        if all(theirs in variables for theirs in names.values()):
+            variables.update({ours: variables[theirs] for ours, theirs in names.items()})
+            return
+
+
+def _place_in(argv: Sequence[str]) -> Place | None:
+    found = None
+    for word, following in pairwise([*argv, ""]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == "--init-method":
+            found = read_place(value if equals else following)
+    return found
+
+
+def missing_rank(init_method: str, variables: Mapping[str, str] = os.environ) -> str | None:
+    """What to say where ranks are to meet and nothing says which this is."""
+    absent = [name for name in ("RANK", "WORLD_SIZE") if name not in variables]
+    if read_place(init_method) in (None, Place()) or not absent:
+        return None
+    names = f"{' and '.join(absent)} {'are' if len(absent) > 1 else 'is'} not set in the environment"
+    return (
+        f"--init-method {init_method}: {names}. Set RANK (from 0 on), LOCAL_RANK and WORLD_SIZE for each process, or start it by "
+        "torchrun, srun or mpirun, which do."
+    )

@@ -166,6 +166,10 @@ class ParallelConfig:
     """Elements in a gradient bucket; by default 1,000,000 x DP, but from 40,000,000 to 160,000,000."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library for tensors; by default nccl on CUDA and gloo on CPU. Beside nccl, gloo carries what the hosts say."""
+    init_method: str = "env://"
+    """How ranks find each other: env:// at MASTER_ADDR and MASTER_PORT of the environment, as torchrun sets them; tcp://HOST:PORT
+    at the node of rank 0; file:///PATH by a file that all nodes see. Rank and number of ranks come from the environment: RANK and
+    WORLD_SIZE, or for tcp and file those of SLURM and Open MPI."""
     distributed_timeout_minutes: int = setting(10, at_least=1, unit="minutes")
     """Give up on a collective after this long."""
     hang_warn_s: float = setting(30.0, at_least=0.0, unit="seconds")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from megatron.config.launcher import launched
+from megatron.config.launcher import launched, missing_rank
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.backends import check_error_handling, communicator, options, world_backend
 from megatron.parallel.meeting import meet
@@ -215,8 +215,11 @@ def connect(config: ParallelConfig) -> ParallelContext:
 
     Raises:
         ValueError: CUDA is asked for and missing, there are more local ranks than devices, the backend does not fit the device,
-            NCCL is asked not to end a rank on which it fails, or the ranks do not find each other.
+            NCCL is asked not to end a rank on which it fails, --init-method names a place and nothing says which rank this is, or
+            the ranks do not find each other.
     """
+    if not dist.is_initialized() and (unknown := missing_rank(config.init_method)):
+        raise ValueError(unknown)
     job = launched()
     device = choose_device(config.device, job.local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -230,7 +233,7 @@ def connect(config: ParallelConfig) -> ParallelContext:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
         # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
-        store = meet(job, timeout.total_seconds())
+        store = meet(job, timeout.total_seconds(), config.init_method)
         dist.init_process_group(world_backend(backend), timeout=timeout, store=store, rank=job.rank, world_size=job.world_size)
     topology = Topology.of(config, job.world_size)
     return make_context(

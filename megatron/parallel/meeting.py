@@ -1,7 +1,8 @@
-"""How the ranks of a job find each other: through a store at MASTER_ADDR:MASTER_PORT, that of the launcher or of the first rank.
+"""How the ranks of a job find each other: through a store at MASTER_ADDR:MASTER_PORT, that of the launcher or of the first rank; or
+at the place that --init-method names, a port of the first rank's node or a file.
 
-A store of torchrun's outlives the ranks that it starts again, with the addresses of those that have ended, for which new ranks
-would wait (torch 2.11 to 2.13). So each start of all ranks gets a name of its own, and its keys that name as a prefix:
+A store of torchrun's, or a file, outlives the ranks that are started again, with the addresses of those that have ended, for which
+new ranks would wait (torch 2.11 to 2.13). So each start of all ranks gets a name of its own, and its keys that name as a prefix:
 
 1. The first rank makes the name and writes it into the store.
 2. Every other rank reads it and enters itself under it. Where its place is taken, by the rank of the start before, it waits for
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from megatron.config.launcher import Launched
+from megatron.config.launcher import Launched, Place, read_place
 
 TELL_AFTER_S, TELL_EVERY_S = 10.0, 60.0
 _MOST_NAMED = 12
@@ -31,27 +32,77 @@ _PAUSES_S = (0.002, 0.2)
 """Between two looks: at first, and later."""
 
 
-def meet(job: Launched, timeout_s: float) -> dist.Store:
+def meet(job: Launched, timeout_s: float, init_method: str = "env://") -> dist.Store:
     """Wait for all ranks of the job; returns a store of this start of theirs.
+
+    Args:
+        init_method: where they meet, as in --init-method.
 
     Raises:
         ValueError: the launcher's variables are not sound, the store cannot be reached, or ranks did not come.
     """
-    host, port = address(os.environ, job)
-    server = job.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    place = read_place(init_method)
+    assert place is not None, "a rule says so before"
     until = time.monotonic() + timeout_s
+    if place.file:
+        store, where = _file_store(place.file, job, timeout_s), place.file
+    else:
+        store, where = _tcp_store(place, job, timeout_s)
+    if job.rank == 0:
+        return dist.PrefixStore(_open(store, job, until), store)
+    # Who has found the store of an agent, or a file, does not know yet whether the first rank is there.
+    slow = f"rank {job.rank} waits for the first rank, and for all others, to meet at {where}"
+    with told_if_slow(slow, speaks=bool(place.file) and job.local_rank == 0):
+        return dist.PrefixStore(_enter(store, job, until), store)
+
+
+def _tcp_store(place: Place, job: Launched, timeout_s: float) -> tuple[dist.Store, str]:
+    """The store at a port of the first rank's node, and where it is."""
+    host, port = (place.host, place.port) if place.host else address(os.environ, job)
+    _check_rank(job)
+    server = job.rank == 0 and (bool(place.host) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+    named = f"--init-method tcp://{host}:{port}" if place.host else "MASTER_ADDR and MASTER_PORT"
     with told_if_slow(f"waiting for the first rank, at {host}:{port}", speaks=job.local_rank == 0):
         try:
             timeout = datetime.timedelta(seconds=timeout_s)
-            store = dist.TCPStore(host, port, None, server, timeout, wait_for_workers=False, multi_tenant=True)
+            return dist.TCPStore(host, port, None, server, timeout, wait_for_workers=False, multi_tenant=True), f"{host}:{port}"
         except (RuntimeError, ValueError) as error:
             doing = "cannot open" if server else "did not reach"
             raise ValueError(
                 f"rank {job.rank} {doing} the store of the job at {host}:{port}: {str(error).splitlines()[0]}. "
-                "MASTER_ADDR and MASTER_PORT must name the node of rank 0, as the others see it, and a port that is free there."
+                f"{named} must name the node of rank 0, as the others see it, and a port that is free there."
             ) from error
-    name = _open(store, job, until) if job.rank == 0 else _enter(store, job, until)
-    return dist.PrefixStore(name, store)
+
+
+_FILE_BEGINS = b"\x09\x00\x00\x00refcount/"
+"""The first bytes of torch's file stores."""
+
+
+def _file_store(path: str, job: Launched, timeout_s: float) -> dist.Store:
+    """The store in a file, which may be there from an earlier run: what that left is under another name.
+
+    Raises:
+        ValueError: there cannot be such a file, or it is something else, which stays as it is.
+    """
+    _check_rank(job)
+    folder = os.path.dirname(path)
+    problem = None
+    if os.path.isdir(path):
+        problem = "it is a folder"
+    elif not os.path.isdir(folder):
+        problem = f"there is no folder {folder} on this node. It must be one that all nodes share"
+    elif not os.access(path if os.path.exists(path) else folder, os.R_OK | os.W_OK):
+        problem = "permission denied"
+    elif os.path.exists(path):
+        with open(path, "rb") as file:
+            begins = file.read(len(_FILE_BEGINS))
+        if begins and not _FILE_BEGINS.startswith(begins):
+            problem = "the file holds something else, which stays as it is. Name a file that is not there yet"
+    if problem is not None:
+        raise ValueError(f"rank {job.rank} cannot meet the others by --init-method file://{path}: {problem}.")
+    store = dist.FileStore(path, -1)  # never removed by a rank that leaves while others still read it
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
 
 
 def address(variables: Mapping[str, str], job: Launched) -> tuple[str, int]:
@@ -64,12 +115,20 @@ def address(variables: Mapping[str, str], job: Launched) -> tuple[str, int]:
     for name, value, good, what in (
         ("MASTER_ADDR", host, bool(host.strip()), "the name or address of the node of rank 0"),
         ("MASTER_PORT", port, port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16, "a port, from 1 to 65535"),
-        ("RANK", str(job.rank), 0 <= job.rank < job.world_size, f"a number from 0 to {job.world_size - 1}, below WORLD_SIZE"),
     ):
         if not good:
             found = f"is {value[:40]!r}" if name in variables else "is not set"
             raise ValueError(f"{name} in the environment {found}. It must be {what}. A launcher such as torchrun sets it.")
+    _check_rank(job)
     return host, int(port)
+
+
+def _check_rank(job: Launched) -> None:
+    if not 0 <= job.rank < job.world_size:
+        raise ValueError(
+            f"RANK in the environment is '{job.rank}'. It must be a number from 0 to {job.world_size - 1}, below WORLD_SIZE. "
+            "A launcher such as torchrun sets it."
+        )
 
 
 def own_address() -> str:
@@ -95,7 +154,7 @@ def address_towards(host: str, port: int) -> str:
 
 def _open(store: dist.Store, job: Launched, until: float) -> str:
     """The first rank's part."""
-    name = secrets.token_hex(8)
+    name = secrets.token_hex(8) + _of_size(job)
     store.set("meeting", name)
     tell_at = time.monotonic() + TELL_AFTER_S
     pauses = _pauses()
@@ -121,6 +180,8 @@ def _enter(store: dist.Store, job: Launched, until: float) -> str:
     me, entered, pauses = secrets.token_hex(8), "", _pauses()
     while time.monotonic() < until:
         name = store.get("meeting").decode() if store.check(["meeting"]) else ""
+        if not name.endswith(_of_size(job)):  # of an earlier start with fewer ranks, whose places are not all taken
+            name = ""
         if name and name != entered and store.compare_set(f"{name}/{job.rank}", "", me).decode() == me:
             entered = name
             store.add(f"{name}/count", 1)
@@ -136,6 +197,11 @@ def _enter(store: dist.Store, job: Launched, until: float) -> str:
         f"rank {job.rank}: not all ranks of {job.world_size:,} started in time (--distributed-timeout-minutes), or another process "
         "has this rank's number."
     )
+
+
+def _of_size(job: Launched) -> str:
+    """The end of the names of starts with so many ranks."""
+    return f"-of-{job.world_size}"
 
 
 def _pauses() -> Iterator[float]:

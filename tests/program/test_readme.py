@@ -177,6 +177,12 @@ def launch(command: str, folder: Path, full: bool) -> None:
     accepted(shlex.split(command))
 
 
+def step_of_slurm(command: str, folder: Path, full: bool) -> None:
+    """Settings are valid for two nodes. tests/program/test_run_init_method.py starts ranks so."""
+    words = shlex.split(command.replace("$(hostname)", "node-0"))
+    load(words[words.index("pretrain_gpt.py") + 1 :], 2 * int(words[words.index("--ntasks-per-node") + 1]))
+
+
 def launch_script(command: str, folder: Path, full: bool) -> None:
     """Rehearsed, not started (tests/program/test_examples.py starts what can be started here); with the variables that it knows."""
     words = shlex.split(command)
@@ -210,6 +216,7 @@ KINDS: list[tuple[str, Callable[[str, Path, bool], None]]] = [
     (r"python tools/(checkpoint|generate_text|evaluate)\.py ", on_a_checkpoint),
     (r"python tools/bench\.py", bench),
     (r"torchrun ", launch),
+    (r"srun .* python pretrain_gpt\.py --init-method ", step_of_slurm),
     (r"(\w+=\S+ )+(bash|sbatch) examples/train_\w+\.sh$", launch_script),
     (r"python pretrain_gpt\.py --dry-run ", rehearsal),
     (r"python pretrain_gpt\.py --explain ", page_of_a_flag),
@@ -258,13 +265,18 @@ def test_flags_exist(name: str) -> None:
     others = {*REQUESTS, *input_flags.NOTES, *input_flags.REFUSED, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
     docker = {"build-arg", "rm", "gpus", "ipc"}
+    launcher |= {"ntasks-per-node"}
     scripts = {"short", "folder", "text", "full", "fuzz"}
     sources = [path.read_text() for folder in ("tools", "tests/support") for path in (ROOT / folder).rglob("*.py")]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     tools = {flag for names in added for flag in re.findall(r'"--([\w-]+)"', names)}
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
     supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron/resilience/command.py").read_text())
-    foreign = {*KNOWN, *TAKEN, "our-own-flag"} if name == "from_megatron.md" else set()
+    foreign = (
+        {*KNOWN, *TAKEN, "our-own-flag", "use-rotary-position-embeddings", "no-position-embedding"}
+        if name == "from_megatron.md"
+        else set()
+    )
     known = {*flags(), *foreign, *docker, *others, *launcher, *supervisor, *scripts, *tools, *told}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"

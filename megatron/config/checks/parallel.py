@@ -17,11 +17,19 @@ from megatron.config.checks.finding import (
     try_values,
 )
 from megatron.config.config import Config
+from megatron.config.launcher import read_place
 from megatron.config.setting import acts_with
 from megatron.spec.activations import SETTINGS
 from megatron.spec.mlps import has_dense_layers
 
 _TP = "tensor_model_parallel_size"
+
+
+@rule("init_method")
+def ranks_have_a_place_to_meet(config: Config, world_size: int) -> Iterator[Finding]:
+    """It is env://, tcp://HOST:PORT with a port from 1 to 65535, or file:///PATH with a whole path."""
+    if read_place(config.parallel.init_method) is None:
+        yield Finding(f"{shown(config, 'init_method')} is no place where ranks can meet.", [change(init_method="env://")])
 
 
 @rule(*RANKS)

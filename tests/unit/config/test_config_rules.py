@@ -414,6 +414,8 @@ CASES: list[Case] = [
         ["24 - 4 does not divide by 8"],
         ["--rampup-batch-size 4 4 100", "--global-batch-size 20", "--global-batch-size 28"],
     ),
+    ("--init-method tcp://host", 2, {"--init-method"}, ["is no place where ranks can meet"], ["--init-method env://"]),
+    ("--init-method file://here", 2, {"--init-method"}, ["is no place where ranks can meet"], ["--init-method env://"]),
     (
         "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 16",
         2,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron.config.launcher import Launched
+from megatron.config.launcher import Launched, Place, adopt_launcher, missing_rank, read_place
 from megatron.parallel import meeting
 
 SIZE = 4
@@ -88,6 +90,110 @@ def test_variables_that_are_not_sound(variables: dict[str, str | None], said: st
     found = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(ValueError, match=re.escape(said)):
         meeting.address(found, Launched(int(found["RANK"]), 0, SIZE))
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_meet_at_a_place_of_their_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One after the other, with more and with fewer ranks: what an earlier start left in a file is nothing to the next. Who is
+    missing is told."""
+    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.3)
+    monkeypatch.setattr(meeting, "TELL_EVERY_S", 0.1)
+    where = f"file://{tmp_path}/meeting"
+    if kind == "tcp":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            where = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    for size in (2, 3, 3, 2):
+        with ThreadPoolExecutor(size) as pool:
+            jobs = [Launched(rank, rank, size) for rank in range(size)]
+            first = [pool.submit(meeting.meet, job, 20.0, where) for job in jobs[:-1]]
+            said = ""
+            while f"waiting for rank {size - 1} of {size} to start" not in said:
+                said += capfd.readouterr().err
+                time.sleep(0.02)
+            stores = [future.result() for future in (*first, pool.submit(meeting.meet, jobs[-1], 20.0, where))]
+            stores[0].set("address", str(size))
+            assert all(store.get("address") == str(size).encode() for store in stores)
+            assert not any(store.check([f"address of {other}"]) for store in stores for other in (2, 3))
+            stores[-1].set(f"address of {size}", "")
+            del stores, first
+
+
+def test_who_waits_for_the_first_rank_at_a_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.1)
+    with pytest.raises(ValueError, match="^rank 1: not all ranks of 2 started in time"):
+        meeting.meet(Launched(1, 0, 2), 0.6, f"file://{tmp_path}/meeting")
+    assert f"rank 1 waits for the first rank, and for all others, to meet at {tmp_path}/meeting" in capfd.readouterr().err
+
+
+def test_a_file_that_cannot_be_a_meeting(tmp_path: Path) -> None:
+    """What is something else stays as it is."""
+    data = tmp_path / "corpus.bin"
+    data.write_bytes(b"tokens")
+    (tmp_path / "empty").touch()
+    for place, said in (
+        (data, "the file holds something else, which stays as it is"),
+        (tmp_path, "it is a folder"),
+        (tmp_path / "no/where", f"there is no folder {tmp_path}/no on this node"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"rank 0 cannot meet the others by --init-method file://{place}: {said}")):
+            meeting.meet(Launched(0, 0, 2), 1.0, f"file://{place}")
+    assert data.read_bytes() == b"tokens" and len([*tmp_path.iterdir()]) == 2
+    with pytest.raises(ValueError, match="^rank 1 of 2 did not start in time"):
+        meeting.meet(Launched(0, 0, 2), 0.3, f"file://{tmp_path}/empty")
+    with pytest.raises(ValueError, match="RANK in the environment is '2'. It must be a number from 0 to 1"):
+        meeting.meet(Launched(2, 0, 2), 0.3, f"file://{tmp_path}/empty")
+
+
+def test_a_host_that_is_not_there(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    with pytest.raises(
+        ValueError, match=r"^rank 1 did not reach the store of the job at 127.0.0.1:1: .*--init-method tcp://127.0.0.1:1 must"
+    ):
+        meeting.meet(Launched(1, 1, SIZE), 1.0, "tcp://127.0.0.1:1")
+    with pytest.raises(ValueError, match=rf"^rank 0 cannot open .*--init-method tcp://127.0.0.1:{server.port} must name"):
+        meeting.meet(Launched(0, 0, SIZE), 1.0, f"tcp://127.0.0.1:{server.port}")
+
+
+def test_places_and_who_is_there() -> None:
+    """srun and mpirun say it as torchrun does; for env:// they are not asked."""
+    assert read_place("tcp://node-1.cluster:29500") == Place("node-1.cluster", 29500) and read_place("env://") == Place()
+    assert read_place("tcp://[fe80::1]:5") == Place("fe80::1", 5) and read_place("file:///shared/a b") == Place(file="/shared/a b")
+    wrong = (
+        "",
+        "tcp://a",
+        "tcp://a:0",
+        "tcp://a:65536",
+        "tcp://:5",
+        "file://a",
+        "file:///",
+        "file:///a/",
+        "gloo://a",
+        "tcp://a:5/b",
+    )
+    assert not any(map(read_place, wrong))
+    slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+    found = dict(slurm)
+    adopt_launcher(["--init-method", "tcp://a:5"], found)
+    wanted = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    assert found == slurm | wanted
+    found = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    adopt_launcher(["--lr", "1", "--init_method=file:///a"], found)
+    assert found["WORLD_SIZE"] == "2" and "MASTER_ADDR" not in found
+    for words in ([], ["--init-method", "env://"], ["--init-method"]):
+        found = dict(slurm)
+        adopt_launcher(words, found)
+        assert found == slurm
+    found = {**slurm, "RANK": "0", "WORLD_SIZE": "1"}
+    adopt_launcher(["--init-method", "file:///a"], found)
+    assert found == {**slurm, "RANK": "0", "WORLD_SIZE": "1"}, "torchrun, started by srun"
+    assert missing_rank("env://", {}) is None and missing_rank("file:///a", found) is None
+    said = missing_rank("tcp://a:5", {"RANK": "0"})
+    assert said is not None and said.startswith("--init-method tcp://a:5: WORLD_SIZE is not set in the environment. Set RANK")
 
 
 def test_a_store_that_is_not_there(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
