@@ -126,11 +126,12 @@ def _nodes_are_lost(job: Job, draw: random.Random, ranks: int, flags: dict[str, 
 
 
 def _on_its_feet(job: Job, node: Node) -> Node:
-    """Once a newer checkpoint is there, and all ranks run."""
+    """Once two newer checkpoints are there, and all ranks run: a writer may finish one of ranks that are no more."""
     until = time.monotonic() + 1.0
     node.wait_for(lambda: time.monotonic() > until)
-    last = job.saved()
-    node.wait_for(lambda: job.saved() > last)
+    for _ in range(2):
+        last = job.saved()
+        node.wait_for(lambda last=last: job.saved() > last)  # type: ignore[misc]
     return node
 
 

@@ -223,7 +223,7 @@ def check_samples(metrics: Path, batch: int, last: int, repeated: int) -> None:
         repeated: steps between two saves.
     """
     lines = [line for line in read_metrics(metrics) if "lm_loss" in line]
-    assert lines[-1]["iteration"] == last
+    assert lines[-1]["iteration"] == last, [line["iteration"] for line in lines[-20:]]
     before = 0
     for line in lines:
         iteration = line["iteration"]
