@@ -13,7 +13,7 @@ from megatron.checkpoint.save_folder import checkpoints, find_checkpoint, read_c
 from megatron.config.config import Config
 from megatron.config.save import from_dict
 from megatron.config.training import TrainingConfig
-from megatron.data.datasets import Component, SplitData, open_datasets
+from megatron.data.datasets import WHOLE, Component, SplitData, open_datasets
 from megatron.data.history import Phase
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
 from megatron.data.samples import SamplePiece, SampleSource
@@ -101,7 +101,9 @@ class RunLineage:
         )
         data = SplitData(
             split=0,
-            config=dataclasses.replace(self.config.data, data_order=now.order),
+            config=dataclasses.replace(
+                self.config.data, data_order=now.order, whole_documents=any(part.fingerprint.endswith(WHOLE) for part in now.parts)
+            ),
             seed=now.seed,
             seq_length=now.seq_length,
             vocab_size=self.tokenizer.vocab_size,
@@ -122,6 +124,7 @@ class RunLineage:
 
 def _component(prefix: str, expected: str, first: int, count: int, weight: float) -> Component:
     dataset = IndexedDataset(prefix)
+    expected = expected.removesuffix(WHOLE)
     if (found := fingerprint(dataset)) != expected:
         raise DatasetError(
             f"{prefix} is not the dataset that the run read: its fingerprint is {found}, not {expected}.\n"

@@ -17,11 +17,15 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerpr
 from megatron.data.loss_mask import has_loss_mask, loss_mask_prefix, open_loss_mask
 from megatron.data.megatron_order import GreedyBlend, requested_samples
 from megatron.data.mock import MockDataset
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.samples import SampleSource
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.windows import split_documents
 
 _log = logging.getLogger(__name__)
+
+WHOLE = ", whole documents"
+"""Behind the fingerprint of a dataset that is read by --whole-documents."""
 
 
 class Datasets(NamedTuple):
@@ -138,10 +142,11 @@ class Component:
     marks: IndexedDataset | None = None
     """Marks of its tokens, with --data-loss-mask."""
 
-    def part(self) -> BlendPart:
-        """The form in which the history of a run records it."""
+    def part(self, *, whole_documents: bool = False) -> BlendPart:
+        """The form in which the history of a run records it. Whole documents are other samples than windows over them."""
         first, count = self.documents.start, len(self.documents)
-        return BlendPart(self.dataset.prefix, fingerprint(self.dataset), first, count, self.weight)
+        content = fingerprint(self.dataset) + (WHOLE if whole_documents else "")
+        return BlendPart(self.dataset.prefix, content, first, count, self.weight)
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class SplitData:
 
     def parts(self) -> tuple[BlendPart, ...]:
         """The datasets, as the history of a run names them."""
-        return tuple(component.part() for component in self.components)
+        return tuple(component.part(whole_documents=self.config.whole_documents) for component in self.components)
 
     def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
         """The samples of the split.
@@ -204,7 +209,27 @@ class SplitData:
         cache = cache_for(self.components[0].dataset.prefix, self.config.data_cache_path, note=_log.info)
         return BlendedDataset(sources, GreedyBlend(weights, num_samples, cache, by_size=by_size))
 
-    def _dataset(self, component: Component, *, num_samples: int | None = None, earlier: Sequence[Stretch] = ()) -> GPTDataset:
+    def _dataset(
+        self, component: Component, *, num_samples: int | None = None, earlier: Sequence[Stretch] = ()
+    ) -> GPTDataset | PackedDataset:
+        if self.config.whole_documents:
+            if other := [stretch.seq_length for stretch in earlier if stretch.seq_length != self.seq_length]:
+                raise DatasetError(
+                    "--whole-documents has no order for a run that changes --seq-length on the way "
+                    f"({other[-1]} before, {self.seq_length} now).\n"
+                    "  Keep --seq-length, or begin another order with another --seed."
+                )
+            return PackedDataset(
+                component.dataset,
+                component.documents,
+                split=self.split,
+                seed=self.seed,
+                seq_length=self.seq_length,
+                vocab_size=self.vocab_size,
+                eod=self.eod,
+                num_before=sum(stretch.num_samples for stretch in earlier),
+                marks=component.marks,
+            )
         return GPTDataset(
             component.dataset,
             component.documents,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.loss_mask import MARK_TYPE
 from megatron.data.megatron_order import MegatronOrder
+from megatron.data.pieces import Pieces, TokenReader, joined, pieces_of
 from megatron.data.samples import SamplePiece, SampleSource
-from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, Selection
+from megatron.data.windows import PassIndex, SampleOrder, Selection
 
 
 class GPTDataset(SampleSource):
@@ -70,9 +71,7 @@ class GPTDataset(SampleSource):
         else:
             self.order = MegatronOrder(self.selection, num_samples=num_samples, cache=cache)
         self._passes = KeptPasses(self.order.index)
-        self._vocab_size = vocab_size
-        self._may_be_negative = dataset.dtype.kind == "i"
-        self._may_be_beyond = self._may_be_negative or 1 << 8 * dataset.dtype.itemsize > vocab_size
+        self._tokens = TokenReader(dataset, vocab_size)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -81,17 +80,17 @@ class GPTDataset(SampleSource):
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
         found = np.empty((count, self.seq_length + 1), dtype=np.int64)
-        self._fill(found, first, self._tokens)
+        self._fill(found, first, self._tokens.read)
         return found
 
     def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
         if (marks := self._marks) is None:
             return None
         found = np.empty((count, self.seq_length + 1), dtype=MARK_TYPE)
-        self._fill(found, first, lambda pieces: _joined(marks, pieces))
+        self._fill(found, first, lambda pieces: joined(marks, pieces))
         return found
 
-    def _fill(self, found: NDArray[Any], first: int, read: Callable[[_Pieces], NDArray[np.integer]]) -> None:
+    def _fill(self, found: NDArray[Any], first: int, read: Callable[[Pieces], NDArray[np.integer]]) -> None:
         """Fill rows with what is read of the pieces of these samples."""
         count, length = found.shape
         at_once, done = max(1, _TOKENS_AT_ONCE // length), 0
@@ -100,13 +99,13 @@ class GPTDataset(SampleSource):
             layout, windows = self._passes.get(place.pass_number)
             stop = done + min(place.num_left, count - done, at_once)
             starts = windows.starts(windows.order[place.position : place.position + stop - done])
-            found[done:stop] = read(_pieces(layout, starts, length)).reshape(-1, length)
+            found[done:stop] = read(pieces_of(layout, starts, length)).reshape(-1, length)
             done = stop
 
     def lineage(self, number: int) -> list[SamplePiece]:
         dataset, place = self.selection.dataset, self.order.place(number)
         layout, windows = self._passes.get(place.pass_number)
-        pieces = _pieces(layout, windows.starts(windows.order[place.position : place.position + 1]), self.seq_length + 1)
+        pieces = pieces_of(layout, windows.starts(windows.order[place.position : place.position + 1]), self.seq_length + 1)
         found: list[SamplePiece] = []
         for sequence, first, count in zip(*(array.tolist() for array in pieces), strict=True):
             if not count:
@@ -129,59 +128,8 @@ class GPTDataset(SampleSource):
         first, *more = self.order.describe(num_samples)
         return [f"{name}: {size}; {first}", *(f"{name}: {line}" for line in more)]
 
-    def _tokens(self, pieces: _Pieces) -> NDArray[np.integer]:
-        """The tokens of pieces, one after another, each a row of the vocabulary."""
-        tokens = _joined(self.selection.dataset, pieces)
-        if (self._may_be_beyond and tokens.max() >= self._vocab_size) or (self._may_be_negative and tokens.min() < 0):
-            self._refuse(tokens, pieces)
-        return tokens
-
-    def _refuse(self, tokens: NDArray[np.integer], pieces: _Pieces) -> None:
-        dataset, position = self.selection.dataset, int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
-        at = int(np.searchsorted(np.cumsum(pieces.counts), position, side="right"))
-        raise DatasetError(
-            f"{dataset.prefix}: document {dataset.document_of(int(pieces.sequences[at])):,} has token id {tokens[position]:,}, but "
-            f"the tokenizer has {self._vocab_size:,} ids (0 to {self._vocab_size - 1:,}).\n"
-            "  The dataset was made with another tokenizer: give that one (--tokenizer-type and its files, or --vocab-size), or "
-            "make the dataset again with tools/preprocess_data.py."
-        )
-
 
 _TOKENS_AT_ONCE = 1 << 17  # fits the cache of a core
-
-
-class _Pieces(NamedTuple):
-    """Parts of sequences that, one after another, make up windows."""
-
-    sequences: NDArray[np.integer]
-    first: NDArray[np.int64]
-    """Index of the first token within the sequence."""
-    counts: NDArray[np.int64]
-
-
-def _joined(dataset: IndexedDataset, pieces: _Pieces) -> NDArray[np.integer]:
-    """What a dataset has in these pieces, one after another."""
-    dataset.check_whole()
-    width, data = dataset.dtype.itemsize, dataset.data
-    begins = dataset.offsets[pieces.sequences] + pieces.first * width
-    ends = begins + pieces.counts * width
-    # One join of views is several times as fast as a copy by numpy for each piece, or than gathering token by token.
-    return np.frombuffer(
-        b"".join([data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]), dataset.dtype
-    )
-
-
-def _pieces(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> _Pieces:
-    """The pieces of windows of `length` tokens that start at these tokens of the layout."""
-    # Methods of arrays: numpy's functions of the same names cost twice as much for a single window.
-    at = layout.starts.searchsorted(starts, side="right") - 1
-    counts = layout.starts.searchsorted(starts + (length - 1), side="right") - at
-    at = (at - counts.cumsum() + counts).repeat(counts)
-    at += np.arange(len(at))  # at, at + 1, ... of each window
-    window_starts, sequence_starts = starts.repeat(counts), layout.starts[at]
-    begins = np.maximum(sequence_starts, window_starts)
-    ends = np.minimum(layout.starts[at + 1], window_starts + length)
-    return _Pieces(layout.sequences[at], begins - sequence_starts, ends - begins)
 
 
 _NUM_KEPT = 2  # reading ahead crosses the end of an epoch

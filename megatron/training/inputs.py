@@ -348,7 +348,7 @@ class RunBatches:
         for source in (self.sources.valid, self.sources.test):
             lines += source.describe(self.data.config.training.eval_iters * self.plan.final_global_batch_size) if source else []
         components = [each for data in datasets if data is not None for each in data.components]
-        unmarked = [each for each in components if each.marks is None]
+        unmarked = [each for each in components if each.marks is None and not self.data.config.data.whole_documents]
         told = (missing_ends(each.dataset, each.documents, self.data.maker.rules) for each in unmarked)
         return lines + list(dict.fromkeys(f"WARNING: {text}" for text in told if text is not None))
 

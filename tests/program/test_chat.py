@@ -12,8 +12,10 @@ import torch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loss_mask import LEARNED, loss_mask_prefix, open_loss_mask
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.verification.reference.model import Batch
+from megatron.verification.reference.model import Batch, token_losses
+from megatron.verification.reference.shape import ReferenceShape, Weights
 from tests.support.chats import CHATS, MARKED, PLAIN, write_chats, write_tokenizer
 from tests.support.cli import spawn_cli
 from tests.support.corpora import documents, files_of
@@ -189,6 +191,49 @@ def test_runs_learn_the_answers_alone(folder: Path, tmp_path: Path) -> None:
     for number, (world_size, layout) in enumerate(layouts):
         metrics = tmp_path / f"metrics-{number}"
         run(arguments(**flags, **layout, train_iters=STEPS, metrics_file=metrics), world_size)
+        steps = read_metrics(metrics)
+        problems = number_differences("losses", [line["lm_loss"] for line in steps], wanted.losses, 1e-10)
+        problems += number_differences("norms", [line["grad_norm"] for line in steps], wanted.grad_norms, 1e-10)
+        assert not problems, f"{layout}: " + "\n".join(problems)
+
+
+def _conversations_alone(shape: ReferenceShape, weights: Weights, batch: Any) -> torch.Tensor:
+    """The mean loss of learned tokens, each conversation read by itself, with nothing before it."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for tokens, learned in batch:
+        losses = token_losses(shape, weights, tokens[None, :-1], tokens[None, 1:])[0]
+        total, count = total + losses[learned[1:]].sum(), count + int(learned[1:].sum())
+    return total / count
+
+
+def test_whole_conversations_train_as_if_each_were_alone(folder: Path, tmp_path: Path) -> None:
+    """Of one sample several: nothing in it depends on the others, at every layout."""
+    prefix, length = str(folder / PREFIX), 96
+    flags = {**_flags(folder), "whole_documents": True, "reset_attention_mask": True, "reset_position_ids": True}
+    flags |= {"seq_length": length, "max_position_embeddings": length}
+    vocabulary = HuggingFaceTokenizer(folder / "tokenizer" / "tokenizer.json").vocab_size
+    run(arguments(**flags, train_iters=1, iterations_to_skip=(1,), save=tmp_path))
+    dataset, size = IndexedDataset(prefix), TINY["global_batch_size"]
+    settings: dict[str, Any] = {"split": 0, "seed": SEED, "seq_length": length, "vocab_size": vocabulary, "eod": 0}
+    samples, marks = PackedDataset(dataset, range(dataset.num_documents), **settings), open_loss_mask(dataset)
+    batches: list[Any] = []
+    for step in range(STEPS):
+        pieces = [piece for number in range(step * size, (step + 1) * size) for piece in samples.lineage(number)]
+        assert len(pieces) > size and all(piece.first_token == 0 for piece in pieces), "several in a sample, all of them whole"
+        taken = [(dataset.document(piece.document), marks.document(piece.document) & LEARNED > 0) for piece in pieces]
+        batches.append([(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(learned)) for ids, learned in taken])
+    rates = [TINY["lr"] * (1 - step / STEPS) for step in range(STEPS)]
+    shape = gpt2_like(vocab=vocabulary, ffn=128, seq=length)
+    start = saved_tensors(tmp_path, 1)
+    wanted = train(shape, start, batches, loss=_conversations_alone, lr=rates, weight_decay=0.1, clip=0.5)
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"context_parallel_size": 2, "micro_batch_size": 1}),
+    ]
+    for number, (world_size, layout) in enumerate(layouts):
+        metrics = tmp_path / f"metrics-{number}"
+        run(arguments(**{**flags, **layout}, train_iters=STEPS, metrics_file=metrics), world_size)
         steps = read_metrics(metrics)
         problems = number_differences("losses", [line["lm_loss"] for line in steps], wanted.losses, 1e-10)
         problems += number_differences("norms", [line["grad_norm"] for line in steps], wanted.grad_norms, 1e-10)

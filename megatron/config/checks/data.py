@@ -48,6 +48,20 @@ def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
+@rule("whole_documents", "data_order", reads=("mock_data",))
+def whole_documents_have_one_order(config: Config, world_size: int) -> Iterator[Finding]:
+    """Megatron-LM's order is one of windows over documents laid end to end; samples of made-up tokens have no documents."""
+    data = config.data
+    if data.whole_documents and data.data_order != "epoch":
+        yield Finding("--whole-documents cannot be used with --data-order megatron.", [change(data_order="epoch")])
+    elif data.whole_documents and data.mock_data:
+        yield Finding(
+            "--whole-documents cannot be used with --mock-data.",
+            [change(whole_documents=False)],
+            fields=("whole_documents", "mock_data"),
+        )
+
+
 @rule(reads=("data_path", *SPLIT_FIELDS))
 def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
     """The words of a data path are prefixes, or weights and prefixes in turn."""

@@ -1114,6 +1114,21 @@ CASES: list[Case] = [
         ["--spike-policy skip", "--data-order epoch"],
     ),
     ("--hang-warn-s 0 --hang-kill-s 60", 1, {"--hang-kill-s"}, ["with a --hang-warn-s other than 0"], []),
+    ("--whole-documents", 1, {"--whole-documents"}, ["--reset-attention-mask"], ["--reset-attention-mask"]),
+    (
+        "--whole-documents --reset-attention-mask",
+        1,
+        {"--whole-documents", "--mock-data"},
+        ["have no documents"],
+        ["--no-whole-documents"],
+    ),
+    (
+        "--no-mock-data --data-path x --whole-documents --reset-attention-mask --data-order megatron",
+        1,
+        {"--whole-documents", "--data-order"},
+        ["windows"],
+        ["--data-order epoch"],
+    ),
     ("--lora-alpha 8", 1, {"--lora-alpha"}, ["--lora-rank"], []),
     ("--lora-targets mlp.up", 1, {"--lora-targets"}, ["--lora-rank"], []),
 ]
