@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         const="",
         metavar="FILE",
         help="write conversations by the chat template of the HuggingFaceTokenizer's folder, or of FILE (jinja, run in a sandbox), "
-        "and a loss mask PREFIX_<key>_document_loss_mask beside the dataset",
+        "or chatml by its name, and a loss mask PREFIX_<key>_document_loss_mask beside the dataset",
     )
     flags.add_argument(
         "--chat-date", type=_date, metavar="DAY", help="the day (2026-01-31) that a template writes which asks for today's"
@@ -213,7 +213,7 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
-    from megatron.data.preprocess.chat import ChatTemplate
+    from megatron.data.preprocess.chat import ChatTemplate, told_of_named
     from megatron.data.preprocess.engines import Engine
     from megatron.data.preprocess.job import preprocess
     from megatron.data.preprocess.shard_work import PreprocessJob
@@ -224,6 +224,8 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
     if given.chat_template is not None:
         folder = required_tokenizer_json(config.tokenizer_model, config.tokenizer_type or "")
         chat = ChatTemplate.read(folder, given.chat_template or None, given.chat_date)
+        for line in told_of_named(chat, folder):
+            screen.note(line)
     summary = preprocess(
         given.input,
         given.output_prefix,

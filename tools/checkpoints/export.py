@@ -53,10 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT", type=local_folder, help="the folder to write; must not exist, or be empty")
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
     parser.add_argument("--ema", action="store_true", help="take the moving average of the weights (of a run with --ema-decay)")
-    parser.add_argument("--format", choices=("huggingface", "onnx"), default="huggingface", help="what to write (huggingface)")
+    parser.add_argument(
+        "--format",
+        choices=("huggingface", "onnx", "peft"),
+        default="huggingface",
+        help="what to write (huggingface); peft: the adapters of a run with --lora-rank alone",
+    )
     parser.add_argument("--family", choices=FAMILIES, help="architecture to write (the first that has all parts of the model)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (that of the source)")
     parser.add_argument("--max-shard-size", type=_bytes, metavar="SIZE", help="of one file, such as 500MB (5GB)")
+    parser.add_argument("--peft-base", metavar="NAME", help="with --format peft, name or folder of the adapters' model")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -75,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
     given = {"family": args.family, "dtype": args.dtype, "max-shard-size": args.max_shard_size, "license": args.license}
     if args.format == "onnx" and (odd := [name for name, value in given.items() if value is not None]):
         raise ValueError(f"--{odd[0]} has no effect with --format onnx, which writes one file in float32: leave it out")
+    odd = [name for name in ("max-shard-size", "license") if given[name] is not None]
+    if args.format == "peft" and (odd or args.verify):
+        raise ValueError(f"--{odd[0] if odd else 'verify'} has no effect with --format peft, which writes adapters: leave it out")
+    if args.format != "peft" and args.peft_base is not None:
+        raise ValueError(f"--peft-base {args.peft_base} acts only with --format peft: leave it out, or add that")
     import torch
 
     from megatron.checkpoint.as_used import as_used
@@ -87,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 
     trained = open_source(args.source, args.step, average=args.ema)
+    if args.format == "peft":
+        return _export_adapters(trained, args)
     source = trained if args.format == "onnx" else folded(as_used(trained))
     tokenizer = chosen_tokenizer(args, source)
     tokens = SpecialTokens()
@@ -160,6 +173,23 @@ def _onnx(source: WeightSource, args: argparse.Namespace, write_tokenizer: Calla
     print(written.checked)
     code = f"import onnxruntime as o; print(o.InferenceSession({str(place)!r}).run(None, {{{TOKENS!r}: [[1, 2, 3]]}})[0].shape)"
     print(f"next:\n  onnxruntime:  python -c {shlex.quote(code)}")
+    return 0
+
+
+def _export_adapters(source: WeightSource, args: argparse.Namespace) -> int:
+    """Export adapters alone and say what was written."""
+    import torch
+
+    from tools.checkpoints.peft_writer import export_adapters
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    written = export_adapters(source, args.output, base=args.peft_base, family=args.family, dtype=dtype)
+    print(
+        f"wrote {written.folder}: adapters of {written.num_parameters:,} parameters for a {written.family} model, beside "
+        f"{', '.join(written.targets)}"
+    )
+    base = args.peft_base or "BASE"
+    print(f'open it with peft: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{written.folder}")')
     return 0
 
 

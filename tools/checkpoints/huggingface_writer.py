@@ -163,7 +163,8 @@ def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torc
     yield from their_tensors(layouts, lambda name: source.read(name).to(layouts[name].stored_as(dtype)))
 
 
-def _write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+def write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write one file of these entries, whose tensors the stream gives in their order."""
     with open_storage(path.parent).create(path.name) as file:  # brings it to the disk while it is written
         file.write(header_bytes(entries, metadata={"format": "pt"}))  # transformers reads no file without it
         for entry in entries:
@@ -189,7 +190,7 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Itera
     names = [f"{stem}-{n:05d}-of-{len(shards):05d}.{suffix}" for n in range(1, len(shards) + 1)] if len(shards) > 1 else [SINGLE]
     for name, entries in zip(names, shards, strict=True):
         try:
-            _write_shard(folder / name, entries, tensors)
+            write_shard(folder / name, entries, tensors)
         except OSError as error:
             if error.errno is None:
                 raise  # not from the system

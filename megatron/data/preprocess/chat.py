@@ -36,8 +36,18 @@ Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 
+NAMED = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+}
+"""Templates that --chat-template knows by name, for tokenizers that have none; with their answers marked."""
 _FILE = "chat_template.jinja"
 _ANSWER = "assistant"
+_IM = ("<|im_start|>", "<|im_end|>")
 _OPEN, _CLOSE = "\0\ue000(\ue000\0", "\0\ue000)\ue000\0"
 """Around what a template generates. No message may have them."""
 
@@ -60,7 +70,7 @@ class ChatTemplate:
 
         Args:
             tokenizer: tokenizer.json; the template and the special tokens are in the files beside it.
-            file: of another template, in jinja.
+            file: of another template, in jinja; or the name of one in `NAMED`.
 
         Raises:
             ValueError: there is none, or a file is not what it should be.
@@ -73,6 +83,8 @@ class ChatTemplate:
                 settings |= found if isinstance(found, dict) else {}
         given = ((name, _content(settings[name])) for name in sorted(settings) if name.endswith("_token"))
         tokens = tuple((name, value) for name, value in given if value is not None)
+        if file in NAMED and not Path(file).is_file():
+            return cls(NAMED[file], f"--chat-template {file}", tokens, date)
         path = Path(file) if file is not None else tokenizer.parent / _FILE
         if file is not None or path.is_file():
             try:
@@ -85,9 +97,19 @@ class ChatTemplate:
         if not isinstance(template, str):
             raise ValueError(
                 f"--chat-template: {tokenizer.parent} has none: neither {_FILE} nor chat_template in tokenizer_config.json.\n"
-                "  Give the file of one: --chat-template FILE."
+                f"  Give the file of one: --chat-template FILE; or take one by name: --chat-template {next(iter(NAMED))}."
             )
         return cls(template, str(tokenizer.parent / "tokenizer_config.json"), tokens, date)
+
+
+def told_of_named(template: ChatTemplate, tokenizer: Path) -> Iterator[str]:
+    """Notes on a template taken by name: what the tokenizer lacks for it, and how the two stay together."""
+    if template.text not in NAMED.values():
+        return
+    known = {token["content"] for token in read_tokenizer_json(tokenizer).added}
+    if lacking := [token for token in _IM if token not in known]:
+        yield f"the tokenizer has no token {' and '.join(lacking)}: they are read as text, several tokens each"
+    yield f"for those who use the model: this template is not in {tokenizer.parent}; write it there as {_FILE}"
 
 
 def _content(token: object) -> str | None:
@@ -116,7 +138,8 @@ class ChatEncoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = read_tokenizer_json(tokenizer).added
-        self._special = [token["content"] for token in added if token.get("special")] + [_OPEN, _CLOSE]
+        special = [token["content"] for token in added if token.get("special")]
+        self._special = [*special, *(token for token in _IM if template.text == NAMED["chatml"]), _OPEN, _CLOSE]
 
     def encode(self, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
         """Ids and marks of a conversation.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.loss_mask import ENDS, LEARNED, MARK_TYPE, UNMARKED, loss_mask_prefix, open_loss_mask
-from megatron.data.preprocess.chat import ChatEncoder, ChatTemplate
+from megatron.data.preprocess.chat import ChatEncoder, ChatTemplate, told_of_named
 from megatron.data.preprocess.errors import BadRecordError
 from megatron.data.samples import DocumentRules, read_microbatch
-from tests.support.chats import CHATS, MARKED, PLAIN, write_tokenizer
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
+from tests.support.chats import CHATS, MARKED, PLAIN, SPECIAL, write_tokenizer
 
 
 def encoder(folder: Path, template: str, date: str | None = None) -> ChatEncoder:
@@ -107,6 +109,23 @@ def test_where_a_template_stands(tmp_path: Path, place: str) -> None:
         return
     found = ChatTemplate.read(path, None if file is None else str(file), None)
     assert (found.text, dict(found.special_tokens)["bos_token"]) == (template, "<|endoftext|>")
+
+
+def test_chatml_is_known_by_name(tmp_path: Path) -> None:
+    """For a tokenizer without a template; answers end with the token that ends them, and the notes say what is lacking."""
+    path = write_tokenizer(tmp_path / "t", PLAIN)
+    template = ChatTemplate.read(path, "chatml", None)
+    ids, marks = ChatEncoder(template, path).encode([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}])
+    tokenizer = HuggingFaceTokenizer(path)
+    assert tokenizer.decode([*ids[marks == 0]]) + tokenizer.decode([*ids[marks > 0]]) == "user\n1 + 1\nassistant\n2\n"
+    (note,) = told_of_named(template, path)
+    assert "chat_template.jinja" in note and not [*told_of_named(ChatTemplate.read(path, None, None), path)]
+    document = json.loads(path.read_text())
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] not in SPECIAL]
+    path.write_text(json.dumps(document))
+    assert "read as text" in next(told_of_named(template, path))
+    with pytest.raises(BadRecordError, match="special token"):
+        ChatEncoder(template, path).encode([{"role": "user", "content": "<|im_end|>"}])
 
 
 # ---- marks in use
