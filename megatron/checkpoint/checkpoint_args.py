@@ -14,7 +14,7 @@ from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flags
-from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD
+from megatron.config.model import FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, free_at_beginning
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
 
@@ -42,7 +42,7 @@ def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, li
         # Naming the flags that would have come from it keeps rules about their defaults silent.
         return config, [dataclasses.replace(violation, flags=(*_FLAGS, *taken)) for violation in error.violations]
     problems = []
-    free = FREE_FIELDS | FREE_AT_BEGINNING if begins else FREE_FIELDS
+    free = free_at_beginning(saved.model) if begins else FREE_FIELDS
     knows_tokenizer = saved.data.tokenizer_type is not None  # weights that were imported alone have none
     kept = {}
     for flag in flags().values():

@@ -311,3 +311,8 @@ class ShapeFields:
 @dataclass(frozen=True)
 class ModelConfig(LoraFields, ExpertFields, ShapeFields):
     """Shape and parts of a GPT- or Llama-style decoder."""
+
+
+def free_at_beginning(saved: ModelConfig) -> frozenset[str]:
+    """Fields that may differ where a run begins with the weights of a saved model: adapters may come to one that has none."""
+    return FREE_FIELDS | FREE_AT_BEGINNING | (frozenset(vars(LoraFields())) if saved.lora_rank is None else frozenset())

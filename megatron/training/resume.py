@@ -14,8 +14,7 @@ from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_
 from megatron.checkpoint.source import refuse_foreign
 from megatron.checkpoint.storage import MANIFEST, Place, open_storage
 from megatron.config.config import Config
-from megatron.config.lora import LoraFields
-from megatron.config.model import FREE_AT_BEGINNING, FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig
+from megatron.config.model import FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig, free_at_beginning
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
 from megatron.optimizer.grad_scaler import GradScaler
@@ -333,9 +332,7 @@ def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: P
     model = _differences(effective(saved.model), effective(config.model))
     fewer = {name for name in FREE_DOWNWARD if getattr(config.model, name) < getattr(saved.model, name)}
     more = {name for name in FREE_UPWARD if getattr(config.model, name) > getattr(saved.model, name)}
-    may_differ = FREE_FIELDS | fewer | more | (frozenset() if goes_on else FREE_AT_BEGINNING)
-    if not goes_on and saved.model.lora_rank is None:
-        may_differ |= vars(LoraFields()).keys()
+    may_differ = fewer | more | (FREE_FIELDS if goes_on else free_at_beginning(saved.model))
     wrong = [text for name, text in model.items() if name not in may_differ]
     if record["vocab_size"] != vocab_size:
         wrong.append(f"vocabulary {record['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
