@@ -130,7 +130,7 @@ class DataConfig:
     """Count in the loss only tokens that the data marks as to be learned, such as the answers of a conversation: by the loss mask
     PREFIX_loss_mask of each dataset PREFIX that has one (tools/preprocess_data.py --chat-template writes it). It also says where
     documents end."""
-    whole_documents: bool = setting(False, acts=acts_with(reset_attention_mask=True))
+    whole_documents: bool = setting(False, acts=acts_with(reset_attention_mask=True, strict=True))
     """Fill each sample with whole documents, such as conversations, as many as fit; only those that are longer than a sample are
     cut. What is left of a sample does not count in the loss."""
     tokenizer_type: TokenizerType | None = setting(None, required=True)

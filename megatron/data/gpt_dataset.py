@@ -16,7 +16,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.loss_mask import MARK_TYPE
 from megatron.data.megatron_order import MegatronOrder
-from megatron.data.pieces import Pieces, TokenReader, joined, pieces_of
+from megatron.data.pieces import SequencePieces, TokenReader, joined, pieces_of
 from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.windows import PassIndex, SampleOrder, Selection
 
@@ -90,7 +90,7 @@ class GPTDataset(SampleSource):
         self._fill(found, first, lambda pieces: joined(marks, pieces))
         return found
 
-    def _fill(self, found: NDArray[Any], first: int, read: Callable[[Pieces], NDArray[np.integer]]) -> None:
+    def _fill(self, found: NDArray[Any], first: int, read: Callable[[SequencePieces], NDArray[np.integer]]) -> None:
         """Fill rows with what is read of the pieces of these samples."""
         count, length = found.shape
         at_once, done = max(1, _TOKENS_AT_ONCE // length), 0

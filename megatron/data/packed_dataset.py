@@ -21,7 +21,7 @@ from megatron.config.data import SPLIT_NAMES
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.loss_mask import ENDS, LEARNED, MARK_TYPE
 from megatron.data.order import DOCUMENTS, WINDOWS, permutation
-from megatron.data.pieces import Pieces, TokenReader, joined, pieces_of
+from megatron.data.pieces import SequencePieces, TokenReader, joined, pieces_of
 from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.windows import Selection, lay_out
 
@@ -181,6 +181,6 @@ class PackedDataset(SampleSource):
         epoch, position = divmod(self._before + number, self.samples_per_epoch)
         return self._samples[self._epoch(epoch)[position]]
 
-    def _pieces(self, part: int) -> Pieces:
+    def _pieces(self, part: int) -> SequencePieces:
         start = self._starts[self._parts.documents[part]] + self._parts.begins[part]
         return pieces_of(self._layout, np.array([start]), int(self._parts.lengths[part]))

@@ -11,7 +11,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.windows import DocumentLayout
 
 
-class Pieces(NamedTuple):
+class SequencePieces(NamedTuple):
     """Parts of sequences that, one after another, make up windows or whole documents."""
 
     sequences: NDArray[np.integer]
@@ -20,7 +20,7 @@ class Pieces(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def joined(dataset: IndexedDataset, pieces: Pieces) -> NDArray[np.integer]:
+def joined(dataset: IndexedDataset, pieces: SequencePieces) -> NDArray[np.integer]:
     """What a dataset has in these pieces, one after another."""
     dataset.check_whole()
     width, data = dataset.dtype.itemsize, dataset.data
@@ -32,7 +32,7 @@ def joined(dataset: IndexedDataset, pieces: Pieces) -> NDArray[np.integer]:
     )
 
 
-def pieces_of(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> Pieces:
+def pieces_of(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> SequencePieces:
     """The pieces of windows of `length` tokens that start at these tokens of the layout."""
     # Methods of arrays: numpy's functions of the same names cost twice as much for a single window.
     at = layout.starts.searchsorted(starts, side="right") - 1
@@ -42,7 +42,7 @@ def pieces_of(layout: DocumentLayout, starts: NDArray[np.int64], length: int) ->
     window_starts, sequence_starts = starts.repeat(counts), layout.starts[at]
     begins = np.maximum(sequence_starts, window_starts)
     ends = np.minimum(layout.starts[at + 1], window_starts + length)
-    return Pieces(layout.sequences[at], begins - sequence_starts, ends - begins)
+    return SequencePieces(layout.sequences[at], begins - sequence_starts, ends - begins)
 
 
 class TokenReader:
@@ -57,14 +57,14 @@ class TokenReader:
         self._may_be_negative = dataset.dtype.kind == "i"
         self._may_be_beyond = self._may_be_negative or 1 << 8 * dataset.dtype.itemsize > vocab_size
 
-    def read(self, pieces: Pieces) -> NDArray[np.integer]:
+    def read(self, pieces: SequencePieces) -> NDArray[np.integer]:
         """The tokens of pieces, one after another, each a row of the vocabulary."""
         tokens = joined(self._dataset, pieces)
         if (self._may_be_beyond and tokens.max() >= self._vocab_size) or (self._may_be_negative and tokens.min() < 0):
             self._refuse(tokens, pieces)
         return tokens
 
-    def _refuse(self, tokens: NDArray[np.integer], pieces: Pieces) -> None:
+    def _refuse(self, tokens: NDArray[np.integer], pieces: SequencePieces) -> None:
         dataset, position = self._dataset, int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
         at = int(np.searchsorted(np.cumsum(pieces.counts), position, side="right"))
         raise DatasetError(

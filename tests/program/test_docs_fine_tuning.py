@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.support.runs import checkpoint, run
 from tools import checkpoint as checkpoint_tool
 from tools import generate_text, preprocess_data, verify_layout
 
-TOOLS = {
+TOOLS: dict[str, Callable[[list[str]], int]] = {
     "tools/checkpoint.py": checkpoint_tool.main,
     "tools/preprocess_data.py": preprocess_data.main,
     "tools/generate_text.py": generate_text.main,
