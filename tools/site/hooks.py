@@ -94,7 +94,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def _on_site(target: str) -> str:
     """Where a file of the repository lies on the site."""
-    return target if ROOT / target in top_pages().values() else f"{FILES}/{target}"
+    on_top = {path: name for name, path in top_pages().items()}
+    return on_top.get(ROOT / target, f"{FILES}/{target}")
 
 
 def _outside(page: str, text: str) -> Iterator[tuple[str, str]]:

@@ -36,9 +36,15 @@ def test_public_modules_can_be_imported_and_say_what_they_are() -> None:
 
 def test_links_out_of_docs_lead_to_copies() -> None:
     page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-    text = "[x](../examples/launch.sh) [y](b.md#z) [z](../CONTRIBUTING.md#style) [l](https://a.b/c) [n](../nowhere.py)"
+    text = (
+        "[x](../examples/launch.sh) [y](b.md#z) [z](../CONTRIBUTING.md#style) [l](https://a.b/c) [n](../no.py) [r](../README.md#t)"
+    )
     made = hooks.on_page_markdown(text, page, None, None)  # type: ignore[arg-type]
-    assert made == "[x](files/examples/launch.sh) [y](b.md#z) [z](CONTRIBUTING.md#style) [l](https://a.b/c) [n](../nowhere.py)"
+    assert (
+        made
+        == "[x](files/examples/launch.sh) [y](b.md#z) [z](CONTRIBUTING.md#style) [l](https://a.b/c) [n](../nowhere.py)"
+        + " [r](index.md#train)"
+    )
     page.file.src_uri = "index.md"  # README.md, whose links to docs/ are taken as they lie there
     made = hooks.on_page_markdown("[a](tour.md) [b](LICENSE)", page, None, None)  # type: ignore[arg-type]
     assert made == "[a](tour.md) [b](files/LICENSE)"
