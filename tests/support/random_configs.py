@@ -58,6 +58,8 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     settings |= draw_model(draw, tp, bool(settings.get("sequence_parallel")))
     settings |= draw_attention(draw, settings)
     settings |= draw_training(draw, dp)
+    if settings.get("data_parallel_sharding_strategy") == "optim_grads_params":
+        settings.pop("grad_reduce_in_bf16", None)
     draw_rule(draw, settings)
     if settings.get("bf16") or settings.get("fp64"):
         settings |= draw_eight_bits(draw, settings, tp)

@@ -130,8 +130,8 @@ def _draw_batch(draw: Draw, dp: int) -> dict[str, Any]:
         settings["global_batch_size"] = start + increment * number(draw, 1, 3)
         if chance(draw, 2):
             settings["rampup_batch_size"] = (start, increment, number(draw, 1, 3 * start))
-        else:  # the tokens of a sample are not known yet
-            settings["step_batch_size_schedule"] = f"0:{start} {number(draw, 1, 400)}:{settings.pop('global_batch_size')}"
+        else:  # in tokens, which are at least those of a sample, mostly
+            settings["step_batch_size_schedule"] = f"0:{start} {number(draw, 40, 400)}:{settings.pop('global_batch_size')}"
     elif not chance(draw, 8):
         settings["global_batch_size"] = unit * number(draw, 1, 6 if dp < 4 else 3)
     return settings
