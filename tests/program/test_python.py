@@ -16,12 +16,14 @@ import torch
 
 import megatron.api
 from megatron.api import Callback, ConfigError, Trainer, settings, verify_layout, write_dataset
+from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.config.cli import load
 from megatron.config.save import to_dict
 from megatron.verification.local_ranks import run_ranks
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import TINY, arguments, launch, run
+from tools import generate_text
 
 PAGE = (ROOT / "docs/python.md").read_text()
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -257,7 +259,7 @@ def test_parts_of_the_user(tmp_path: Path) -> None:
     """Train on the command line at one layout, resume at another; the dry run plans them; without the module they are refused."""
     module = tmp_path / "user_parts.py"
     module.write_text(OWN)
-    own = {"imports": module, "optimizer": "own", "activation": "own", "sgd_momentum": 0.8, "train_iters": 4}
+    own: dict[str, Any] = {"imports": module, "optimizer": "own", "activation": "own", "sgd_momentum": 0.8, "train_iters": 4}
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     run(arguments(**own, fp64=True, metrics_file=whole))
     first = {**own, "fp64": True, "save": tmp_path / "run", "metrics_file": parts}
@@ -265,6 +267,13 @@ def test_parts_of_the_user(tmp_path: Path) -> None:
     run(arguments(**first, load=tmp_path / "run", use_distributed_optimizer=True), 2)
     losses = [losses_in(file) for file in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10) and losses[0][0] != losses[0][-1]
+    flags = ["--load", str(tmp_path / "run"), "--prompt", "1 2 3", "--max-new-tokens", "2", "--dtype", "float32", "--json"]
+
+    def use() -> tuple[list[str], int]:
+        misfits = FAMILIES["gpt2"].misfits(settings(TINY, **{**own, "imports": [module]}).config.model)
+        return misfits, generate_text.main([*flags, "--imports", str(module)])
+
+    assert in_a_process(use, tmp_path) == (["--activation is own, there by default"], 0)
     said = run(arguments(**own, dry_run=True, world_size=8, tensor_model_parallel_size=2))
     assert "--optimizer own: its state is planned as its module states it" in said and "moments" in said
     (refused,) = launch(arguments(**{**own, "imports": None}), 1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
+from megatron.config.errors import ConfigError
+from megatron.config.imports import import_modules
 from megatron.config.parallel import ParallelConfig
 from tools.checkpoints.tokenizer_choice import named_tokenizer
 from tools.data.tokenizer_flags import add_tokenizer_flags
@@ -45,6 +47,13 @@ def add_computing_flags(flags: argparse.ArgumentParser) -> None:
     computing.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="processes that share the prompts (1)")
     computing.add_argument(
         "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes that share the depth (1)"
+    )
+    flags.add_argument(
+        "--imports",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="your own modules, if one has the model's activation",
     )
     add_tokenizer_flags(flags, required=False)
     flags.set_defaults(flags=flags)
@@ -106,6 +115,8 @@ def opened(
     from megatron.inference.model_from_source import model_from
     from megatron.parallel.context import connect, disconnect
 
+    if problems := list(import_modules(given.imports)):
+        raise ConfigError(problems)
     source = open_source(given.load, given.ckpt_step, average=given.ema)
     settings = named_tokenizer(given, source)
     if settings is None and needs_tokenizer:
