@@ -66,7 +66,7 @@ _WANTED = [
     *("learned_absolute", "group_query_attention", "kv_channels", "use_rope_scaling", "disable_bias_linear", "add_qkv_bias"),
     *("window_size", "window_attn_skip_freq", "no_rope_freq", "rotary_base_local", "softmax_scale", "attn_logit_softcapping"),
     *("learnable", "off-by-one", "qk_layernorm_all_heads", "add_attn_output_bias", "add_mlp_bias"),
-    *("multi_latent_attention", "q_lora_rank"),
+    *("multi_latent_attention", "q_lora_rank", "lora_rank", "lora_alpha", "lora_targets"),
     *(
         "untie_embeddings_and_output_weights",
         "rampup_batch_size",

@@ -18,7 +18,7 @@ from megatron.spec.schedules import SCHEDULES
 from tests.support.random_attention import draw_attention
 from tests.support.random_draws import Draw, chance, number, one_of
 from tests.support.random_layout import draw_context, draw_experts, draw_layout
-from tests.support.random_model import draw_model
+from tests.support.random_model import draw_model, without_adapters_beside
 from tests.support.random_training import draw_eight_bits, draw_logging, draw_rule, draw_training
 
 MAX_RANKS = 8
@@ -70,6 +70,7 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     settings |= draw_context(draw, settings, dp)
     if chance(draw, 5):
         settings |= draw_experts(draw, settings, tp, tp * dp)
+    settings = without_adapters_beside(settings)
     return settings, tp * pp * dp
 
 

@@ -46,6 +46,17 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     return settings
 
 
+_WITHOUT_ADAPTERS = ("num_experts", "mtp_num_layers", "fp8_format", "qk_clip", "decoupled_lr", "fsdp_shard_size")
+
+
+def without_adapters_beside(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without adapters, if they have some and something that these are refused beside."""
+    refused = settings.get("data_parallel_sharding_strategy") == "optim_grads_params" or settings.get("optimizer") == "muon"
+    if not refused and not any(settings.get(name) for name in _WITHOUT_ADAPTERS):
+        return settings
+    return {name: value for name, value in settings.items() if not name.startswith("lora_")}
+
+
 def _draw_attention(draw: Draw, tp: int) -> dict[str, Any]:
     """Heads and their size (`head`, which is no setting), and the hidden size."""
     heads = tp * number(draw, 1, 3)
