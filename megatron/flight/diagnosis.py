@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from megatron.flight.record import Channel, Snapshot
 
+_DOWN = "it, or the link to it, is down or very slow"
+
 
 @dataclass(frozen=True)
 class Departure:
@@ -66,7 +68,7 @@ def node_not_heard(silent_s: float, ranks: Sequence[Snapshot], living: Sequence[
         living: the ranks of all nodes.
     """
     there = sorted(one.rank for one in ranks)
-    words = f"node {ranks[0].host} ({listed(there)}) has not been heard from for {silent_s:.0f} s: it, or the link to it, is down"
+    words = f"node {ranks[0].host} ({listed(there)}) has not been heard from for {silent_s:.0f} s: {_DOWN}"
     return Departure(None, words, tuple(sorted(one.rank for one in living if one.rank not in there)))
 
 
@@ -88,7 +90,7 @@ def head_not_heard(silent_s: float, address: str, living: Sequence[Snapshot]) ->
         address: of the first node's watcher.
         living: the ranks of the node that sees it.
     """
-    words = f"the first node has not been heard from at {address} for {silent_s:.0f} s: it, or the link to it, is down"
+    words = f"the first node has not been heard from at {address} for {silent_s:.0f} s: {_DOWN}"
     return Departure(None, words, tuple(sorted(one.rank for one in living)))
 
 

@@ -45,7 +45,8 @@ STACKS = signal.SIGRTMIN + 3
 _EVERY_S = 0.5
 _ANSWER_WITHIN_S = 5.0
 _APART = 0.5
-"""Share of a stillness for which a node must not have been heard from to be told as its cause."""
+"""Share of a stillness for which a node must not have been heard from to be told as its cause; and two seconds in any case."""
+_APART_S = 4 * _EVERY_S
 _ALL_HEARD_WITHIN_S = 120.0
 _UNSEEN, _SEEN = 10.0, 3.0
 _ORDINARY = ("in a step", "reading data", "between steps")
@@ -188,7 +189,7 @@ class NodeWatcher:
         def finding() -> Departure:
             if missing:
                 return never_heard(missing, living)
-            apart = [(now - at, ranks) for at, ranks in others if now - at > _APART * stillness]
+            apart = [(now - at, ranks) for at, ranks in others if now - at > max(_APART * stillness, _APART_S)]
             apart = [(silent, ranks) for silent, ranks in apart if any(one.phase != "ended" for one in ranks)]
             return find_departed(living) if not apart else node_not_heard(*max(apart, key=lambda one: one[0]), living)
 
@@ -199,7 +200,7 @@ class NodeWatcher:
         living = [one for one in mine if one.phase != "ended"]
         if len(mine) == self._orders.ranks and living:
             stillness, silent = self._judge.look(living), link.silent_s()
-            if silent > max(_APART * self._judge.limit_s(), 2 * _EVERY_S):
+            if silent > max(_APART * self._judge.limit_s(), _APART_S):
                 self._act(stillness, lambda: head_not_heard(silent, self._orders.head or "", living))
             else:
                 self._told_at = None
