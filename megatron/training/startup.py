@@ -160,6 +160,13 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
     return built
 
 
+def _told_of_trained(model: Model) -> str:
+    """How many parameters are trained, if not all are."""
+    weights = list(model_weights(model.config, model.vocab_size))
+    trained = sum(weight.numel for weight in weights if not weight.frozen)
+    return f", of which {trained:,} are trained," if any(weight.frozen for weight in weights) else ""
+
+
 def device_peak(context: ParallelContext, model: Model) -> float | None:
     """Peak FLOP/s of this rank's device for the model's products, each in its own format, if the table has them."""
     if context.device.type != "cuda":
@@ -179,7 +186,8 @@ def describe(
     lines = [
         f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
         f"{topology}" + (", sequence parallel" if model.sequence_parallel else ""),
-        f"model of {num_parameters:,} parameters in {dtype_name(model.dtype)}, residual stream {dtype_name(kept)}, "
+        f"model of {num_parameters:,} parameters{_told_of_trained(model)} in {dtype_name(model.dtype)}, "
+        f"residual stream {dtype_name(kept)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
