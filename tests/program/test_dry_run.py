@@ -328,10 +328,6 @@ def test_under_a_launcher_one_rank_speaks() -> None:
         ({"world_size": 10_000_000}, "--world-size 10000000: --world-size takes a whole number from 1 to 1,048,576"),
         ({"world_size": 0}, "--world-size takes a whole number"),
         ({"world_size": 3, "tensor_model_parallel_size": 2}, "The world size 3 does not divide by TP x CP x PP"),
-        (
-            {"vocab_size": None, "tokenizer_type": "GPT2BPETokenizer", "vocab_file": "/nowhere/v", "merge_file": "/nowhere/m"},
-            "/nowhere/v",
-        ),
         ({"global_batch_size": 2_000_000, "micro_batch_size": 1}, "2,000,000 microbatches through 1 chunk"),
     ],
 )

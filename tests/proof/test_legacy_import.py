@@ -144,7 +144,8 @@ def test_only_padding_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("setting", ["qk_l2_norm", "head_wise_attn_gate"])
 def test_what_changes_the_model_and_has_no_weights_is_refused(tmp_path: Path, setting: str) -> None:
     shape = STYLES["gpt2"]
-    write_legacy(tmp_path, shape, weights_of(shape), LegacyLayout(), **{setting: True})
+    changed: dict[str, Any] = {setting: True}
+    write_legacy(tmp_path, shape, weights_of(shape), LegacyLayout(), **changed)
     with pytest.raises(CheckpointError, match=f"cannot be built here: {setting} = True"):
         LegacyCheckpoint(tmp_path)
 
