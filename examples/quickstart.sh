@@ -138,7 +138,8 @@ python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt "$
 
 say "Done"
 python tools/report.py "$run/checkpoints" --expect-lower-loss
-echo "Everything is in $folder: the numbers in run/metrics.jsonl, the checkpoints in run/checkpoints, the sample in run/sample.txt."
+echo "Everything is in $folder: the curves in run/checkpoints/loss.png, the checkpoints beside it, the numbers in run/metrics.jsonl,"
+echo "the sample in run/sample.txt."
 
 # Commands that can be pasted into any shell, in any folder. The settings are in a file, so that they are short.
 quote() { printf '%q ' "$@" | sed 's/ $//'; }

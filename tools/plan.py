@@ -124,8 +124,13 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
         shown = [(f"{number}: {_short(one)}", one.time) for number, one in enumerate(outcome.found[: own.rows], 1)]
         draw_layouts(shown, cluster.memory_gb, Path(own.output))
     if own.write_script is not None:
-        _write_script(Path(own.write_script), words, _flags(best, config), best, own.gpus, cluster)
+        judged = [*words, *({PRECISION} & {*_missing(words)})]
+        _write_script(Path(own.write_script), judged, _flags(best, config), best, own.gpus, cluster)
     return 0
+
+
+PRECISION = "--bf16"
+"""Taken where none is given. What the layout was judged by, so a script has it too."""
 
 
 def _missing(words: Sequence[str]) -> list[str]:
@@ -138,7 +143,7 @@ def _missing(words: Sequence[str]) -> list[str]:
         ("--train-iters", ["10"], ("--train-samples", "--train-tokens")),
         ("--lr", ["1e-4"], ()),
         ("--micro-batch-size", ["1"], ()),
-        ("--bf16", [], ("--fp16", "--fp32", "--fp64")),
+        (PRECISION, [], ("--fp16", "--fp32", "--fp64")),
         ("--device", ["cuda"], ()),
     ):
         if not {flag, *others} & {word.partition("=")[0].replace("_", "-") for word in words}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from megatron.checkpoint.source import StoredCheckpoint, WeightSource
 from megatron.config.config import Config
 from megatron.config.precision import PrecisionConfig
 from megatron.config.version import DISTRIBUTION
+from megatron.metrics.history import read_history
 from megatron.parallel.topology import Topology
 from megatron.training.progress import Progress
 from tools.checkpoints.text import size
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 UNKNOWN = "unknown"
 """What stands in the licence field until somebody names a licence."""
 _LOSSES = ("lm_loss", "validation_loss", "test_loss")
-"""Numbers of a metrics file that the card tells."""
+"""Numbers of the run's record that the card tells."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Trained:
     ranks: str
     versions: Mapping[str, str]
     losses: Mapping[str, tuple[int, float]]
-    """The last of each kind up to that iteration, with its iteration; from the run's metrics file, if it is there."""
+    """The last of each kind up to that iteration, with its iteration; from the run's record, if it is there."""
 
     @classmethod
     def of(cls, source: WeightSource) -> Trained | None:
@@ -80,25 +80,20 @@ class Trained:
             config,
             str(ranks).removesuffix(" x data 1"),
             source.config.get("versions", {}),
-            _losses(source, config, progress.iteration),
+            _losses(Path(source.name).parent, progress.iteration),
         )
 
 
-def _losses(source: StoredCheckpoint, config: Config, iteration: int) -> dict[str, tuple[int, float]]:
-    """The last loss of each kind in the run's metrics file that is not of a later iteration."""
-    named = config.logging.metrics_file
+def _losses(folder: Path, iteration: int) -> dict[str, tuple[int, float]]:
+    """The last loss of each kind in the record of the run in a folder that is not of a later iteration."""
+    try:
+        history = read_history(folder)
+    except ValueError:
+        return {}
     found: dict[str, tuple[int, float]] = {}
-    for path in (*([] if named is None else [Path(named)]), Path(source.name).parent / "metrics.jsonl"):
-        if not path.is_file():
-            continue
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-                at = int(record["iteration"])
-            except (ValueError, KeyError, TypeError):
-                continue  # the line that a run was killed in
-            found |= {name: (at, record[name]) for name in _LOSSES if at <= iteration and isinstance(record.get(name), float)}
-        break
+    for line in (*history.logs, *history.evaluations):
+        at = line["iteration"]
+        found |= {name: (at, line[name]) for name in _LOSSES if at <= iteration and isinstance(line.get(name), float)}
     return found
 
 
@@ -154,7 +149,7 @@ def _of_the_run(trained: Trained) -> Iterator[str]:
         losses = [(names[name], f"{loss:.4f}", f"{at:,}") for name, (at, loss) in trained.losses.items()]
         yield _table(("loss (nats a token)", "value", "iteration"), losses)
     else:
-        yield "Not known here: the run's metrics file (--metrics-file) was not found. `tools/evaluate.py` measures it.\n"
+        yield "Not known here: the run's record (history.jsonl) was not found. `tools/evaluate.py` measures it.\n"
 
 
 def _settings(trained: Trained) -> Iterator[tuple[str, str]]:

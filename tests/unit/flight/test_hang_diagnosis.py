@@ -181,7 +181,7 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
                     record.wait(True)
                 records.append(record)
                 head = f"127.0.0.1:{port}" if node else None
-                orders = Orders(str(folder), 1, 2, 0.3, None, "secret", head, str(tmp_path / f"kept{node}"))
+                orders = Orders(str(folder), 1, 2, 1.0, None, "secret", head, str(tmp_path / f"kept{node}"))
                 watchers.append(
                     subprocess.Popen(
                         [sys.executable, "-P", "-m", "megatron.flight.watcher"],
