@@ -73,8 +73,8 @@ def refused(words: list[str], *parts: str, world_size: str | None = None) -> str
             ["exclude each other", "--pipeline-schedule zb-v does not go with 1 virtual stage"],
         ),
         (
-            "--swiglu --squared-relu --fsdp-shard-size 2 --num-query-groups 5 --min-lr 1 --weight-decay-incr-style cosine",
-            ["5 problems", "--swiglu", "--fsdp-shard-size 2", "--num-query-groups 5", "--min-lr 1", "--start-weight-decay"],
+            "--swiglu --squared-relu --fsdp-shard-size 2 --min-lr 1 --weight-decay-incr-style cosine",
+            ["4 problems", "--swiglu", "--fsdp-shard-size 2", "--min-lr 1", "--start-weight-decay"],
         ),
     ],
 )

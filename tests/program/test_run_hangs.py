@@ -193,7 +193,7 @@ def _pauses(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
         if rank == culprit:
             _at_phase("in a step", iteration, lambda: next(stops, lambda: None)())
 
-    ended = launch(arguments(**flags, train_iters=iteration + 200, log_interval=100, hang_warn_s=0.6), ranks, before=before)
+    ended = launch(arguments(**flags, train_iters=iteration + 60, log_interval=100, hang_warn_s=0.6), ranks, before=before)
     assert [end.code for end in ended] == [0] * ranks, report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
     assert f". rank {culprit} (node " in lines[0] and FAULTS["stopped"].says in lines[0], lines

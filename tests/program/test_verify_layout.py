@@ -57,7 +57,7 @@ def test_help_needs_neither_torch_nor_numpy() -> None:
 
 def test_own_flags_are_none_of_the_run() -> None:
     own = {line.split()[0].lstrip("-") for line in HELP.splitlines() if line.startswith("  --")} - {"help"}
-    assert own == {"world-size", "steps", "max-ranks", "quick", "json", "trace"} and not own & set(flags())
+    assert own == {"world-size", "steps", "max-ranks", "quick", "json", "trace", "reference"} and not own & set(flags())
 
 
 def test_own_flags_are_parted_from_those_of_the_run() -> None:
