@@ -1,4 +1,4 @@
-"""From a model to a job: the first commands of docs/planning.md, run as they are written, with their files in a folder of the test."""
+"""From a model to a job: the first commands of docs/planning.md, run as they are written; their files are in the test's folder."""
 
 from __future__ import annotations
 

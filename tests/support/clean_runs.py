@@ -4,23 +4,26 @@
     python -m tests.support.clean_runs --pairs 20
 
 The first makes one run after the other, over layouts, with saves and evaluations. The second makes pairs of the same run, watched
-and not, in turn, and compares the seconds of processor time of their ranks: they are less noisy than the clock's.
+and not, in turn, and compares the processor time that their ranks take for a step: it is less noisy than the clock's.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron.training.loop import Loop
 from tests.support.kills import LAYOUTS, STAGES, TENSOR
 from tests.support.runs import arguments, launch, report
+
+_STEPS, _WARM_UP = 60, 10
 
 
 def clean(minutes: float, warn_s: float) -> None:
@@ -43,15 +46,29 @@ def clean(minutes: float, warn_s: float) -> None:
 
 
 def overhead(pairs: int) -> None:
-    """Print the processor time of watched runs over that of the same runs unwatched."""
+    """Print the processor time of a step of watched runs over that of the same runs unwatched, by the median step of each rank."""
 
     def seconds(warn_s: float) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        size = {"hidden_size": 256, "seq_length": 128, "num_layers": 4, "vocab_size": 1000}
-        ended = launch(arguments(**TENSOR, **STAGES, **size, train_iters=40, log_interval=20, hang_warn_s=warn_s), 4, timeout=600)
-        assert all(end.code == 0 for end in ended), report(ended)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        with tempfile.TemporaryDirectory(prefix="steps-") as name:
+
+            def before(rank: int) -> None:
+                advance, took = Loop.advance, list[float]()
+
+                def timed(loop: Loop, *args: Any) -> Any:
+                    began = time.process_time()
+                    result = advance(loop, *args)
+                    took.append(time.process_time() - began)
+                    if len(took) == _STEPS:
+                        (Path(name) / str(rank)).write_text(str(statistics.median(took[_WARM_UP:])))
+                    return result
+
+                Loop.advance = timed  # type: ignore[assignment, method-assign]
+
+            size = {"hidden_size": 256, "seq_length": 128, "num_layers": 4, "vocab_size": 1000}
+            argv = arguments(**TENSOR, **STAGES, **size, train_iters=_STEPS, log_interval=_STEPS, hang_warn_s=warn_s)
+            ended = launch(argv, 4, before=before, timeout=600)
+            assert all(end.code == 0 for end in ended), report(ended)
+            return sum(float((Path(name) / str(rank)).read_text()) for rank in range(4))
 
     found = []
     for number in range(pairs):
@@ -59,7 +76,7 @@ def overhead(pairs: int) -> None:
         second = seconds(30.0 * (1 - number % 2))
         watched, plain = (first, second) if number % 2 else (second, first)
         found.append(watched / plain - 1)
-        print(f"pair {number + 1}: {plain:.2f} s, watched {watched:.2f} s: {found[-1]:+.2%}", flush=True)
+        print(f"pair {number + 1}: {1000 * plain:.2f} ms, watched {1000 * watched:.2f} ms: {found[-1]:+.2%}", flush=True)
     low, middle, high = statistics.quantiles(found, n=4)
     print(f"median {middle:+.2%} of {pairs} pairs; half of them between {low:+.2%} and {high:+.2%}")
 
