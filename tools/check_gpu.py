@@ -1,55 +1,60 @@
-"""What must be true on this machine's GPU, in order of value, in at most 15 minutes.
+"""Check this machine's GPU in a few minutes: limits, kernels against float64, speed beside plain torch, memory, and whole runs.
 
-    python tools/check_gpu.py                          a table, with pass, fail and a figure for each check
-    python tools/check_gpu.py --json gpu.json          and the same for programs
-    python tools/check_gpu.py --device cpu             the same table with small models; what needs a GPU says so
+    python tools/check_gpu.py --minutes 8 --json gpu.json      run the checks in order of value, as many as fit
+    python tools/check_gpu.py --resume gpu.json                run those that are left, and add them to the file
+    python tools/check_gpu.py --device cpu                     the same with small models; what needs a GPU says so
     python tools/check_gpu.py --table gpu.json --write-docs docs/gpu.md
 
-Each check runs in a process of its own with a time limit: one that fails, hangs or takes all memory ends alone.
+docs/gpu.md explains the output. The file is complete after every check. The last 100 lines that are printed have everything
+important.
 
-Exit status: 0 nothing failed; 1 a check failed; 2 the command line is wrong, or there is no such device.
+Exit status: 0 no check failed; 1 one failed; 2 the command line or a file is wrong, or there is no such device; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
 from tools.gpu.checks import CHECKS, Check
-from tools.gpu.isolated import Ended, run
-from tools.gpu.table import line, markdown, summary, write_docs
+from tools.gpu.report import BAD, markdown, progress_line, summary, write_docs
+from tools.gpu.session import Interrupted, blank, run_checks
 from tools.parser import ToolParser
 
 PROGRAM = "check_gpu.py"
-_RESULT = "result: "
 _LOOK = (
-    "import json, torch; there = torch.cuda.is_available(); "
-    "print(json.dumps({'torch': torch.__version__, 'gpus': torch.cuda.device_count() if there else 0, "
-    "'name': torch.cuda.get_device_name(0) if there else None}))"
+    "import json, torch; cuda = torch.cuda.is_available(); "
+    "print(json.dumps({'torch': torch.__version__, 'gpus': torch.cuda.device_count() if cuda else 0, "
+    "'name': torch.cuda.get_device_name(0) if cuda else None}))"
 )
-BAD = ("fail", "too slow", "crash")
+_INTERRUPTED_STATUS = 130
+_CACHE = "megatron-check-gpu-compiler-cache"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the parser of the command line."""
     flags = ToolParser(description=__doc__, prog=PROGRAM)
     flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (cuda)")
-    flags.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    flags.add_argument("--only", type=_checks, metavar="A,B,...", help="only these checks")
     flags.add_argument("--minutes", type=_minutes, default=15.0, metavar="N", help="time for all checks together (15)")
-    flags.add_argument("--list", action="store_true", help="say what each check proves, and run nothing")
-    flags.add_argument("--table", type=Path, metavar="FILE", help="run nothing: take the results that --json wrote")
-    flags.add_argument("--write-docs", type=Path, metavar="PAGE", help="put the results into a page, as docs/gpu.md")
+    flags.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, after every check")
+    flags.add_argument(
+        "--resume", type=Path, metavar="FILE", help="take the results of FILE and run what is left; implies --json FILE"
+    )
+    flags.add_argument("--only", type=_checks, metavar="A,B,...", help="run these checks only")
+    flags.add_argument("--list", action="store_true", help="print each check, its estimated time and what it proves; run nothing")
+    flags.add_argument("--table", type=Path, metavar="FILE", help="run nothing: print the results of FILE as tables")
+    flags.add_argument("--write-docs", type=Path, metavar="PAGE", help="put the tables into a page, as docs/gpu.md has them")
     return flags
 
 
@@ -57,95 +62,151 @@ def _checks(text: str) -> list[Check]:
     known = {check.name: check for check in CHECKS}
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"no check is called {', '.join(unknown)}; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"no check has the name {unknown[0]!r}; `--list` shows all names")
     if not names:
-        raise argparse.ArgumentTypeError("names no check; --list tells what there is")
+        raise argparse.ArgumentTypeError("names no check; `--list` shows all names")
     return [check for check in CHECKS if check.name in names]
 
 
 def _minutes(text: str) -> float:
     try:
-        number = float(text)
+        minutes = float(text)
     except ValueError:
-        number = 0.0
-    if not 0.0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time above 0")
-    return number
+        minutes = 0.0
+    if not 0.0 < minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0, not {text!r}")
+    return minutes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks; returns the exit status."""
-    flags = parser()
-    given = flags.parse_args(arguments)
-    checks = given.only or list(CHECKS)
-    if given.list:
-        print("\n".join(f"{check.name:24} {check.proves}{' (needs CUDA)' if check.needs_cuda else ''}" for check in checks))
+    """Run the program; returns the exit status."""
+    args = parser().parse_args(arguments)
+    checks = args.only or list(CHECKS)
+    if args.list:
+        for check in checks:
+            needs = ", needs CUDA" if check.needs_cuda else ""
+            print(f"{check.name:24} {check.estimate(args.device):4.0f} s  {check.proves}{needs}")
         return 0
+    status = 0
     try:
-        report = json.loads(given.table.read_text()) if given.table else made(checks, given.device, given.minutes)
-        if given.table:
+        if args.table:
+            report = read_report(args.table)
             print(markdown(report))
-        if given.json:
-            given.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-        if given.write_docs:
-            write_docs(given.write_docs, report)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"{given.table} is not what --json writes: {error!r}" if isinstance(error, KeyError | TypeError) else str(error)
-        print(f"{PROGRAM}: {what}", file=sys.stderr)
+        else:
+            report, was_interrupted = run_session(args, checks)
+            status = _INTERRUPTED_STATUS if was_interrupted else 0
+        if args.write_docs:
+            write_docs(args.write_docs, report)
+    except (OSError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    return 1 if any(one["state"] in BAD for one in report["checks"]) else 0
+    return status or int(any(result["state"] in BAD for result in report["checks"]))
 
 
-def made(checks: list[Check], device: str, minutes: float) -> dict[str, Any]:
-    """Run the checks and tell of each when it has ended.
+def run_session(args: argparse.Namespace, checks: list[Check]) -> tuple[dict[str, Any], bool]:
+    """Run the checks within the time and write the file after each; returns the report and whether a signal came.
+
+    Raises:
+        ValueError: there is no such device, or the file to resume is not of this device and torch.
+    """
+    report = new_report(args.device)
+    if args.resume:
+        report = resumed_report(args.resume, report)
+    file = args.json or args.resume
+    results = {result["name"]: result for result in report["checks"]}
+    width = max(len(check.name) for check in checks)
+    print(f"{report['device_name']}, torch {report['torch']}: {len(checks)} checks in at most {args.minutes:g} minutes", flush=True)
+
+    def after_each(result: dict[str, Any]) -> None:
+        if file:
+            write_atomically(file, report)
+        print(progress_line(result, width), flush=True)
+
+    if file:
+        write_atomically(file, report)
+    # A second session on this machine finds what the compiler has made.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / _CACHE))
+    old_handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    was_interrupted = False
+    try:
+        run_checks(checks, results, args.device, 60 * args.minutes, after_each)
+    except Interrupted:
+        was_interrupted = True
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+    if file:
+        write_atomically(file, report)
+    print("\n".join(summary(report)), flush=True)
+    return report, was_interrupted
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def new_report(device: str) -> dict[str, Any]:
+    """Return the report of a session in which no check has run.
 
     Raises:
         ValueError: there is no such device.
     """
-    ends = time.monotonic() + 60 * minutes
-    seen = json.loads(subprocess.run([sys.executable, "-c", _LOOK], check=True, capture_output=True, text=True).stdout)
-    if device == "cuda" and not seen["gpus"]:
-        raise ValueError("torch sees no GPU here. Look at the driver and CUDA_VISIBLE_DEVICES, or give --device cpu.")
-    name = seen["name"] if device == "cuda" else "CPU"
-    print(f"{name}, torch {seen['torch']}, {len(checks)} checks in at most {minutes:g} minutes", flush=True)
-    results, width = [], max(len(check.name) for check in checks)
-    for check in checks:
-        results.append(one(check, device, ends - time.monotonic()))
-        print(line(results[-1], width), flush=True)
-    print(summary(results), flush=True)
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    return {"device": device, "device_name": name, "gpus": seen["gpus"], "torch": seen["torch"], "date": date, "checks": results}
+    done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"torch cannot be imported by {sys.executable}: {(done.stderr.splitlines() or ['no message'])[-1]}")
+    facts = json.loads(done.stdout)
+    if device == "cuda" and not facts["gpus"]:
+        raise ValueError("torch sees no GPU here. Check the driver and CUDA_VISIBLE_DEVICES, or give --device cpu.")
+    return {
+        "device": device,
+        "device_name": facts["name"] if device == "cuda" else "CPU",
+        "gpus": facts["gpus"],
+        "torch": facts["torch"],
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "checks": [blank(check) for check in CHECKS],
+    }
 
 
-def one(check: Check, device: str, left: float) -> dict[str, Any]:
-    """A check's result.
+def resumed_report(file: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """Return a new report with the results of a file.
 
-    Args:
-        left: seconds of the budget.
+    Raises:
+        ValueError: the file is of another device or torch.
     """
-    found: dict[str, Any] = {"name": check.name, "proves": check.proves, "figure": "", "seconds": 0.0, "words": ""}
-    if check.needs_cuda and device != "cuda":
-        return {**found, "state": "needs CUDA"}
-    if left <= 0:
-        return {**found, "state": "no time left"}
-    limit = min(left, check.limit * (1 if device == "cuda" else 2))
-    with tempfile.TemporaryDirectory(prefix="check_gpu_", ignore_cleanup_errors=True) as folder:
-        ended = run([sys.executable, "-m", "tools.gpu.child", check.name, device, folder], limit, Path(folder))
-    return {**found, "seconds": round(ended.seconds, 1), **verdict(ended, limit, out_of_budget=limit == left)}
+    old = read_report(file)
+    for key in ("device_name", "torch"):
+        if old[key] != new[key]:
+            raise ValueError(f"--resume {file} has results of {old[key]}, but here is {new[key]}. Give another file to --json.")
+    results = {result["name"]: result for result in old["checks"]}
+    return {**new, "date": old["date"], "checks": [results.get(result["name"], result) for result in new["checks"]]}
 
 
-def verdict(ended: Ended, limit: float, *, out_of_budget: bool) -> dict[str, str]:
-    """State, figure and words of a check that has ended."""
-    last = next((line for line in reversed(ended.out.splitlines()) if line.startswith(_RESULT)), None)
-    if ended.code == 0 and last is not None:
-        with contextlib.suppress(json.JSONDecodeError):
-            return {**json.loads(last.removeprefix(_RESULT)), "words": ""}
-    if ended.code is None:
-        state = "no time left" if out_of_budget else "too slow"
-        return {"state": state, "words": f"ended after {limit:.0f} s"}
-    lines = [line.strip() for line in ended.err.splitlines() if line.strip()]
-    memory = [line for line in lines if "out of memory" in line.lower()]
-    return {"state": "crash", "words": f"exit status {ended.code}: {(memory or lines or ['it said nothing'])[-1][:300]}"}
+def read_report(file: Path) -> dict[str, Any]:
+    """Read what --json wrote.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    try:
+        report: dict[str, Any] = json.loads(file.read_text())
+        if not all(set(blank(CHECKS[0])) <= set(result) for result in report["checks"]) or not {
+            "device",
+            "device_name",
+            "torch",
+            "date",
+        } <= set(report):
+            raise KeyError("a field is missing")
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not what --json writes: {error!r}") from error
+    return report
+
+
+def write_atomically(file: Path, report: dict[str, Any]) -> None:
+    """Replace a file by one with the report, so that a reader never finds half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    temporary.replace(file)
 
 
 if __name__ == "__main__":

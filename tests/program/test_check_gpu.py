@@ -1,49 +1,205 @@
-"""The checks for a GPU run on a CPU, say what needs CUDA, and end alone whatever happens in them."""
+"""The program that checks a GPU runs on a CPU, keeps to its time, and loses no result whatever happens."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.cli import ROOT
 from tools import check_gpu
-from tools.gpu import table
-from tools.gpu.checks import CHECKS, LAYOUTS, SCRIPTS
-from tools.gpu.isolated import Ended, run
+from tools.gpu import report, session
+from tools.gpu.checks import CHECKS, LAYOUTS, SCRIPTS, Check
+from tools.gpu.processes import MarkedProcess
 
 PAGE = (ROOT / "docs/gpu.md").read_text()
+BY_NAME = {check.name: check for check in CHECKS}
 
 
 def test_some_checks_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Products, a run that overflows, one rank of 3,072; what needs CUDA says so."""
-    file = tmp_path / "found.json"
-    only = "products,fp16-overflow,varlen,rank-3072gpu_gpt_1t"
-    assert check_gpu.main(["--device", "cpu", "--only", only, "--json", str(file)]) == 0, capsys.readouterr().out
-    report = json.loads(file.read_text())
-    states = {one["name"]: one["state"] for one in report["checks"]}
-    assert states == {"products": "pass", "varlen": "needs CUDA", "fp16-overflow": "pass", "rank-3072gpu_gpt_1t": "pass"}
-    assert all(one["figure"] for one in report["checks"] if one["state"] == "pass")
-    assert "rank 0 of 3072" in report["checks"][-1]["figure"] and report["device_name"] == "CPU" and report["torch"]
-    assert capsys.readouterr().out.count("\n") == 6, "a head, a line for each, a sum"
+    """Among them the two launch scripts whose small models need care: 64 ranks share a sequence, and a layout names all layers."""
+    file = tmp_path / "results/gpu.json"
+    names = ["weight-gradients", "varlen", "float64-windows", "rank-16nodes_long_llama_70b", "rank-256gpu_deepseek_v3"]
+    assert check_gpu.main(["--device", "cpu", "--only", ",".join(names), "--json", str(file)]) == 0, capsys.readouterr().out
+    results = {result["name"]: result for result in json.loads(file.read_text())["checks"]}
+    assert list(results) == [check.name for check in CHECKS], "the file names all checks"
+    states = {name: results[name]["state"] for name in names}
+    assert states == {name: "needs CUDA" if name == "varlen" else "pass" for name in names}
+    assert {result["state"] for name, result in results.items() if name not in names} == {"not run"}
+    assert "rank 64 of 128" in results[names[-2]]["figure"] and "of 256" in results[names[-1]]["figure"]
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"^(pass|needs CUDA) +{name} ", printed, re.MULTILINE) for name in names)
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert check_gpu.main(["--table", str(file), "--write-docs", str(page)]) == 0
-    assert "| varlen | needs CUDA |" in page.read_text() and page.read_text().startswith(PAGE.partition(table.BEGIN)[0])
+    assert "| varlen | needs CUDA |" in page.read_text() and page.read_text().startswith(PAGE.partition(report.BEGIN)[0])
 
 
-def test_what_hangs_ends_with_its_children(tmp_path: Path) -> None:
+def test_an_interrupted_session_is_resumed(tmp_path: Path) -> None:
+    """SIGTERM, which `timeout` sends, ends with a complete file and a summary."""
+    file, names = tmp_path / "gpu.json", "device,kill-resume,rank-1gpu_gpt_125m"
+    command = [sys.executable, "tools/check_gpu.py", "--device", "cpu", "--only", names]
+    process = subprocess.Popen([*command, "--json", str(file)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("pass") and " device " in line:
+            break
+    states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
+    assert states["device"] == "pass" and states["kill-resume"] in ("not run", "interrupted"), "the file is complete after each"
+    time.sleep(2.0)  # into the next check
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted: kill-resume" in printed
+    states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
+    assert [states[name] for name in names.split(",")] == ["pass", "interrupted", "not run"]
+    resumed = [*command[:-1], "device,rank-1gpu_gpt_125m", "--resume", str(file)]
+    done = subprocess.run(resumed, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^pass +rank-1gpu_gpt_125m", done.stdout, re.MULTILINE)
+    assert not re.search(r"^pass +device ", done.stdout, re.MULTILINE), "it has its result"
+    states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
+    assert [states[name] for name in names.split(",")] == ["pass", "interrupted", "pass"]
+
+
+def test_results_of_another_device_are_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gpu.json"
+    old = {**check_gpu.new_report("cpu"), "device_name": "NVIDIA H100"}
+    file.write_text(json.dumps(old))
+    assert check_gpu.main(["--device", "cpu", "--resume", str(file)]) == 2
+    assert "has results of NVIDIA H100, but here is CPU" in capsys.readouterr().err
+
+
+# ---- time
+
+
+class FakeWorker:
+    """Takes the seconds that a test says, on a clock of its own."""
+
+    def __init__(self, clock: list[float], seconds: dict[str, float]) -> None:
+        self.clock, self.seconds, self.started, self.closed = clock, seconds, 0, 0
+
+    def __call__(self, device: str, folder: Path) -> FakeWorker:
+        self.started += 1
+        return self
+
+    def run(self, check: Check, data: dict[str, Any], limit: float) -> tuple[dict[str, Any], bool]:
+        """A check of more seconds than the limit is ended, and one named crash takes the process with it."""
+        took = self.seconds[check.name]
+        self.clock[0] += min(took, limit)
+        if check.name == "crash":
+            return {"state": "crash", "message": "exit status -11"}, False
+        if took > limit:
+            return {"state": "too slow", "message": ""}, False
+        return {"state": "pass", "figure": "1", "message": "", "data": {"seen": sorted(data)}}, True
+
+    def close(self) -> None:
+        """Counts."""
+        self.closed += 1
+
+
+def _session(
+    monkeypatch: pytest.MonkeyPatch, estimates: dict[str, float], seconds: dict[str, float], budget: float
+) -> tuple[dict[str, Any], FakeWorker, float]:
+    clock = [0.0]
+    worker = FakeWorker(clock, seconds)
+    monkeypatch.setattr(session, "Worker", worker)
+    monkeypatch.setattr(session.time, "monotonic", lambda: clock[0])
+    checks = [Check(name, "", "", estimate, estimate) for name, estimate in estimates.items()]
+    results = {check.name: session.blank(check) for check in checks}
+    session.run_checks(checks, results, "cuda", budget, lambda result: None)
+    return results, worker, clock[0]
+
+
+def test_what_does_not_fit_is_left_out_and_shorter_checks_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates = {"first": 10.0, "long": 100.0, "short": 5.0}
+    results, _, clock = _session(monkeypatch, estimates, {"first": 12.0, "long": 100.0, "short": 5.0}, budget=60.0)
+    assert [result["state"] for result in results.values()] == ["pass", "no time left", "pass"]
+    assert results["long"]["message"] == "takes about 100 s, 48 s were left" and clock <= 60.0
+    assert results["short"]["data"]["seen"] == ["first"], "a check gets the data of earlier ones"
+
+
+def test_a_check_that_takes_too_long_ends_and_the_next_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates = {"hangs": 10.0, "crash": 5.0, "last": 5.0}
+    results, worker, clock = _session(monkeypatch, estimates, {"hangs": 1e9, "crash": 1.0, "last": 1.0}, budget=480.0)
+    assert [result["state"] for result in results.values()] == ["too slow", "crash", "pass"]
+    assert worker.started == worker.closed == 3 and clock == 30.0 + 1.0 + 1.0
+
+
+def test_the_budget_ends_a_check_that_a_resumed_session_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    results, _, clock = _session(monkeypatch, {"slow": 10.0, "next": 1.0}, {"slow": 1e9, "next": 1.0}, budget=15.0)
+    assert [result["state"] for result in results.values()] == ["no time left", "no time left"] and clock == 15.0
+    assert set(session.REPEATABLE) >= {"no time left", "interrupted", "not run"}
+
+
+def test_most_checks_fit_into_eight_minutes() -> None:
+    """By their estimates: everything but the additions to the first seven groups and the launch scripts."""
+    seconds = [check.gpu_seconds for check in CHECKS]
+    first_seven = [check.name for check in CHECKS].index("kill-resume") + 1
+    assert sum(seconds[:first_seven]) <= 480 - 60
+    first_speed = [check.name for check in CHECKS].index("speed-350m")
+    assert sum(seconds[:first_speed]) <= 45, "the first figure of speed comes within the first minute"
+
+
+# ---- the process of the checks
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Any:
+    """A real one, on the CPU."""
+    made = session.Worker("cpu", tmp_path)
+    yield made
+    made.close()
+
+
+def test_an_exception_is_a_crash_with_its_line_and_the_process_goes_on(worker: session.Worker) -> None:
+    result, usable = worker.run(BY_NAME["flash-parts"], {}, 60.0)  # the CPU has no such kernel
+    assert result["state"] == "crash" and usable and "flash_parts.py" in result["message"], result
+    result, usable = worker.run(BY_NAME["cross-entropy"], {}, 60.0)
+    assert result["state"] == "pass" and usable
+
+
+def test_the_end_of_the_process_is_a_crash(worker: session.Worker) -> None:
+    killer = threading.Timer(1.0, worker._process.popen.kill)
+    killer.start()
+    result, usable = worker.run(BY_NAME["two-ranks-tensor"], {}, 60.0)
+    killer.join()
+    assert (result["state"], usable) == ("crash", False) and "exit status -9" in result["message"]
+
+
+def test_a_time_limit_leaves_no_process(worker: session.Worker) -> None:
+    result, usable = worker.run(BY_NAME["kill-resume"], {}, 6.0)
+    assert (result["state"], usable) == ("too slow", False)
+    mark = worker._process._mark
+    worker._process.end()
+    assert not any(_has_mark(path, mark) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _has_mark(process: Path, mark: str) -> bool:
+    try:
+        return mark.encode() in (process / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+def test_descendants_end_too(tmp_path: Path) -> None:
     """Also a child that has gone to a session of its own."""
     note = tmp_path / "pid"
     child = f"import os, time; os.setsid(); open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     line = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
-    ended = run([sys.executable, "-c", line], 12, tmp_path)
-    assert ended.code is None and ended.seconds < 60
+    process = MarkedProcess([sys.executable, "-c", line], {})
+    while not (note.exists() and note.read_text()):
+        time.sleep(0.05)
+    assert process.end() == -signal.SIGKILL
     assert not _alive(int(note.read_text()))
 
 
@@ -55,41 +211,79 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_how_a_check_ended_is_told() -> None:
-    passed = Ended(1.0, 0, 'text\nresult: {"state": "pass", "figure": "3"}\n', "")
-    assert check_gpu.verdict(passed, 9, out_of_budget=False) == {"state": "pass", "figure": "3", "words": ""}
-    found = check_gpu.verdict(Ended(1.0, -9, "", "first\nCUDA out of memory. Tried\nlast"), 9, out_of_budget=False)
-    assert found == {"state": "crash", "words": "exit status -9: CUDA out of memory. Tried"}
-    assert check_gpu.verdict(Ended(1.0, 0, "", ""), 9, out_of_budget=False)["state"] == "crash", "it found nothing"
-    hung = Ended(9.0, None, passed.out, "")
-    assert [check_gpu.verdict(hung, 9, out_of_budget=out)["state"] for out in (False, True)] == ["too slow", "no time left"]
-    check = CHECKS[0]
-    assert check_gpu.one(check, "cuda", left=0.0)["state"] == "no time left"
+# ---- the report
+
+
+def _full_report() -> dict[str, Any]:
+    """All checks with long figures, every speed row, two profiles."""
+    made = {"device": "cuda", "device_name": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130", "date": "2026-11-27"}
+    checks = [{**session.blank(check), "state": "pass", "figure": "x" * 200, "seconds": 12.3} for check in CHECKS]
+    by_name = {check["name"]: check for check in checks}
+    for kind, modes in {"speed": ["eager"], "compiled": ["compiled"], "fp8": ["fp8 rowwise", "fp8 tensorwise"]}.items():
+        for model in ("350m", "1.3b", "8b", "experts"):
+            if check := by_name.get(f"{kind}-{model}"):
+                loops = ["ours"] if kind == "fp8" else ["ours", "plain"]
+                check["data"] = {"rows": [_row(model, mode, loop) for mode in modes for loop in loops], "errors": []}
+    use = {"kernel": "void cutlass::" + "k" * 200, "operation": "aten::mm", "launches": 4, "microseconds": 900.0}
+    kernels = [{**use, "bytes": 1e9, "flops": 1e12}] * 25
+    for name, model in (("profile-1", "experts"), ("profile-2", "8b")):
+        profile = {"kernels": kernels, "rest_microseconds": 10.0, "milliseconds": 99.0, "idle_share": 0.1, "launches": 900}
+        by_name[name]["data"] = {"model": model, "profile": {**profile, "attention": "cudnn"}}
+    for name in ("varlen", "rank-3072gpu_gpt_1t"):
+        by_name[name].update(state="fail", figure="the reason")
+    by_name["nccl"].update(state="no time left", figure="")
+    return {**made, "checks": checks}
+
+
+def _row(model: str, mode: str, loop: str) -> dict[str, Any]:
+    ours = loop == "ours"
+    row = {"model": model, "mode": mode, "loop": loop, "layers": 8, "milliseconds": 100.0 if ours else 90.0}
+    row |= {"fastest": 99.0, "slowest": 102.0, "tokens_per_second": 123456.0, "tflops": 432.1, "mfu": 0.4321}
+    return {**row, "peak_gb": 41.23, "planned_gb": 41.0 if ours else None, "first_loss": 10.9, "parameters": 10**9}
+
+
+def test_the_last_hundred_lines_have_everything() -> None:
+    lines = report.summary(_full_report())
+    text = "\n".join(lines)
+    assert len(lines) <= report.MAX_SUMMARY_LINES and len(text) <= 12_000, (len(lines), len(text))
+    assert "NVIDIA H100 80GB HBM3, torch 2.11.0+cu130" in text
+    assert re.search(r"8b \(8 layers\) +fp8 rowwise +100\.0 +90\.0 +0\.900", text), "in 8 bits beside the eager plain loop"
+    assert text.count("(mm)") >= 40, "the tables of two models"
+    assert "FAIL varlen: the reason" in text and "FAIL rank-3072gpu_gpt_1t" in text and "no time left: nccl" in text
+
+
+def test_the_page_has_the_tables() -> None:
+    text = report.markdown(_full_report())
+    assert "| 8b (8 layers) | eager | 100.0 | 90.0 | 0.900 | 123,456 | 432.1 | 43.2% | 43.2% | 41.23 | 41.00 | 41.23 |" in text
+    assert "| varlen | fail | the reason |" in text and text.count("```text") == 2
+
+
+# ---- the command line
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
-        (["--only", "products,nothing"], "no check is called nothing"),
-        (["--minutes", "0"], "'0' is no time above 0"),
+        (["--only", "products,device"], "no check has the name 'products'. `--list` shows all names"),
+        (["--minutes", "0"], "must be a number of minutes above 0, not '0'"),
         (["--only", ""], "names no check"),
     ],
 )
-def test_a_wrong_command_line_is_told(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_told(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         check_gpu.main(flags)
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert ended.value.code == 2 and message.replace(". `", "; `") in capsys.readouterr().err
 
 
 def test_files_that_are_not_results_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other.json"
-    file.write_text("{}")
-    assert check_gpu.main(["--table", str(file)]) == 2 and "is not what --json writes" in capsys.readouterr().err
+    for text in ("{}", "no JSON", '{"checks": [{}]}'):
+        file.write_text(text)
+        assert check_gpu.main(["--table", str(file)]) == 2 and "is not what --json writes" in capsys.readouterr().err
     assert check_gpu.main(["--table", str(tmp_path / "none")]) == 2
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    """And nothing runs."""
     done = subprocess.run(
         [sys.executable, "tools/check_gpu.py"],
         cwd=ROOT,
@@ -100,11 +294,21 @@ def test_without_a_gpu_it_says_so() -> None:
     assert done.returncode == 2 and "torch sees no GPU here" in done.stderr and not done.stdout
 
 
-def test_every_script_and_check_has_its_place() -> None:
-    """Each launch script for GPUs is a check; the page names every check."""
+def test_every_script_and_check_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each launch script for GPUs is a check, and the page names every check."""
     scripts = {path.stem for path in (ROOT / "examples").glob("train_*.sh")}
-    assert scripts == {*SCRIPTS, "train_cpu_laptop"} and len({check.name for check in CHECKS}) == len(CHECKS)
+    assert scripts == {*SCRIPTS, "train_cpu_laptop"} and len(BY_NAME) == len(CHECKS) and len(LAYOUTS) == 6
     named = re.findall(r"`([\w.-]+)`", PAGE.partition("## Results")[0])
     for check in CHECKS:
         assert any(check.name == name or (name.endswith("...") and check.name.startswith(name[:-3])) for name in named), check.name
-    assert len(LAYOUTS) == 6
+    assert check_gpu.main(["--list"]) == 0
+    assert capsys.readouterr().out.count(" s  ") == len(CHECKS), "with an estimate each"
+
+
+def test_the_checks_are_functions() -> None:
+    import importlib
+
+    for check in CHECKS:
+        module, _, function = check.function.partition(".")
+        body: Callable[..., Any] = getattr(importlib.import_module(f"tools.gpu.{module}"), function)
+        assert callable(body) and check.gpu_seconds > 0 and check.cpu_seconds > 0

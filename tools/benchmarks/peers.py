@@ -8,71 +8,19 @@ is usual; the framework has 16-bit parameters with float32 main ones, whose upda
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tools.benchmarks.plain_models import plain_model
 from tools.benchmarks.shapes import Shape
 
 Step = Callable[[], float]
 """One training step; returns the loss."""
 
 LR, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
-
-
-class _Attention(nn.Module):
-    """Causal self-attention; [b, s, h] to [b, s, h]."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.qkv, self.out = nn.Linear(shape.hidden, 3 * shape.hidden), nn.Linear(shape.hidden, shape.hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, s, h = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(h, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).contiguous().view(b, s, h))
-
-
-class _Block(nn.Module):
-    """A layer; [b, s, h] to [b, s, h]."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        h = shape.hidden
-        self.norm1, self.attention, self.norm2 = nn.LayerNorm(h), _Attention(shape), nn.LayerNorm(h)
-        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class PlainGPT(nn.Module):
-    """A GPT-2 as one writes it by hand; tokens and labels [b, s] to the mean loss."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.word, self.position = nn.Embedding(shape.vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.hidden)
-        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        self.head.weight = self.word.weight
-        for name, p in self.named_parameters():
-            if p.dim() > 1:
-                joins = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / (math.sqrt(2 * shape.layers) if joins else 1))
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 class _TransformersGPT2(nn.Module):
@@ -105,21 +53,34 @@ class _TransformersGPT2(nn.Module):
 
 
 def _loop(
-    model: nn.Module, shape: Shape, dtype: torch.dtype, device: torch.device, *, pure: bool = False, compiled: bool = False
+    build: Callable[[Shape], nn.Module],
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    pure: bool = False,
+    compiled: bool = False,
+    backend: str = "inductor",
 ) -> Step:
-    """A step with fused AdamW and clipping; where `dtype` is not float32, autocast over float32 parameters.
+    """Build a model on the device and return its training step, with fused AdamW and clipping. Where `dtype` is not float32, it
+    autocasts over float32 parameters.
 
     Args:
         pure: parameters, gradients and moments in `dtype` instead, without main parameters: less work, and not the same training.
         compiled: the model goes through torch.compile, which its first step waits for.
+        backend: of torch.compile.
     """
-    model = model.to(device, dtype) if pure else model.to(device)
+    torch.manual_seed(0)
+    with device:
+        model = build(shape)
+    if pure:
+        model = model.to(dtype)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
     tokens, labels = random_tokens(shape, device)
-    run = torch.compile(model) if compiled else model
+    run = torch.compile(model, backend=backend) if compiled else model
     # Gradients of float16 would need a scale of the loss; the peers are timed only.
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32 and not pure)
 
@@ -135,32 +96,31 @@ def _loop(
     return step
 
 
-def plain_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
+def plain_step(
+    shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False, backend: str = "inductor"
+) -> Step:
     """The step of the model written by hand."""
-    torch.manual_seed(0)
-    return _loop(PlainGPT(shape), shape, dtype, device, compiled=compiled)
+    return _loop(plain_model, shape, dtype, device, compiled=compiled, backend=backend)
 
 
 def pure_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
     """The same without main parameters: everything in `dtype`."""
-    torch.manual_seed(0)
-    return _loop(PlainGPT(shape), shape, dtype, device, pure=True, compiled=compiled)
+    return _loop(plain_model, shape, dtype, device, pure=True, compiled=compiled)
 
 
 def transformers_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
     """The step of transformers' GPT-2."""
-    torch.manual_seed(0)
-    return _loop(_TransformersGPT2(shape), shape, dtype, device, compiled=compiled)
+    return _loop(_TransformersGPT2, shape, dtype, device, compiled=compiled)
 
 
-def peers(dtype: torch.dtype) -> dict[str, Callable[..., Step]]:
-    """The loops to compare with in a dtype: those whose packages are installed."""
-    found: dict[str, Callable[..., Step]] = {"plain": plain_step}
-    if importlib.util.find_spec("transformers") is not None:
-        found["transformers"] = transformers_step
+def peers(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[..., Step]]:
+    """Return the loops to compare with for a shape and dtype, by name: those whose packages are installed."""
+    steps: dict[str, Callable[..., Step]] = {"plain": plain_step}
+    if shape.style == "gpt" and importlib.util.find_spec("transformers") is not None:
+        steps["transformers"] = transformers_step
     if dtype != torch.float32:
-        found["pure"] = pure_step
-    return found
+        steps["pure"] = pure_step
+    return steps
 
 
 def random_tokens(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

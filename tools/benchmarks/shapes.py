@@ -1,15 +1,21 @@
-"""The model shapes that the benches train."""
+"""Shapes of the models that the benchmarks train."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a batch."""
+    """A model and the batch of one step, without dropout.
+
+    A GPT has LayerNorm, learned positions, biases and tied word embeddings. A Llama has RMSNorm, rotary positions, a gated MLP, no
+    biases and an output matrix of its own.
+    """
 
     layers: int
     hidden: int
@@ -17,18 +23,69 @@ class Shape:
     seq: int
     batch: int
     vocab: int
+    style: Literal["gpt", "llama"] = "gpt"
+    kv_heads: int | None = None
+    """Key-value heads; None for as many as query heads."""
+    ffn: int | None = None
+    """Channels inside an MLP, or inside each expert; None for 4 x hidden."""
+    experts: int = 0
+    """Experts of each layer, two of which take each token; 0 for a dense MLP."""
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Flags of the model by their field names, with `True` for a flag that takes no value."""
+        flags: dict[str, Any] = {
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "seq_length": self.seq,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+        }
+        if self.ffn is not None:
+            flags["ffn_hidden_size"] = self.ffn
+        if self.style == "llama":
+            flags |= LLAMA_FLAGS
+        if self.kv_heads is not None:
+            flags |= {"group_query_attention": True, "num_query_groups": self.kv_heads}
+        if self.experts:
+            flags |= {"num_experts": self.experts, "moe_router_topk": EXPERTS_PER_TOKEN}
+        return flags
 
     @property
     def model(self) -> ModelConfig:
-        """The model's settings, without dropout."""
-        return ModelConfig(
-            num_layers=self.layers,
-            hidden_size=self.hidden,
-            num_attention_heads=self.heads,
-            seq_length=self.seq,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-        )
+        """The settings of the model, as the command line gives them."""
+        from megatron.config.cli import load
+
+        return load(command_line({**_ANY_RUN, **self.flags}), 1).config.model
+
+
+EXPERTS_PER_TOKEN = 2
+LLAMA_FLAGS: Mapping[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+_ANY_RUN: Mapping[str, Any] = {
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 127,
+    "micro_batch_size": 1,
+    "lr": 1e-4,
+    "train_iters": 1,
+}
+"""Settings that a command line must have and that do not change the model."""
+
+
+def command_line(flags: Mapping[str, Any]) -> list[str]:
+    """Return the command line of flags that are given by their field names. None and False leave a flag out."""
+    line: list[str] = []
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            line += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return line
 
 
 SHAPES = {
@@ -36,4 +93,9 @@ SHAPES = {
     "tiny": Shape(2, 128, 4, 128, 2, 1024),
     "350m": Shape(24, 1024, 16, 1024, 16, 50304),
     "1.3b": Shape(24, 2048, 16, 2048, 4, 50304),
+    # Layers of Llama 3 8B (Grattafiori et al. 2024, table 3), with a small vocabulary so that the layers take the time.
+    "8b-layers": Shape(8, 4096, 32, 4096, 1, 32000, style="llama", kv_heads=8, ffn=14336),
+    "experts": Shape(6, 2048, 16, 2048, 4, 32000, style="llama", kv_heads=8, ffn=5632, experts=8),
+    "tiny-llama": Shape(2, 128, 4, 128, 2, 1024, style="llama", kv_heads=2, ffn=384),
+    "tiny-experts": Shape(2, 128, 4, 128, 2, 1024, style="llama", kv_heads=2, ffn=256, experts=4),
 }

@@ -1,11 +1,13 @@
 """One process of this framework against other loops, speed and peak memory, as ratios within one run.
 
-All train on the same tokens from memory. Runs alternate and medians are compared, because machines are noisy.
+All train on the same tokens from memory. On a CPU the framework and a peer take turns, because such machines are noisy, so two
+models are in memory at a time. On a GPU each is timed by itself, and only one model is in memory.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import statistics
 import subprocess
@@ -30,6 +32,7 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters, flops_per_step
 from megatron.training.step import TrainStep
+from tools.benchmarks.pairs import in_turns
 from tools.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, peers, plain_step, random_tokens
 from tools.benchmarks.shapes import Shape
 
@@ -40,16 +43,23 @@ OURS = "ours"
 
 
 class Comparison(NamedTuple):
-    """What was measured in one dtype."""
+    """Times of the loops in one dtype."""
 
     seconds: dict[str, list[float]]
-    """Of a step, for each loop and turn."""
+    """Seconds of a step, for each peer and turn."""
+    ours: dict[str, list[float]]
+    """Seconds of the framework's step, in the turns beside each peer."""
     losses: dict[str, float]
-    """Of the first step."""
+    """Loss of the first step of each loop."""
 
     def ratios(self, peer: str) -> list[float]:
-        """How much faster the framework is than a peer, in each turn."""
-        return [theirs / ours for theirs, ours in zip(self.seconds[peer], self.seconds[OURS], strict=True)]
+        """Return how much faster the framework is than a peer, in each turn."""
+        return [theirs / ours for theirs, ours in zip(self.seconds[peer], self.ours[peer], strict=True)]
+
+    @property
+    def all_seconds(self) -> dict[str, list[float]]:
+        """Seconds of a step, for each loop: those of the framework are of all turns."""
+        return {OURS: [time for times in self.ours.values() for time in times], **self.seconds}
 
 
 def our_step(
@@ -107,47 +117,73 @@ def run(
     print(f"{count_parameters(shape.model, shape.vocab):,} parameters, {shape}, {how}")
     found = {name: _compare(shape, getattr(torch, name), device, pairs, steps, compiled=compiled) for name in dtype_names}
     for name, comparison in found.items():
-        for which, seconds in comparison.seconds.items():
+        for which, seconds in comparison.all_seconds.items():
             middle = statistics.median(seconds)
             line = f"{name:9} {which:14} {1e3 * middle:9.1f} ms a step ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}), "
             line += f"{shape.batch * shape.seq / middle:,.0f} tokens/s, {flops / middle / 1e12:.3f} TFLOP/s"
             peak = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
             print(line + (f", MFU {flops / middle / peak:.1%}" if peak else "") + f", first loss {comparison.losses[which]:.3f}")
         for which in comparison.seconds:
-            if which != OURS:
-                ratios = comparison.ratios(which)
-                spread = f"median of {pairs} turns, {min(ratios):.3f} to {max(ratios):.3f}"
-                print(f"{name:9} speed of ours / {which}: {statistics.median(ratios):.3f} ({spread})")
+            ratios = comparison.ratios(which)
+            spread = f"median of {pairs} turns, {min(ratios):.3f} to {max(ratios):.3f}"
+            print(f"{name:9} speed of ours / {which}: {statistics.median(ratios):.3f} ({spread})")
     for name in dtype_names:
-        peaks = {which: _peak_memory(which, shape, name, device, compiled=compiled) for which in found[name].seconds}
+        peaks = {which: _peak_memory(which, shape, name, device, compiled=compiled) for which in found[name].all_seconds}
         for which, peak_bytes in peaks.items():
             share = f", ours / {which} {peaks[OURS] / peak_bytes:.3f}" if which != OURS else ""
             print(f"{name:9} peak memory: {which} {peak_bytes / 2**20:.0f} MiB{share}")
     return found
 
 
-def steps_of(dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[..., Step]]:
-    """Everything that is compared in a dtype."""
+def steps_of(shape: Shape, dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[..., Step]]:
+    """Return what makes the step of each loop that is compared, the framework's first."""
     with_compiler: dict[str, Callable[..., Step]] = {
         "compiled": functools.partial(our_step, compiler=BlockCompiler()),
         "plain compiled": functools.partial(plain_step, compiled=True),
     }
-    return {OURS: our_step, **peers(dtype), **(with_compiler if compiled else {})}
+    return {OURS: our_step, **peers(shape, dtype), **(with_compiler if compiled else {})}
 
 
 def _compare(shape: Shape, dtype: torch.dtype, device: torch.device, pairs: int, steps: int, *, compiled: bool) -> Comparison:
-    """Time all in turns; each turn begins with another one."""
-    made = {which: make(shape, dtype, device) for which, make in steps_of(dtype, compiled=compiled).items()}
-    losses = {which: step() for which, step in made.items()}
-    for step in made.values():
+    """Time the framework beside each peer."""
+    makers = steps_of(shape, dtype, compiled=compiled)
+    make_ours = makers.pop(OURS)
+    result = Comparison({}, {}, {})
+
+    def warmed(which: str, make: Callable[..., Step]) -> Step:
+        step = make(shape, dtype, device)
+        result.losses[which] = step()
         step()
-    seconds: dict[str, list[float]] = {which: [] for which in made}
-    order = list(made)
-    for turn in range(pairs):
-        first = turn % len(order)
-        for which in order[first:] + order[:first]:
-            seconds[which].append(_timed(made[which], steps, _clock(device)))
-    return Comparison(seconds, losses)
+        return step
+
+    def alone(which: str, make: Callable[..., Step]) -> list[float]:
+        step = warmed(which, make)
+        seconds = [_timed(step, steps, _clock(device)) for _ in range(pairs)]
+        del step
+        release_memory(device)
+        return seconds
+
+    if device.type == "cuda":
+        ours = alone(OURS, make_ours)
+        for which, make in makers.items():
+            result.ours[which], result.seconds[which] = ours, alone(which, make)
+        return result
+
+    def timer(step: Step) -> Callable[[], float]:
+        return lambda: _timed(step, steps, _clock(device))
+
+    our = timer(warmed(OURS, make_ours))
+    for which, make in makers.items():
+        result.ours[which], result.seconds[which] = in_turns(our, timer(warmed(which, make)), pairs)
+    return result
+
+
+def release_memory(device: torch.device) -> None:
+    """Free what a model that nobody holds any more has left on the device: cycles of Python and the allocator's blocks."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _synchronize() -> None:
@@ -192,7 +228,7 @@ def measure_memory(which: str, shape: Shape, dtype: torch.dtype, device: torch.d
     before = _memory("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = steps_of(dtype, compiled=compiled)[which](shape, dtype, device)
+    step = steps_of(shape, dtype, compiled=compiled)[which](shape, dtype, device)
     for _ in range(3):
         step()
     if device.type == "cuda":

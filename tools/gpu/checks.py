@@ -1,4 +1,4 @@
-"""What must be true on a GPU, in order of value. Imports nothing that needs torch."""
+"""All checks, in order of value. Imports nothing that needs torch."""
 
 from __future__ import annotations
 
@@ -7,83 +7,112 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must be true."""
+    """One check: what it proves, its function and how long it takes."""
 
     name: str
     proves: str
-    body: str
-    """Its function: module in this folder, and name."""
-    limit: float = 120.0
-    """Seconds on a GPU."""
+    function: str
+    """Module in this folder and function. It takes a `CheckContext`, and `argument` if there is one."""
+    gpu_seconds: float
+    """Estimate for one GPU of the Hopper generation."""
+    cpu_seconds: float
+    """Estimate with --device cpu, measured on two cores."""
     argument: str = ""
     needs_cuda: bool = False
 
+    def estimate(self, device: str) -> float:
+        """Return the estimated seconds on a kind of device."""
+        return self.gpu_seconds if device == "cuda" else self.cpu_seconds
+
 
 LAYOUTS = ("tensor", "sequence", "no_shard", "optim", "optim_grads", "optim_grads_params")
-SCRIPTS = (
-    "train_1gpu_gpt_125m",
-    "train_1gpu_gpt_1_3b",
-    "train_8gpu_llama_7b",
-    "train_8gpu_qwen3_30b_a3b",
-    "train_16nodes_llama_13b",
-    "train_16nodes_llama_70b",
-    "train_16nodes_long_llama_70b",
-    "train_256gpu_deepseek_v3",
-    "train_1024gpu_gpt_175b",
-    "train_3072gpu_gpt_1t",
-)
+SCRIPTS = {
+    # Estimated seconds on a GPU.
+    "train_1gpu_gpt_125m": 12.0,
+    "train_1gpu_gpt_1_3b": 15.0,
+    "train_8gpu_llama_7b": 20.0,
+    "train_8gpu_qwen3_30b_a3b": 25.0,
+    "train_16nodes_llama_13b": 15.0,
+    "train_16nodes_llama_70b": 20.0,
+    "train_16nodes_long_llama_70b": 25.0,
+    "train_256gpu_deepseek_v3": 40.0,
+    "train_1024gpu_gpt_175b": 25.0,
+    "train_3072gpu_gpt_1t": 35.0,
+}
 
 CHECKS = (
-    Check("float64-gpt", "GPT in float64 computes what the CPU computes", "runs.same_as_cpu", argument="gpt"),
+    # 1. The device and its limits.
+    Check("device", "the device, the versions and what is missing", "roofline.device_facts", 10, 6),
+    Check("roofline", "rates of a large copy and a large matrix product", "roofline.roofline", 5, 3),
+    # 2. Kernels against float64.
     Check(
-        "float64-llama",
-        "Llama with grouped queries in float64 computes what the CPU computes",
-        "runs.same_as_cpu",
-        argument="llama",
+        "weight-gradients",
+        "16-bit weight gradients go into float32 memory without a second tensor",
+        "kernels.weight_gradients",
+        3,
+        2,
     ),
-    Check("bf16", "the bfloat16 loss stays within its band around float64", "runs.bf16_band"),
-    Check("products", "weight gradients of 16 bits are written into float32 memory without a second tensor", "kernels.products"),
-    Check("experts", "products of experts in one kernel are those of each matrix", "kernels.products_of_experts"),
-    Check("one-sync", "the host waits for the device once a step", "kernels.one_sync", needs_cuda=True),
-    Check("loop-sync", "and nowhere in the loop over microbatches", "kernels.loop_sync", needs_cuda=True),
-    Check("memory", "planned memory is what is measured (on CPU: of the model's state)", "runs.memory"),
+    Check("attention", "cuDNN, flash and efficient attention are right on the layers' strides", "kernels.attention", 5, 3),
+    Check("attention-speed", "time of each attention kernel, forward and backward", "kernels.attention_speed", 4, 2),
+    Check("flash-parts", "attention of two runs, joined, is right", "kernels.flash_parts", 2, 1, needs_cuda=True),
+    Check("varlen", "attention within documents and windows is right", "kernels.varlen", 3, 1, needs_cuda=True),
+    Check("experts", "grouped products of experts and their gradients are right", "kernels.experts", 3, 2),
+    Check("fp8-products", "8-bit products of each recipe are those of the emulation", "kernels.fp8_products", 5, 3),
+    Check("cross-entropy", "loss and gradient from bfloat16 logits are right", "kernels.cross_entropy", 2, 2),
     Check(
-        "varlen",
-        "attention within documents and windows: one call of flash attention equals grouped calls and products block by block",
-        "kernels.varlen",
-        needs_cuda=True,
+        "deterministic-counts",
+        "counts of experts and embedding gradients, in deterministic mode",
+        "kernels.deterministic_counts",
+        2,
+        2,
     ),
-    Check("deterministic", "a bfloat16 run with dropout and --deterministic-mode has the same losses twice", "runs.deterministic"),
-    Check("fp16-overflow", "float16 skips the update after an overflow, lowers the scale and goes on", "runs.overflow"),
-    Check("offload", "activations in host memory change nothing", "runs.offload"),
-    Check("kill-resume", "a run that saves in the background and is killed resumes with the same losses", "runs.kill_resume"),
-    Check("checkpoint-across", "a checkpoint of the CPU goes on here, and back", "runs.checkpoint_across"),
-    Check("compile", "compiled layers compute what the others do", "runs.compiled", limit=240.0),
-    Check(
-        "fp8-products",
-        "products of 8 bits are those of the emulation, by each recipe that the GPU takes",
-        "kernels.products_in_8_bits",
-        needs_cuda=True,
-    ),
-    Check("fp8", "the loss with products of 8 bits stays near that of bfloat16", "runs.fp8"),
-    *(
-        Check(
-            f"two-ranks-{name}",
-            f"two ranks on one device over gloo ({name}) compute what one does",
-            "runs.two_ranks",
-            argument=name,
-        )
-        for name in LAYOUTS
-    ),
-    Check("bench-350m", "speed beside the plain loop, 350M parameters; MFU", "figures.bench", limit=240.0, argument="350m"),
+    # 3. Speed, eager.
+    Check("speed-350m", "our step beside a plain loop, 350M parameters", "speed.eager", 14, 8, "350m"),
+    Check("speed-8b", "the same for layers of Llama 3 8B", "speed.eager", 18, 8, "8b"),
+    Check("speed-1.3b", "the same for 1.3B parameters", "speed.eager", 16, 8, "1.3b"),
+    Check("speed-experts", "the same for 8 experts of width 2,048", "speed.eager", 18, 8, "experts"),
+    # 4. Where the time goes.
+    Check("profile-1", "kernels of a step of the model that is slowest beside the plain loop", "kernel_table.profile", 12, 6, "1"),
+    Check("profile-2", "the same for the second slowest", "kernel_table.profile", 12, 6, "2"),
+    # 5. Speed, compiled and in 8 bits.
+    Check("compiled-8b", "compiled, beside the compiled plain loop", "speed.compiled", 60, 30, "8b"),
+    Check("compiled-1.3b", "the same for 1.3B parameters", "speed.compiled", 60, 30, "1.3b"),
+    Check("fp8-8b", "our step with 8-bit products, by row and by tensor", "speed.fp8", 20, 8, "8b"),
+    Check("fp8-1.3b", "the same for 1.3B parameters", "speed.fp8", 20, 8, "1.3b"),
+    # 6. Memory, waits of the host, and equality with the CPU.
+    Check("memory", "the peaks of the speed checks are those of the plan", "speed.memory", 1, 12),
+    Check("waits-per-step", "the host waits for the device once a step", "steps.waits_per_step", 6, 1, needs_cuda=True),
+    Check("waits-between", "and nowhere between microbatches", "steps.waits_between_microbatches", 8, 1, needs_cuda=True),
+    Check("float64-gpt", "steps in float64 are those of the CPU: GPT", "steps.same_as_cpu", 4, 3, "gpt"),
+    Check("float64-llama", "Llama with grouped queries", "steps.same_as_cpu", 4, 3, "llama"),
+    Check("float64-experts", "a mixture of experts", "steps.same_as_cpu", 4, 3, "experts"),
+    Check("float64-windows", "windows and capped scores", "steps.same_as_cpu", 4, 3, "windows"),
+    Check("float64-latent", "multi-head latent attention", "steps.same_as_cpu", 4, 3, "latent"),
+    Check("same-twice", "--deterministic-mode gives the same losses twice", "steps.same_twice", 5, 4),
+    # 7. Several processes.
+    Check("two-ranks-tensor", "two tensor ranks on one device compute what one does", "runs.two_ranks", 20, 25, "tensor"),
+    Check("nccl", "collectives over NCCL with one rank; memory of a communicator", "runs.nccl_alone", 12, 1, needs_cuda=True),
+    Check("kill-resume", "a killed run resumes with the same losses", "runs.kill_and_resume", 30, 30),
+    # More of 5 and 7.
+    Check("compiled-experts", "compiled, 8 experts", "speed.compiled", 60, 30, "experts"),
+    Check("compiled-350m", "compiled, 350M parameters", "speed.compiled", 50, 30, "350m"),
+    *(Check(f"two-ranks-{name}", f"two ranks, {name}", "runs.two_ranks", 20, 25, name) for name in LAYOUTS[1:]),
+    Check("bf16-band", "the bfloat16 loss stays within its band around float64", "runs.bf16_band", 25, 15),
+    Check("fp8-band", "the loss with 8-bit products stays within its band", "runs.fp8_band", 35, 25),
+    Check("fp16-overflow", "float16 skips updates after an overflow and lowers the scale", "runs.overflow", 15, 15),
+    Check("offload", "activations in host memory change nothing", "runs.offload", 25, 25),
+    Check("checkpoint-across", "a checkpoint of the CPU goes on here, and back", "runs.checkpoint_across", 45, 50),
+    Check("compiled-float64", "compiled layers compute what eager ones do", "runs.compiled", 60, 40),
+    # 8. Ranks of the launch scripts.
     *(
         Check(
             f"rank-{name.removeprefix('train_')}",
-            f"one rank of {name}.sh: memory, and an upper bound of its MFU",
-            "figures.rank",
-            argument=name,
+            f"one rank of {name}.sh: memory and MFU at most",
+            "scripts.rank",
+            seconds,
+            15,
+            name,
         )
-        for name in SCRIPTS
+        for name, seconds in SCRIPTS.items()
     ),
-    Check("bench-1.3b", "speed beside the plain loop, 1.3B parameters; MFU", "figures.bench", limit=240.0, argument="1.3b"),
 )

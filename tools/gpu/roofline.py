@@ -1,0 +1,82 @@
+"""The device and its limits: versions, rate of a large copy, rate of a large matrix product."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron.metrics.device_peaks import peak_flops
+from tools.gpu.context import CheckContext, Outcome
+from tools.gpu.jobs import torch_device
+
+_MAYBE_MISSING = ("tyro", "yaml", "xxhash", "safetensors", "sentencepiece", "tiktoken", "regex", "jinja2", "tensorboard", "triton")
+_OPERATOR_NAMES = ("grouped_mm", "scaled_mm")
+
+
+def device_facts(context: CheckContext) -> Outcome:
+    """Name the device, the versions, and the Python packages that are missing."""
+    facts: dict[str, object] = {"python": platform.python_version(), "torch": torch.__version__}
+    if context.on_cuda:
+        properties = torch.cuda.get_device_properties(torch_device(context.device))
+        facts |= {
+            "device": properties.name,
+            "memory_gb": round(properties.total_memory / 1e9, 1),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        }
+    missing = [name for name in _MAYBE_MISSING if importlib.util.find_spec(name) is None]
+    missing += [f"torch.nn.functional.{name}" for name in _OPERATOR_NAMES if not hasattr(torch.nn.functional, name)]
+    facts["missing"] = missing
+    text = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "missing")
+    return Outcome(f"{text}; missing: {', '.join(missing) or 'nothing'}", facts)
+
+
+def roofline(context: CheckContext) -> Outcome:
+    """Measure the rate of a copy in bytes read and written, and of a bfloat16 matrix product on random data."""
+    device = torch_device(context.device)
+    count, size = (1 << 30, 8192) if context.on_cuda else (1 << 24, 512)
+    copy_rate = _copy_rate(count, device)
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    product_rate = 2 * size**3 / median_seconds(lambda: torch.mm(a, b, out=out), device)
+    peak = peak_flops(torch.cuda.get_device_name(device), "bfloat16") if context.on_cuda else None
+    share = f" ({product_rate / peak:.0%} of the datasheet's {peak / 1e12:.0f})" if peak else ""
+    return Outcome(
+        f"copy {copy_rate / 1e9:,.0f} GB/s read and written, {size:,}^3 bfloat16 product {product_rate / 1e12:.4g} TFLOP/s{share}",
+        {"copy_bytes_per_second": copy_rate, "product_flops_per_second": product_rate, "peak_flops_per_second": peak},
+    )
+
+
+def _copy_rate(count: int, device: torch.device) -> float:
+    """Return bytes read and written per second by a copy of `count` bfloat16 numbers."""
+    source = torch.empty(count, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+
+
+def median_seconds(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """Return the median time of an action on a device, after three to warm up. On CUDA it is measured by events."""
+    for _ in range(3):
+        action()
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        action()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)) / 1e3
