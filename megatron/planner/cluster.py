@@ -129,9 +129,15 @@ def cluster_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+def shipped_name(device: str) -> str | None:
+    """Return the name of the shipped cluster of a device, by torch's name of it; None if there is none."""
+    return next((name for name in cluster_names() if load_cluster(name).device == device), None)
+
+
 def shipped_for(device: str) -> Cluster | None:
     """The shipped cluster of a device, by torch's name of it; None if there is none."""
-    return next((cluster for name in cluster_names() if (cluster := load_cluster(name)).device == device), None)
+    name = shipped_name(device)
+    return None if name is None else load_cluster(name)
 
 
 def load_cluster(name: str) -> Cluster:

@@ -77,7 +77,7 @@ def memory_limit(config: Config) -> int | None:
     """Bytes of a device's memory: what --device-memory-gb says, or on a machine with GPUs that of the first. None if neither is
     known, or the job runs on CPUs."""
     if config.memory.device_memory_gb is not None:
-        return int(config.memory.device_memory_gb * 1e9)
+        return round(config.memory.device_memory_gb * 1e9)
     if config.parallel.device == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
