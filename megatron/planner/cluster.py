@@ -14,9 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.extras import optional
 from megatron.config.regular_file import read_text
 from megatron.metrics.device_peaks import peak_flops
 
@@ -120,7 +119,8 @@ class Cluster:
 
     def yaml(self) -> str:
         """As a file."""
-        return yaml.safe_dump(asdict(self), sort_keys=False)
+        text: str = optional("yaml", "a file of a cluster needs PyYAML").safe_dump(asdict(self), sort_keys=False)
+        return text
 
 
 def cluster_names() -> list[str]:
@@ -156,6 +156,7 @@ def load_cluster(name: str) -> Cluster:
         raise ConfigError(
             [Violation((), f"there is no cluster {name}.", f"Known: {', '.join(cluster_names())}; or a file.{meant}")]
         )
+    yaml = optional("yaml", f"the file of the cluster {name} needs PyYAML")
     try:
         return _read(Cluster, yaml.safe_load(text), name)
     except (yaml.YAMLError, TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.config.config import Config
+from megatron.config.extras import is_missing
 from megatron.config.given import DryRun
 from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.simulate import Timeline, simulate
@@ -168,8 +169,8 @@ def cluster_of(config: Config) -> Cluster | None:
 
 def cluster_name_of(config: Config) -> str | None:
     """Return the name of the cluster whose times a plan reports: that of --plan-cluster, else that of this machine's GPU, else
-    H100. None for CPUs, which differ too much."""
-    if config.logging.plan_cluster is not None or config.parallel.device == "cpu":
+    H100. None for CPUs, which differ too much, and where PyYAML is missing, which reads their files."""
+    if config.logging.plan_cluster is not None or config.parallel.device == "cpu" or is_missing("yaml"):
         return config.logging.plan_cluster
     return (shipped_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None) or DEFAULT
 
