@@ -68,10 +68,11 @@ def missing_packages(config: Config) -> Iterator[Violation]:
         fields = [field for field in package.settings if values[field]]
         if fields and is_missing(module):
             flag = typed(fields[0])
-            yield Violation((flag,), f"{flag} needs {package.distribution}, which is not installed.", f"{_how_to_get(module)}.")
+            yield Violation((flag,), f"{flag} needs {package.distribution}, which is not installed.", f"{how_to_get(module)}.")
 
 
-def _how_to_get(library: str, extra: str | None = None) -> str:
+def how_to_get(library: str, extra: str | None = None) -> str:
+    """Return the command that installs a library, or the extra that holds it."""
     name = library.partition(".")[0]
     package = PACKAGES.get(name)
     return how_to_install(extra or name.replace("_", "-")) if package is None else f"pip install {package.distribution}"
@@ -90,7 +91,7 @@ def optional(library: str, needed: str, *, extra: str | None = None) -> Any:
     try:
         return importlib.import_module(library)
     except ImportError as error:
-        message = f"{needed}, which is not installed: {_how_to_get(library, extra)}"
+        message = f"{needed}, which is not installed: {how_to_get(library, extra)}"
         raise ConfigError([Violation((), message)]) from error
 
 

@@ -19,7 +19,7 @@ import torch
 from megatron.config.checks.finding import Change, change, data_size, without
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
-from megatron.config.extras import is_missing
+from megatron.config.extras import how_to_get, is_missing
 from megatron.config.given import DryRun, without_gaps
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import table_of
@@ -108,7 +108,7 @@ def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int
 def _cure(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
     """A sentence that says what to change."""
     if is_missing("yaml"):
-        return "What to change is not known without PyYAML, which reads the times of a cluster: pip install PyYAML"
+        return f"What to change is not known without PyYAML, which reads the times of a cluster: {how_to_get('yaml')}"
     found = Search(config, dry_run, vocab_size).best(limit)
     if found is None:
         return (
