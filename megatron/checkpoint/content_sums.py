@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.safetensors_file import DTYPES
@@ -155,7 +154,9 @@ class Checksum:
     """
 
     def __init__(self, data: memoryview | bytes = b"") -> None:
-        self._hash = xxhash.xxh3_64(data)
+        from xxhash import xxh3_64  # only checkpoints need it
+
+        self._hash = xxh3_64(data)
 
     def update(self, data: memoryview | bytes) -> None:
         """Take in the next piece."""

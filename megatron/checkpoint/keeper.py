@@ -34,6 +34,7 @@ from megatron.checkpoint.node_storage import FOLDER_VARIABLE, LOCATION, STATE_FO
 from megatron.checkpoint.owner import process_of
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, find_checkpoint, iteration_of, latest_in, manifest_in
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage, open_storage
+from megatron.config.module_start import module_start
 
 _MEMORY = Path("/dev/shm")
 _KEEPER, _ENDED = "keeper.json", "ended"
@@ -123,11 +124,12 @@ def _start(folder: Path, keeper: Keeper) -> int:
     (folder / STATE_FOLDER).mkdir(exist_ok=True)
     (folder / _KEEPER).unlink(missing_ok=True)
     (folder / _ENDED).unlink(missing_ok=True)
+    command, environment = module_start("megatron.checkpoint.keeper", folder)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megatron.checkpoint.keeper", str(folder)],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        cwd=Path(__file__).resolve().parents[2],
+        env=environment,
         start_new_session=True,  # signals to the job's process group are not for it
     )
     assert process.stdin is not None

@@ -8,11 +8,9 @@ import mmap
 import multiprocessing
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import IO
 
 import torch
@@ -34,10 +32,9 @@ from megatron.checkpoint.writer_messages import (
     Reply,
     Save,
 )
+from megatron.config.module_start import module_start
 from megatron.parallel.boxes import Box
 
-_ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds `megatron`."""
 _DIES_WITHIN_S = 2.0
 
 
@@ -71,14 +68,13 @@ class WriterProcess:
                 raise OSError(error.errno, reason) from error
             self._connection, theirs = multiprocessing.Pipe()
             numbers = (file.fileno(), num_bytes, theirs.fileno(), os.getpid())
-            paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            command, environment = module_start("megatron.checkpoint.writer_main", *numbers)
             with theirs:
                 self._process = subprocess.Popen(
-                    # -P, so that no file in the working directory is taken for a module.
-                    [sys.executable, "-P", "-m", "megatron.checkpoint.writer_main", *map(str, numbers)],
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=2,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                    env=environment,
                     pass_fds=(file.fileno(), theirs.fileno()),
                     start_new_session=True,  # signals to the job's process group are not for it
                 )

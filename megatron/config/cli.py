@@ -20,6 +20,7 @@ from megatron.config.checks.each import plan_notes
 from megatron.config.compat import KNOWN, TAKEN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.extras import missing_note, missing_packages, optional
 from megatron.config.flags import flag_of, flags
 from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, sort_given, split, take, without_gaps
 from megatron.config.imports import import_modules
@@ -28,7 +29,6 @@ from megatron.config.model_files import LIST, file_of, table
 from megatron.config.rules import is_harmless, violations
 from megatron.config.save import to_yaml
 from megatron.config.settle import settled, with_vocabulary
-from megatron.config.yaml_file import read_groups, read_mapping, read_yaml
 
 PROGRAM = "pretrain_gpt.py"
 
@@ -91,6 +91,9 @@ def load_values(values: Mapping[str, Any], world_size: int, *more: Mapping[str, 
         files = {name: part[name] for name in _OF_FILES if name in part and not isinstance(part[name], Mapping)}
         named |= {name: [str(each)] if isinstance(each, str | os.PathLike) else list(each) for name, each in files.items()}
         try:
+            optional("yaml", "settings that are given as values need PyYAML")
+            from megatron.config.yaml_file import read_mapping
+
             own += read_mapping({name: value for name, value in part.items() if name not in files})
         except ConfigError as error:
             problems += error.violations
@@ -119,9 +122,11 @@ def _ruled(config: Config, found: Sorted, world_size: int, dry_run: DryRun | Non
     ruled = violations(whole, world_size, found.explicit, found.fixed)
     told = judged(found, lambda field, value: is_harmless(whole, world_size, field, value)) if found.guesses else found.problems
     problems = told + [broken for broken in ruled if not found.doubtful.intersection(broken.flags)]
+    if dry_run is None:
+        problems += missing_packages(config)
     if problems:
         raise ConfigError(problems)
-    notes += [*effect_notes(config, world_size), *(plan_notes(config) if dry_run else ())]
+    notes += [*effect_notes(config, world_size), *(plan_notes(config) if dry_run else ()), *missing_note()]
     return LoadedConfig(config, (*found.notes, *notes), dry_run)
 
 
@@ -206,6 +211,9 @@ def _read_files(models: Sequence[str], paths: Sequence[str]) -> tuple[list[Given
     problems: list[Violation] = []
     for kind, name in [*(("model", name) for name in models[-1:]), *(("config", path) for path in paths)]:
         try:
+            optional("yaml", f"--{kind} needs PyYAML")
+            from megatron.config.yaml_file import read_yaml
+
             found.extend(read_yaml(file_of(name) if kind == "model" else name))
         except ConfigError as error:
             problems.extend(error.violations)
@@ -219,6 +227,9 @@ def _with_group_files(given: Sequence[Given]) -> tuple[list[Given], list[Violati
     for item in given:
         if item.name == "param-groups" and len(item.values) == 1 and "=" not in item.values[0]:
             try:
+                optional("yaml", "a file of --param-groups needs PyYAML")
+                from megatron.config.yaml_file import read_groups
+
                 item = replace(item, values=read_groups(item.values[0]))
             except ConfigError as error:
                 problems.extend(error.violations)

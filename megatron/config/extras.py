@@ -1,11 +1,81 @@
-"""Libraries that only some settings and inputs need: each is installed by the extra of the package that has its name."""
+"""Libraries that only some settings and inputs need.
+
+Those in `PACKAGES` come with every installation, but a checkout that is not installed may run without them. All others are
+installed by the extra of the package that has their name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import Any
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from megatron.config.config import Config
+from megatron.config.data import PATH_FIELDS
+from megatron.config.errors import ConfigError, Violation
+from megatron.config.setting import typed
 from megatron.config.version import how_to_install
+
+
+class Package(NamedTuple):
+    """A package that a checkout can do without."""
+
+    distribution: str
+    """Its name for pip."""
+    purpose: str
+    """What is unavailable without it."""
+    settings: tuple[str, ...] = ()
+    """Settings of a run that need it, by their fields: with one of them the run is refused at its start."""
+
+
+PACKAGES: Mapping[str, Package] = {
+    "tyro": Package("tyro", "the wide page of --help"),
+    "yaml": Package("PyYAML", "--config, --model, --print-config and the step times of plans"),
+    "xxhash": Package("xxhash", "checkpoints and datasets in files", ("save", "load", "pretrained_checkpoint", *PATH_FIELDS)),
+    "tiktoken": Package("tiktoken", "tokenizers of byte-level BPE"),
+    "regex": Package("regex", "tokenizers of byte-level BPE"),
+    "sentencepiece": Package("sentencepiece", "tokenizers of sentencepiece"),
+    "safetensors": Package("safetensors", "checkpoints of Hugging Face"),
+    "jinja2": Package("jinja2", "chat templates"),
+    "tensorboard": Package("tensorboard", "--tensorboard-dir", ("tensorboard_dir",)),
+}
+"""By the name that is imported, in the order of the start-up note. Torch and numpy are always there."""
+
+
+def is_missing(module: str) -> bool:
+    """Return whether a module cannot be imported. It is not imported."""
+    try:
+        return importlib.util.find_spec(module) is None
+    except (ImportError, ValueError):  # an entry without a spec, as of a test
+        return True
+
+
+def missing_note() -> list[str]:
+    """Return a line for the start-up log on the packages that are missing; none if all are there."""
+    missing = [package for module, package in PACKAGES.items() if is_missing(module)]
+    if not missing:
+        return []
+    named = ", ".join(f"{package.distribution} ({package.purpose})" for package in missing)
+    return [f"packages that are not installed, and what is unavailable without them: {named}"]
+
+
+def missing_packages(config: Config) -> Iterator[Violation]:
+    """Find the settings that need a missing package."""
+    values = {field: value for topic in dataclasses.asdict(config).values() for field, value in topic.items()}
+    for module, package in PACKAGES.items():
+        fields = [field for field in package.settings if values[field]]
+        if fields and is_missing(module):
+            flag = typed(fields[0])
+            yield Violation((flag,), f"{flag} needs {package.distribution}, which is not installed.", f"{how_to_get(module)}.")
+
+
+def how_to_get(library: str, extra: str | None = None) -> str:
+    """Return the command that installs a library, or the extra that holds it."""
+    name = library.partition(".")[0]
+    package = PACKAGES.get(name)
+    return how_to_install(extra or name.replace("_", "-")) if package is None else f"pip install {package.distribution}"
 
 
 def optional(library: str, needed: str, *, extra: str | None = None) -> Any:
@@ -16,13 +86,13 @@ def optional(library: str, needed: str, *, extra: str | None = None) -> Any:
         extra: that installs it; by default the one of its name.
 
     Raises:
-        ValueError: it is not installed. The message says how to install it.
+        ConfigError: it is not installed. The message says how to install it.
     """
     try:
         return importlib.import_module(library)
     except ImportError as error:
-        extra = extra or library.partition(".")[0].replace("_", "-")
-        raise ValueError(f"{needed}, which is not installed: {how_to_install(extra)}") from error
+        message = f"{needed}, which is not installed: {how_to_get(library, extra)}"
+        raise ConfigError([Violation((), message)]) from error
 
 
 def filesystem(url: str) -> tuple[Any, str]:

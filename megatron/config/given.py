@@ -296,7 +296,7 @@ def without_gaps(config: Config) -> Config:
         optimizer = replace(optimizer, lr=1.0)
     logging = config.logging
     if logging.plan_cluster is not None and logging.plan_report is None:
-        logging = replace(logging, plan_report="")  # the plan itself tells step times for the cluster
+        logging = replace(logging, plan_report="none")  # the plan itself tells step times for the cluster
     return replace(config, training=training, optimizer=optimizer, data=data, logging=logging)
 
 

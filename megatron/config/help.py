@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from megatron.config.compat import KNOWN, TAKEN, NoEffect, find_family
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.extras import is_missing, missing_note
 from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
 from megatron.config.given import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
@@ -29,6 +30,8 @@ _DESCRIPTION = (
 
 def help_text(program: str) -> str:
     """The text of ``--help``, as wide as the terminal: grouped by topic, each flag with its docstring and default."""
+    if is_missing("tyro"):
+        return "\n".join(_plain_help(program)) + "\n"
     import tyro  # this import takes 0.1 s, which only this page has time for
 
     def request(name: str) -> tuple[str, Any, Any]:
@@ -44,6 +47,20 @@ def help_text(program: str) -> str:
         with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
             tyro.cli(command_line, args=["--help"], prog=program, description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
         return page.getvalue()
+
+
+def _plain_help(program: str) -> Iterator[str]:
+    """Yield the lines of a page with the same facts, for a checkout without tyro."""
+    yield from _wrapped(f"usage: {program} [flags]", "  ", "")
+    yield from ("", *_wrapped(_DESCRIPTION, ""), "", *_wrapped(f"{missing_note()[0]}", "  ", ""))
+    for name, (takes, text) in REQUESTS.items():
+        yield from ("", f"--{name}" + ("" if takes == NO_VALUE else f" {takes}"), *_wrapped(text, "    "))
+    for topic in topics():
+        yield f"\n{topic}:"
+        for flag in flags().values():
+            if flag.topic == topic:
+                yield f"\n--{flag.name}" if flag.kind is not bool else f"\n--{flag.name}, --no-{flag.name}"
+                yield from _wrapped(f"{_text(flag)} (default: {_default(flag)})", "    ")
 
 
 def explain(name: str) -> str:

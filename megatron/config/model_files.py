@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.extras import optional
 from megatron.config.flags import nearest_names
 from megatron.config.given import sort_given
-from megatron.config.yaml_file import read_yaml
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "models"
@@ -52,6 +52,9 @@ def table() -> str:
     """All models with their sizes and the launch scripts that fit them."""
     # Here, because whoever names one model does not need the specs.
     from megatron.spec.counts import count_parameters
+
+    optional("yaml", "--model needs PyYAML")
+    from megatron.config.yaml_file import read_yaml
 
     configs = {name: sort_given((), read_yaml(file_of(name))).config() for name in names()}
     sizes = {name: count_parameters(config.model, config.data.vocab_size or 0) for name, config in configs.items()}

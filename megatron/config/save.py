@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-import yaml
-
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.extras import PACKAGES, optional
 from megatron.config.flags import build, flags, topics
 from megatron.config.version import DISTRIBUTION, __version__
 
-_PACKAGES = "torch numpy safetensors xxhash sentencepiece tiktoken regex tyro PyYAML tensorboard wandb".split()
+_PACKAGES = ("torch", "numpy", *(package.distribution for package in PACKAGES.values()), "wandb")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -55,7 +54,12 @@ def from_dict(nested: dict[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Settings as YAML that ``--config`` reads back to the same values."""
+    """Settings as YAML that ``--config`` reads back to the same values.
+
+    Raises:
+        ConfigError: PyYAML is not installed.
+    """
+    yaml = optional("yaml", "--print-config needs PyYAML")
     text: str = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=1000)
     return text
 

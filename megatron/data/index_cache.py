@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import xxhash
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
@@ -161,8 +160,10 @@ def write_array(file: BinaryIO, digest: bytes, array: NDArray) -> None:
     npy.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
     file.write(_MAGIC + digest)
     file.flush()
+    from xxhash import xxh3_128_digest
+
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as written:
-        checksum = xxhash.xxh3_128_digest(written)
+        checksum = xxh3_128_digest(written)
     file.write(checksum)
 
 
@@ -181,8 +182,10 @@ def read_array(path: Path, digest: bytes) -> NDArray:
     magic, owner, checksum = _FOOTER.unpack_from(mapped, size - _FOOTER.size)
     if magic != _MAGIC or owner != digest:
         raise DamagedIndexError(f"the cached index {path} is truncated or belongs to another dataset")
+    from xxhash import xxh3_128_digest
+
     with memoryview(mapped) as view, view[: size - len(checksum)] as content:
-        if xxhash.xxh3_128_digest(content) != checksum:
+        if xxh3_128_digest(content) != checksum:
             raise DamagedIndexError(f"the cached index {path} is damaged: its checksum does not fit")
     head = io.BytesIO(mapped[:128])
     npy.read_magic(head)

@@ -12,7 +12,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.config.module_start import module_start
 from megatron.config.parallel import ParallelConfig
 from megatron.flight.hooks import counted_calls
 from megatron.flight.record import FlightRecord, read_record
@@ -155,11 +155,12 @@ def _start_watcher(orders: Orders, rank: int, store: dist.Store) -> None:
     else:
         address, token = store.get("head").decode().split()
         orders = dataclasses.replace(orders, head=address, token=token)
+    command, environment = module_start("megatron.flight.watcher")
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megatron.flight.watcher"],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-        cwd=Path(__file__).resolve().parents[2],
+        env=environment,
         start_new_session=True,
     )
     assert process.stdin is not None

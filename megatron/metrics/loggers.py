@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from megatron.config.extras import optional
 from megatron.config.outputs import LoggingConfig
 from megatron.config.version import how_to_install
 from megatron.metrics.log_line import perplexity
@@ -145,10 +146,9 @@ class TensorBoard:
 
     def __init__(self, folder: str, tags: Literal["groups", "megatron"] = "groups") -> None:
         self._tags = tags
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError("--tensorboard-dir needs the package tensorboard: pip install tensorboard") from error
+        optional("tensorboard", "--tensorboard-dir needs the package tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._make = lambda: SummaryWriter(folder)
         self._output = Output(f"--tensorboard-dir {folder}")
         try:

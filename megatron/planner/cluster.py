@@ -14,9 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
 from megatron.config.errors import ConfigError, Violation
+from megatron.config.extras import optional
 from megatron.config.regular_file import read_text
 from megatron.metrics.device_peaks import peak_flops
 
@@ -120,7 +119,8 @@ class Cluster:
 
     def yaml(self) -> str:
         """As a file."""
-        return yaml.safe_dump(asdict(self), sort_keys=False)
+        text: str = optional("yaml", "a file of a cluster needs PyYAML").safe_dump(asdict(self), sort_keys=False)
+        return text
 
 
 def cluster_names() -> list[str]:
@@ -129,9 +129,15 @@ def cluster_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+def shipped_name(device: str) -> str | None:
+    """Return the name of the shipped cluster of a device, by torch's name of it; None if there is none."""
+    return next((name for name in cluster_names() if load_cluster(name).device == device), None)
+
+
 def shipped_for(device: str) -> Cluster | None:
     """The shipped cluster of a device, by torch's name of it; None if there is none."""
-    return next((cluster for name in cluster_names() if (cluster := load_cluster(name)).device == device), None)
+    name = shipped_name(device)
+    return None if name is None else load_cluster(name)
 
 
 def load_cluster(name: str) -> Cluster:
@@ -150,6 +156,7 @@ def load_cluster(name: str) -> Cluster:
         raise ConfigError(
             [Violation((), f"there is no cluster {name}.", f"Known: {', '.join(cluster_names())}; or a file.{meant}")]
         )
+    yaml = optional("yaml", f"the file of the cluster {name} needs PyYAML")
     try:
         return _read(Cluster, yaml.safe_load(text), name)
     except (yaml.YAMLError, TypeError, ValueError) as error:

@@ -19,6 +19,7 @@ import torch
 from megatron.config.checks.finding import Change, change, data_size, without
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
+from megatron.config.extras import how_to_get, is_missing
 from megatron.config.given import DryRun, without_gaps
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import table_of
@@ -77,7 +78,7 @@ def memory_limit(config: Config) -> int | None:
     """Bytes of a device's memory: what --device-memory-gb says, or on a machine with GPUs that of the first. None if neither is
     known, or the job runs on CPUs."""
     if config.memory.device_memory_gb is not None:
-        return int(config.memory.device_memory_gb * 1e9)
+        return round(config.memory.device_memory_gb * 1e9)
     if config.parallel.device == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
@@ -106,6 +107,8 @@ def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int
 
 def _cure(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
     """A sentence that says what to change."""
+    if is_missing("yaml"):
+        return f"What to change is not known without PyYAML, which reads the times of a cluster: {how_to_get('yaml')}"
     found = Search(config, dry_run, vocab_size).best(limit)
     if found is None:
         return (

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from megatron.config.config import Config
+from megatron.config.extras import is_missing
 from megatron.config.given import DryRun
 from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner.chunk_trace import Traces
-from megatron.planner.cluster import DEFAULT, Cluster, load_cluster, shipped_for
+from megatron.planner.cluster import DEFAULT, Cluster, load_cluster, shipped_name
 from megatron.planner.dry_run import Planner
 from megatron.planner.durations import COMPILED, OURS, Durations, Ranks, Spent, Stack, added
 from megatron.planner.plan import RankKind
@@ -157,18 +158,21 @@ def _outside(config: Config, dry_run: DryRun, cluster: Cluster) -> Iterator[str]
 
 
 def cluster_of(config: Config) -> Cluster | None:
-    """The cluster whose times a plan tells: that of --plan-cluster, else that of this machine's GPU, else one of H100. None for
-    CPUs, which differ too much.
+    """Return the cluster whose times a plan reports (see `cluster_name_of`); None for CPUs.
 
     Raises:
         ConfigError: there is no such cluster, or the file does not describe one.
     """
-    if config.logging.plan_cluster is not None:
-        return load_cluster(config.logging.plan_cluster)
-    if config.parallel.device == "cpu":
-        return None
-    here = shipped_for(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return here or load_cluster(DEFAULT)
+    name = cluster_name_of(config)
+    return None if name is None else load_cluster(name)
+
+
+def cluster_name_of(config: Config) -> str | None:
+    """Return the name of the cluster whose times a plan reports: that of --plan-cluster, else that of this machine's GPU, else
+    H100. None for CPUs, which differ too much, and where PyYAML is missing, which reads their files."""
+    if config.logging.plan_cluster is not None or config.parallel.device == "cpu" or is_missing("yaml"):
+        return config.logging.plan_cluster
+    return (shipped_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None) or DEFAULT
 
 
 def num_sequences(work: StepWork, config: Config, dry_run: DryRun) -> int:

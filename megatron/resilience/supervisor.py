@@ -294,6 +294,12 @@ class Supervisor:
         return self._stop_code if leaves else 1
 
 
+_CUDA_WAS_USED = (
+    "a module of --imports uses CUDA while it is imported, if only by torch.cuda.is_available(). The ranks are forks of the "
+    "process that imports it, and CUDA does not survive a fork. Let its functions ask when they are called, or use torchrun."
+)
+
+
 def goes_on(program: str, config: Config, world_size: int) -> bool:
     """Whether the run can go on from its checkpoint, as far as settings tell; if not, it has been said why.
 
@@ -304,9 +310,11 @@ def goes_on(program: str, config: Config, world_size: int) -> bool:
     if pid == 0:
         code = 0
         with suppress(BaseException):  # what else goes wrong, the ranks will say better
+            from megatron.parallel.forks import cuda_is_lost
             from megatron.training.ahead import misfit_ahead
 
-            if (words := misfit_ahead(config, world_size)) is not None:
+            words = _CUDA_WAS_USED if cuda_is_lost() else misfit_ahead(config, world_size)
+            if words is not None:
                 code = REFUSED
                 sys.stderr.write(f"{os.path.basename(program)}: {words}\n")
                 sys.stderr.flush()

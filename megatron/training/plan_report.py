@@ -97,8 +97,12 @@ class StepPlan:
             check_output("--plan-report", logging.plan_report)
         self.path, self._config = Path(logging.plan_report), config
         self._cluster = None if logging.plan_cluster is None else load_cluster(logging.plan_cluster)
-        self._rehearsal = Rehearsal(config, _planned)
+        self._rehearsal = Rehearsal(_planned)
         self.foretold: Foretold | str = "no plan was made"
+
+    def begin(self, config: Config) -> None:
+        """Send the settings, as `Rehearsal.begin`."""
+        self._rehearsal.begin(config)
 
     def expect(self, context: ParallelContext) -> list[str]:
         """Take the plan; gives lines for the start-up log. All ranks call it together."""

@@ -2,53 +2,77 @@
 
 A plan takes the place of every kind of rank, with process groups that are none. So it is made before there are real ones, by a
 fork, which leaves nothing behind in this process.
+
+CUDA does not survive a fork (see `parallel.forks`). So the process is forked first, then this one asks CUDA for what a plan needs
+to know of the device and sends it, and the forked process sees no device. Where CUDA was in use before, it replaces itself by a
+fresh one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 from collections.abc import Callable
-from typing import Generic, Literal, TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, BinaryIO, Generic, Literal, TypeVar
 
 import torch
 
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
+from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun
+from megatron.config.imports import import_modules
 from megatron.config.launcher import launched
+from megatron.config.module_start import module_start
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.forks import cuda_is_lost, hide_devices
 from megatron.planner.dry_run import make_plan
-from megatron.planner.fit import with_fit_advice, with_least_layers
+from megatron.planner.fit import memory_limit, with_fit_advice, with_least_layers
 from megatron.planner.plan import Plan
+from megatron.planner.step_time import cluster_name_of
 from megatron.training.failure import together
 
 T = TypeVar("T")
 
 
 class Rehearsal(Generic[T]):
-    """Begins to plan a job, on its first rank. To be made before anything else of the run, process groups above all.
+    """A process that plans a job, started by its first rank. Create it before anything else of the run, process groups above all,
+    and before CUDA is used; then call `begin`, then `plan`.
 
     Args:
-        make: makes what is wanted of the settings of the job, its size and the vocabulary.
+        make: module-level function that makes the result from the settings of the job, its size and the vocabulary.
     """
 
-    def __init__(self, config: Config, make: Callable[[Config, DryRun, int], T]) -> None:
-        self._child, self._result = _plan_beside(config, make) if launched().rank == 0 else (0, -1)
+    def __init__(self, make: Callable[[Config, DryRun, int], T]) -> None:
+        self._make = make
+        self._child: tuple[int, BinaryIO, BinaryIO] | None = _start_child() if launched().rank == 0 else None
+
+    def begin(self, config: Config) -> None:
+        """Send the settings. On a machine with GPUs this process uses CUDA from now on: start all forks before."""
+        if self._child is None:
+            return
+        try:
+            request: tuple[Callable[[Config, DryRun, int], T], Config] | str = (self._make, with_device_facts(config))
+        except Exception as error:  # noqa: BLE001 - the run goes on without a plan, and says why
+            request = _reason(error)
+        with suppress(BrokenPipeError), self._child[1] as pipe:
+            pipe.write(pickle.dumps(request))
 
     def plan(self, context: ParallelContext) -> T | str:
-        """What was made, or why there is none. All ranks call it together."""
-        told: T | str = ""
-        if context.rank == 0:
-            with os.fdopen(self._result, "rb") as pipe:
+        """Return the result, or why there is none. All ranks call it together."""
+        answer: T | str = ""
+        if self._child is not None:
+            pid, _, pipe = self._child
+            with pipe:
                 data = pipe.read()
-            os.waitpid(self._child, 0)
-            told = pickle.loads(data) if data else "its process ended early"
-        answer: T | str = broadcast_object(told, context.world)
-        return answer
+            os.waitpid(pid, 0)
+            answer = pickle.loads(data) if data else "its process ended early"
+        shared: T | str = broadcast_object(answer, context.world)
+        return shared
 
 
 def this_job() -> DryRun:
@@ -60,7 +84,16 @@ def this_job() -> DryRun:
 def on_this_device(config: Config) -> Config:
     """The settings with --device written out: what `auto` finds here."""
     device: Literal["cpu", "cuda"] = "cpu" if config.parallel.device == "cpu" or not torch.cuda.is_available() else "cuda"
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, device=device))
+    return replace(config, parallel=replace(config.parallel, device=device))
+
+
+def with_device_facts(config: Config) -> Config:
+    """Return the settings with everything written out that a plan would ask CUDA for: device, its memory, and the cluster of its
+    kind. A plan of them makes no CUDA call."""
+    config = on_this_device(config)
+    limit = memory_limit(config)
+    memory = replace(config.memory, device_memory_gb=None if limit is None else limit / 1e9)
+    return replace(config, memory=memory, logging=replace(config.logging, plan_cluster=cluster_name_of(config)))
 
 
 def full_plan(config: Config, job: DryRun, vocab_size: int) -> Plan:
@@ -68,24 +101,50 @@ def full_plan(config: Config, job: DryRun, vocab_size: int) -> Plan:
     return with_fit_advice(make_plan(config, job, vocab_size), config, job, vocab_size)
 
 
-def _plan_beside(config: Config, make: Callable[[Config, DryRun, int], T]) -> tuple[int, int]:
-    """Fork a process that makes the plan; gives its number and the end of the pipe in which the plan will lie."""
-    config = on_this_device(config)
-    read_end, write_end = os.pipe()
-    if child := os.fork():
-        os.close(write_end)
-        return child, read_end
+def _start_child() -> tuple[int, BinaryIO, BinaryIO]:
+    """Fork the process that plans. Returns its number, the pipe for the request, and the pipe with its answer."""
+    request_end, request = os.pipe()
+    answer, answer_end = os.pipe()
+    if pid := os.fork():
+        os.close(request_end)
+        os.close(answer_end)
+        return pid, os.fdopen(request, "wb"), os.fdopen(answer, "rb")
     try:
-        try:
-            vocab_size = planned_rows(config.data)
-            config = with_least_layers(config, this_job(), vocab_size)
-            told: T | str = make(config, this_job(), vocab_size)
-        except Exception as error:  # noqa: BLE001 - the run goes on without a plan, and says why
-            told = f"{type(error).__name__}: {error}"
-        with os.fdopen(write_end, "wb") as pipe:
-            pipe.write(pickle.dumps(told))
+        os.close(request)
+        os.close(answer)
+        if cuda_is_lost():
+            for end in (request_end, answer_end):
+                os.set_inheritable(end, True)
+            command, environment = module_start("megatron.training.rehearsal_child", request_end, answer_end)
+            os.execve(command[0], command, environment)
+        serve(request_end, answer_end)
     finally:
         os._exit(0)
+
+
+def serve(request_end: int, answer_end: int) -> None:
+    """Read a request from a pipe and write the result, or why there is none, to another. CUDA devices are hidden from now on."""
+    hide_devices()
+    with os.fdopen(request_end, "rb") as pipe:
+        data = pipe.read()
+    if not data:  # the run has ended
+        return
+    try:
+        answer: Any = pickle.loads(data)
+        if not isinstance(answer, str):
+            make, config = answer
+            if problems := list(import_modules(config.training.imports)):
+                raise ConfigError(problems)
+            vocab_size = planned_rows(config.data)
+            answer = make(with_least_layers(config, this_job(), vocab_size), this_job(), vocab_size)
+    except Exception as error:  # noqa: BLE001 - the run goes on without a plan, and says why
+        answer = _reason(error)
+    with os.fdopen(answer_end, "wb") as pipe:
+        pipe.write(pickle.dumps(answer))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def choose_layers(config: Config) -> Callable[[], str | None]:
@@ -122,4 +181,4 @@ def with_layers(config: Config, chosen: Callable[[], str | None], context: Paral
     numbers = broadcast_object(together(context, chosen), context.world)
     if numbers is None:
         return config
-    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, recompute_layers_per_stage=numbers))
+    return replace(config, memory=replace(config.memory, recompute_layers_per_stage=numbers))

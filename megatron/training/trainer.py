@@ -135,10 +135,13 @@ class Trainer:
         account = MemoryAccount()
         exhaustion = Exhaustion(config, account)
         explanations.known.append((is_out_of_memory, exhaustion.words))
-        rehearsal = Rehearsal(config, full_plan) if config.logging.memory_interval is not None else None
+        rehearsal = Rehearsal(full_plan) if config.logging.memory_interval is not None else None
         foretold = StepPlan(config) if config.logging.plan_report is not None else None
         self._stack.callback(startup.set_numerics(config))
         startup.set_compiler_cache(config.speed)
+        for planning in (rehearsal, foretold):  # both are forked by now: this asks CUDA, which forks do not survive
+            if planning is not None:
+                planning.begin(config)
         chosen = choose_layers(config)
         self.context = context = connect(config.parallel) if context is None else context
         flight = self._stack.enter_context(watched(context, config.parallel, stack_folder(config.checkpoint.save)))

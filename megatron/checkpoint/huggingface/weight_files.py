@@ -22,6 +22,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.source import TensorInfo
+from megatron.config.extras import optional
 from megatron.config.regular_file import read_text
 
 INDEX = ".index.json"
@@ -89,6 +90,7 @@ def _read_index(path: Path) -> dict[Path, set[str] | None]:
 
 
 def _open_safetensors(path: Path) -> dict[str, FileTensor]:
+    optional("safetensors", f"{path} needs the package safetensors")
     from safetensors import SafetensorError, safe_open
 
     dtypes = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES} | {"F8_E4M3": torch.float8_e4m3fn}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.extras import optional
 from megatron.data.tokenizers.bpe_rules import ByteVocabulary, NotExactError, pieces
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 
@@ -92,8 +93,7 @@ class TiktokenEncoder:
     """
 
     def __init__(self, vocabulary: ByteVocabulary) -> None:
-        import regex
-        import tiktoken
+        regex, tiktoken = (optional(name, f"a tokenizer of byte-level BPE needs {name}") for name in ("regex", "tiktoken"))
 
         self._pattern = pattern = vocabulary.pattern
         if _GROUP_REFERENCE.search(pattern):

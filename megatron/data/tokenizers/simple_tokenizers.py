@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.extras import optional
+
 
 class Tokenizer(ABC):
     """Turns text into token ids and back."""
@@ -91,10 +93,10 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path, *, add_bos: bool = False) -> None:
-        from sentencepiece import SentencePieceProcessor  # only who uses it pays for the import
+        library = optional("sentencepiece", f"--tokenizer-model {path} needs sentencepiece")
 
         try:
-            self._model = SentencePieceProcessor(model_file=str(path))
+            self._model = library.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise ValueError(
                 f"--tokenizer-model {path} is not a sentencepiece model: {error}\n"

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.config.module_start import module_start
 from megatron.flight import watched
 from megatron.flight.diagnosis import find_departed
 from megatron.flight.record import Channel, FlightRecord, Snapshot
 from megatron.flight.watcher import STACKS, Judge, Orders
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import make_schedule
-from tests.support.cli import ROOT
 
 STEPS = 2
 
@@ -182,14 +181,15 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
                 records.append(record)
                 head = f"127.0.0.1:{port}" if node else None
                 orders = Orders(str(folder), 1, 2, 1.0, None, "secret", head, str(tmp_path / f"kept{node}"))
+                command, environment = module_start("megatron.flight.watcher")
                 watchers.append(
                     subprocess.Popen(
-                        [sys.executable, "-P", "-m", "megatron.flight.watcher"],
+                        command,
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
                         text=True,
-                        cwd=ROOT,
+                        env=environment,
                     )
                 )
                 assert watchers[-1].stdin is not None and watchers[-1].stdout is not None and watchers[0].stderr is not None

@@ -1,0 +1,144 @@
+"""The plan of a run on a machine with GPUs: the process that makes it calls no CUDA, which does not survive a fork."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.cli import load
+from megatron.config.config import Config
+from megatron.config.given import DryRun
+from megatron.planner.cluster import load_cluster
+from megatron.planner.plan import Plan
+from megatron.planner.step_time import cluster_of
+from megatron.training.rehearsal import Rehearsal, full_plan, with_device_facts
+from megatron.verification.local_ranks import run_ranks
+from tests.support.lone_rank import lone_rank
+from tests.support.runs import arguments
+
+H200_BYTES = 150_754_820_099  # an odd number, which a sloppy conversion to GB and back would change
+DEVICE_CALLS = ("is_available", "device_count", "get_device_properties", "get_device_name", "_lazy_init", "current_device")
+
+
+@pytest.fixture
+def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 whose runtime works in this process only."""
+    owner = os.getpid()
+
+    def answers(result: object) -> Callable[..., object]:
+        def call(*_: object) -> object:
+            if os.getpid() != owner:
+                raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+            return result
+
+        return call
+
+    for name in DEVICE_CALLS:
+        monkeypatch.setattr(torch.cuda, name, answers(None))
+    monkeypatch.setattr(torch.cuda, "is_available", answers(True))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", answers(SimpleNamespace(total_memory=H200_BYTES)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", answers("NVIDIA H200"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def settings(**changes: Any) -> Config:
+    return load(arguments(train_iters=1, **changes), 1).config
+
+
+def plan_of(config: Config) -> Plan | str:
+    rehearsal = Rehearsal(full_plan)
+    rehearsal.begin(config)
+    return rehearsal.plan(lone_rank())
+
+
+def cluster_name(config: Config, job: DryRun, vocab_size: int) -> tuple[str, str | None]:
+    """What a plan would take its times from, and the devices that its process sees."""
+    cluster = cluster_of(config)
+    assert cluster is not None
+    return cluster.name, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def program(config: Config, job: DryRun, vocab_size: int) -> str:
+    return sys.argv[0]
+
+
+@pytest.mark.usefixtures("_one_gpu")
+def test_the_plan_is_of_the_device_that_the_run_has() -> None:
+    plan = plan_of(settings())
+    assert isinstance(plan, Plan), plan
+    assert (plan.limit, plan.job.device) == (H200_BYTES, "cuda")
+
+
+@pytest.mark.usefixtures("_one_gpu")
+def test_a_plan_that_does_not_fit_says_what_to_change() -> None:
+    """That compares times of steps, which depend on the kind of GPU."""
+    plan = plan_of(settings(device_memory_gb=0.0004, micro_batch_size=8))
+    assert isinstance(plan, Plan), plan
+    assert plan.limit == 400_000 and plan.advice[0].startswith("the fullest rank needs")
+
+
+@pytest.mark.usefixtures("_one_gpu")
+def test_the_plan_takes_times_of_the_kind_of_gpu_and_sees_no_device() -> None:
+    rehearsal = Rehearsal(cluster_name)
+    rehearsal.begin(settings())
+    assert rehearsal.plan(lone_rank()) == (load_cluster("h200").name, "")
+
+
+@pytest.mark.usefixtures("_one_gpu")
+def test_each_of_two_plans_is_made() -> None:
+    """As with --log-memory and --plan-report: both are forked before CUDA is asked."""
+    both: list[Rehearsal[Any]] = [Rehearsal(full_plan), Rehearsal(cluster_name)]
+    for rehearsal in both:
+        rehearsal.begin(settings())
+    first, second = (rehearsal.plan(lone_rank()) for rehearsal in both)
+    assert isinstance(first, Plan) and isinstance(second, tuple)
+
+
+@pytest.mark.usefixtures("_one_gpu")
+def test_facts_that_cannot_be_had_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: no driver")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fails)
+    assert plan_of(settings()) == "RuntimeError: CUDA error: no driver"
+
+
+def test_on_cpus_there_is_nothing_to_write_out() -> None:
+    config = with_device_facts(settings(device="cpu"))
+    assert config == settings(device="cpu")
+
+
+def test_where_cuda_was_used_before_a_fresh_process_plans() -> None:
+    """As in a program that trains twice, or counts its GPUs first."""
+    config = settings(device="cpu")
+
+    def rank(_: int) -> list[object]:
+        owner = os.getpid()
+        torch.cuda._is_in_bad_fork = lambda: os.getpid() != owner
+        found = []
+        for make in (full_plan, program):
+            rehearsal: Rehearsal[object] = Rehearsal(make)
+            rehearsal.begin(config)
+            found.append(rehearsal.plan(lone_rank()))
+        return found
+
+    plan, argv0 = run_ranks(1, rank, init=False)[0]
+    assert isinstance(plan, Plan), plan
+    assert argv0.endswith("rehearsal_child.py"), argv0
+
+
+def test_counting_gpus_leaves_a_plan() -> None:
+    """In torch's CUDA builds this is what makes forks useless, with a GPU and without one."""
+
+    def rank(_: int) -> object:
+        torch.cuda.is_available()
+        return plan_of(settings(device="cpu"))
+
+    plan = run_ranks(1, rank, init=False)[0]
+    assert isinstance(plan, Plan), plan
