@@ -239,7 +239,14 @@ def _row(model: str, mode: str, loop: str) -> dict[str, Any]:
     ours = loop == "ours"
     row = {"model": model, "mode": mode, "loop": loop, "layers": 8, "milliseconds": 100.0 if ours else 90.0}
     row |= {"fastest": 99.0, "slowest": 102.0, "tokens_per_second": 123456.0, "tflops": 432.1, "mfu": 0.4321}
-    return {**row, "peak_gb": 41.23, "planned_gb": 41.0 if ours else None, "first_loss": 10.9, "parameters": 10**9}
+    return {
+        **row,
+        "peak_gb": 41.23,
+        "planned_gb": 41.0 if ours else None,
+        "first_loss": 10.9,
+        "parameters": 10**9,
+        "attention": "cudnn" if ours else None,
+    }
 
 
 def test_the_last_hundred_lines_have_everything() -> None:
@@ -254,7 +261,9 @@ def test_the_last_hundred_lines_have_everything() -> None:
 
 def test_the_page_has_the_tables() -> None:
     text = report.markdown(_full_report())
-    assert "| 8b (8 layers) | eager | 100.0 | 90.0 | 0.900 | 123,456 | 432.1 | 43.2% | 43.2% | 41.23 | 41.00 | 41.23 |" in text
+    assert (
+        "| 8b (8 layers) | eager | 100.0 | 90.0 | 0.900 | 123,456 | 432.1 | 43.2% | 43.2% | 41.23 | 41.00 | 41.23 | cudnn |" in text
+    )
     assert "| varlen | fail | the reason |" in text and text.count("```text") == 2
 
 

@@ -72,8 +72,8 @@ CHECKS = (
     Check("speed-1.3b", "the same for 1.3B parameters", "speed.eager", 16, 8, "1.3b"),
     Check("speed-experts", "the same for 8 experts of width 2,048", "speed.eager", 18, 8, "experts"),
     # 4. Where the time goes.
-    Check("profile-1", "kernels of a step of the model that is slowest beside the plain loop", "kernel_table.profile", 12, 6, "1"),
-    Check("profile-2", "the same for the second slowest", "kernel_table.profile", 12, 6, "2"),
+    Check("profile-1", "kernels of a step of the model that is slowest beside the plain loop", "profiles.profile", 12, 6, "1"),
+    Check("profile-2", "the same for the second slowest", "profiles.profile", 12, 6, "2"),
     # 5. Speed, compiled and in 8 bits.
     Check("compiled-8b", "compiled, beside the compiled plain loop", "speed.compiled", 60, 30, "8b"),
     Check("compiled-1.3b", "the same for 1.3B parameters", "speed.compiled", 60, 30, "1.3b"),

@@ -53,6 +53,7 @@ def speed_table(report: Report) -> list[list[str]]:
             "peak GB",
             "plan",
             "plain GB",
+            "attention",
         ]
     ]
     rows = speed_rows(report)
@@ -78,6 +79,7 @@ def speed_table(report: Report) -> list[list[str]]:
                 _number(ours, "peak_gb", ".2f"),
                 _number(ours, "planned_gb", ".2f"),
                 _number(plain, "peak_gb", ".2f"),
+                ours["attention"] or "-",
             ]
         )
     return table

@@ -22,6 +22,7 @@ from tools.benchmarks.shapes import SHAPES, Shape, command_line
 from tools.benchmarks.single import release_memory
 from tools.gpu.context import CheckContext, CheckFailed, Outcome, require_at_most
 from tools.gpu.jobs import Job, random_batch, torch_device, train_step_of
+from tools.gpu.trace import attention_of
 
 MODELS = ("350m", "1.3b", "8b", "experts")
 """Names of the models, smallest first."""
@@ -65,6 +66,8 @@ class Row:
     """Peak of allocated device memory in GB (10^9 bytes)."""
     planned_gb: float | None
     first_loss: float
+    attention: str | None
+    """The attention kernels that ran in one more step; None if nobody looked."""
 
 
 def job_of(model: str, device: str, **flags: object) -> tuple[Job, Shape]:
@@ -125,7 +128,11 @@ def measure_ours(model: str, mode: str, device: torch.device) -> Row:
     _reset_peak(device)
     with our_step_of(job, device) as step:
         seconds, loss = _time(step, device)
-        return _row(model, mode, "ours", shape, job, seconds, loss, device, planned)
+        row = _row(model, mode, "ours", shape, job, seconds, loss, device, planned)
+        try:
+            return replace(row, attention=attention_of(step, device))
+        except RuntimeError as error:  # the figures stay if the profiler does not work here
+            return replace(row, attention=f"unknown ({str(error).partition(chr(10))[0][:80]})")
 
 
 def _compile_backend(device: torch.device) -> str:
@@ -189,6 +196,7 @@ def _row(
         torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
         None if planned is None else planned / 1e9,
         loss,
+        None,
     )
 
 
@@ -246,7 +254,8 @@ def describe(row: Row) -> str:
     text += f"{row.tokens_per_second:,.0f} tokens/s, {row.tflops:.4g} TFLOP/s"
     text += "" if row.mfu is None else f", MFU {row.mfu:.1%}"
     text += "" if row.peak_gb is None else f", peak {row.peak_gb:.2f} GB"
-    return text + ("" if row.planned_gb is None or row.peak_gb is None else f" (planned {row.planned_gb:.2f})")
+    text += "" if row.planned_gb is None or row.peak_gb is None else f" (planned {row.planned_gb:.2f})"
+    return text + ("" if row.attention is None else f", attention by {row.attention}")
 
 
 def _ratio(rows: list[Row]) -> list[str]:

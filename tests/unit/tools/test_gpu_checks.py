@@ -21,7 +21,7 @@ from tests.support import flash_attention
 from tools.benchmarks import single
 from tools.benchmarks.plain_models import plain_model
 from tools.benchmarks.shapes import SHAPES
-from tools.gpu import kernel_table, kernels, speed, steps
+from tools.gpu import kernels, profiles, speed, steps, trace
 from tools.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome, require_at_most
 from tools.gpu.scripts import rank
 from tools.gpu.worker import run_check
@@ -179,7 +179,11 @@ def test_each_loop_is_timed_and_compared(context: CheckContext) -> None:
     assert [len(partial.data["rows"]) for partial in reports] == [1, 2], "the first figure does not wait for the second"
     ours, plain = outcome.data["rows"]
     assert ours["parameters"] == plain["parameters"] and abs(ours["first_loss"] - plain["first_loss"]) < 0.2
-    assert ours["planned_gb"] > 0 and ours["tokens_per_second"] == pytest.approx(256e3 / ours["milliseconds"])
+    assert (
+        ours["attention"] == "flash"
+        and ours["planned_gb"] > 0
+        and ours["tokens_per_second"] == pytest.approx(256e3 / ours["milliseconds"])
+    )
 
 
 def test_a_loop_without_memory_does_not_take_the_other_away(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +200,7 @@ def test_a_loop_without_memory_does_not_take_the_other_away(context: CheckContex
 
 def test_measured_peaks_are_compared_with_the_plan(context: CheckContext) -> None:
     def data(**changes: Any) -> CheckContext:
-        row = {**vars(speed.Row("8b", "eager", "ours", 8, 1, 1.0, 1.0, 1.0, 1.0, 1.0, None, 10.5, 10.0, 9.0)), **changes}
+        row = {**vars(speed.Row("8b", "eager", "ours", 8, 1, 1.0, 1.0, 1.0, 1.0, 1.0, None, 10.5, 10.0, 9.0, "flash")), **changes}
         return CheckContext("cuda", context.folder, {"speed-8b": {"rows": [row]}})
 
     assert "8b eager 1.050" in speed.memory(data()).figure
@@ -256,7 +260,7 @@ def test_kernels_have_the_work_of_their_operations() -> None:
         _kernel("unknown", 99, 180.0, 20.0),
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 199.0, "dur": 1.0, "args": {}},
     ]
-    profile = kernel_table.read_trace(events, on_device=True)
+    profile = trace.read_trace(events, on_device=True)
     uses = {(use.kernel, use.operation): use for use in profile.kernels}
     assert profile.kernels[0].kernel.startswith("void pytorch_flash") and profile.launches == 6
     assert profile.milliseconds == 0.1 and profile.idle_share == pytest.approx(0.15) and profile.attention == "flash"
@@ -281,7 +285,7 @@ def test_kernels_have_the_work_of_their_operations() -> None:
     ],
 )
 def test_attention_kernels_are_known_by_their_names(name: str, kernel: str) -> None:
-    assert kernel_table.attention_in([name, "elementwise"]) == kernel
+    assert trace.attention_in([name, "elementwise"]) == kernel
 
 
 def test_the_slowest_models_are_profiled(tmp_path: Path) -> None:
@@ -291,9 +295,9 @@ def test_the_slowest_models_are_profiled(tmp_path: Path) -> None:
 
     data = {"speed-350m": rows("350m", 90.0), "speed-8b": rows("8b", 150.0), "speed-experts": rows("experts", 120.0)}
     context = CheckContext("cpu", tmp_path, data)
-    assert kernel_table.slowest_models(context) == ["8b", "experts", "350m", "1.3b"]
-    outcome = kernel_table.profile(context, "2")
-    assert outcome.data["model"] == "experts" and len(outcome.data["profile"]["kernels"]) == kernel_table.NUM_KERNELS
+    assert profiles.slowest_models(context) == ["8b", "experts", "350m", "1.3b"]
+    outcome = profiles.profile(context, "2")
+    assert outcome.data["model"] == "experts" and len(outcome.data["profile"]["kernels"]) == profiles.NUM_KERNELS
 
 
 # ---- how a check ends

@@ -11,19 +11,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tools.benchmarks.peers import Step
-from tools.gpu import speed
-from tools.gpu.context import CheckContext, CheckFailed, Outcome
-from tools.gpu.jobs import torch_device
-from tools.gpu.profile_text import short_name
 
-NUM_KERNELS = 25
 _ITEM_SIZES = {"float": 4, "double": 8, "long": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1, "signed char": 1}
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _PRODUCTS = re.compile(r"aten::(mm|addmm|addmm_|bmm|baddbmm|baddbmm_|_scaled_mm|_grouped_mm)$")
@@ -77,6 +72,14 @@ def profile_step(step: Step, folder: Path, device: torch.device) -> StepProfile:
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
     return read_trace(events, on_device=on_cuda)
+
+
+def attention_of(step: Step, device: torch.device) -> str:
+    """Run one step under the profiler and return the attention kernels that ran."""
+    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+        step()
+    return attention_in(event.name for event in profiler.events() or [])
 
 
 def read_trace(events: Sequence[Mapping[str, Any]], *, on_device: bool) -> StepProfile:
@@ -183,36 +186,3 @@ def attention_in(names: Iterable[str]) -> str:
     names = list(names)
     kinds = [kind for kind, pattern in ATTENTION_KERNELS if any(pattern.search(name) for name in names)]
     return " and ".join(kinds) or "products of matrices"
-
-
-def slowest_models(context: CheckContext) -> list[str]:
-    """Return the models by their eager speed relative to the plain loop, slowest first. Unmeasured ones come last."""
-    ratios = {}
-    for data in context.data.values():
-        times = {row["loop"]: row for row in data.get("rows", []) if row["mode"] == "eager"}
-        if {"ours", "plain"} <= times.keys():
-            ratios[times["ours"]["model"]] = times["plain"]["milliseconds"] / times["ours"]["milliseconds"]
-    return sorted(speed.MODELS, key=lambda model: ratios.get(model, math.inf))
-
-
-def profile(context: CheckContext, position: str) -> Outcome:
-    """Profile one eager step of the slowest model, or of the second slowest."""
-    model, device = slowest_models(context)[int(position) - 1], torch_device(context.device)
-    job, _ = speed.job_of(model, context.device)
-    with speed.our_step_of(job, device) as step:
-        step()
-        result = profile_step(step, context.folder, device)
-    if not result.kernels:
-        raise CheckFailed("the profiler's trace has no kernels: is CUPTI there, and may this user read its counters?")
-    first = result.kernels[0]
-    top = result.kernels[:NUM_KERNELS]
-    data = {
-        "model": model,
-        "profile": {
-            **asdict(result),
-            "kernels": [asdict(use) for use in top],
-            "rest_microseconds": sum(use.microseconds for use in result.kernels[NUM_KERNELS:]),
-        },
-    }
-    figure = f"{model}: {result.milliseconds:.1f} ms, idle {result.idle_share:.1%}, {result.launches} launches, attention by "
-    return Outcome(f"{figure}{result.attention}; most expensive: {short_name(first.kernel)[:60]}", data)

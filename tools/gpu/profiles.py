@@ -1,0 +1,47 @@
+"""The most expensive kernels of the models that are slowest beside the plain loop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+from tools.gpu import speed
+from tools.gpu.context import CheckContext, CheckFailed, Outcome
+from tools.gpu.jobs import torch_device
+from tools.gpu.profile_text import short_name
+from tools.gpu.trace import profile_step
+
+NUM_KERNELS = 25
+
+
+def slowest_models(context: CheckContext) -> list[str]:
+    """Return the models by their eager speed relative to the plain loop, slowest first. Unmeasured ones come last."""
+    ratios = {}
+    for data in context.data.values():
+        times = {row["loop"]: row for row in data.get("rows", []) if row["mode"] == "eager"}
+        if {"ours", "plain"} <= times.keys():
+            ratios[times["ours"]["model"]] = times["plain"]["milliseconds"] / times["ours"]["milliseconds"]
+    return sorted(speed.MODELS, key=lambda model: ratios.get(model, math.inf))
+
+
+def profile(context: CheckContext, position: str) -> Outcome:
+    """Profile one eager step of the slowest model, or of the second slowest."""
+    model, device = slowest_models(context)[int(position) - 1], torch_device(context.device)
+    job, _ = speed.job_of(model, context.device)
+    with speed.our_step_of(job, device) as step:
+        step()
+        result = profile_step(step, context.folder, device)
+    if not result.kernels:
+        raise CheckFailed("the profiler's trace has no kernels: is CUPTI there, and may this user read its counters?")
+    first = result.kernels[0]
+    top = result.kernels[:NUM_KERNELS]
+    data = {
+        "model": model,
+        "profile": {
+            **asdict(result),
+            "kernels": [asdict(use) for use in top],
+            "rest_microseconds": sum(use.microseconds for use in result.kernels[NUM_KERNELS:]),
+        },
+    }
+    figure = f"{model}: {result.milliseconds:.1f} ms, idle {result.idle_share:.1%}, {result.launches} launches, attention by "
+    return Outcome(f"{figure}{result.attention}; most expensive: {short_name(first.kernel)[:60]}", data)
