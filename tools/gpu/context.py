@@ -1,4 +1,4 @@
-"""What a check receives, and what it returns or raises."""
+"""Arguments, results and exceptions of checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class CheckFailed(Exception):
-    """What a check proves is not so. The message says what was measured and what is allowed."""
+    """Failure of a check. The message has the measured value and the allowed one."""
 
 
 class DoesNotFit(Exception):
@@ -24,9 +24,9 @@ class Outcome:
     """The result of a check that passed."""
 
     figure: str
-    """What was measured, on one line."""
+    """The measured values, on one line."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The same for programs, as JSON holds it."""
+    """Values for other checks and for the report, of types that JSON has."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def random_batch(job: Job, step: TrainStep) -> list[ModelInputs]:
 
 
 class _RandomSamples:
-    """Samples whose tokens are drawn anew from their number."""
+    """Random samples. The index of a sample seeds its tokens."""
 
     def __init__(self, seq_length: int, vocab_size: int, rules: DocumentRules) -> None:
         self.seq_length, self._vocab_size, self._rules = seq_length, vocab_size, rules
@@ -138,14 +138,14 @@ class _RandomSamples:
         return tokens
 
     def marks(self, first: int, count: int) -> None:
-        """No token has marks."""
+        """Return None: no token has marks."""
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        """No sample comes from a document."""
+        """Return an empty list: no sample comes from a document."""
         return []
 
     def describe(self, num_samples: int) -> list[str]:
-        """There is nothing to say at the start of a run."""
+        """Return no lines for a start-up log."""
         return []
 
 

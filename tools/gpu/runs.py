@@ -98,7 +98,7 @@ class Run:
 
 
 def save_trace(context: CheckContext, name: str, ranks: int = 1, **flags: Any) -> Path:
-    """Run four steps, in float64 unless told otherwise, and return the file with their tensors."""
+    """Run four steps, in float64 unless the flags name another dtype, and return the file with their tensors."""
     file = context.folder / name
     Run(context, ranks, **{"fp64": True, "save_trace": file, "trace_steps": 4, **flags}).wait()
     return file

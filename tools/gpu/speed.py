@@ -61,7 +61,7 @@ class Row:
     tflops: float
     """Model TFLOP/s, without recomputation."""
     mfu: float | None
-    """Of the dense peak in the datasheet; with 8 bits, of the mixed peak. None for devices that are not in the table."""
+    """Model FLOPs utilisation against the dense peak of the datasheet (with 8 bits, the mixed peak). None for an unknown device."""
     peak_gb: float | None
     """Peak of allocated device memory in GB (10^9 bytes)."""
     planned_gb: float | None
@@ -222,7 +222,7 @@ def compiled(context: CheckContext, model: str) -> Outcome:
 
 
 def fp8(context: CheckContext, model: str) -> Outcome:
-    """Time our step in 8 bits, eager. Plain torch has no such loop, so the eager loop in bfloat16 stands beside it."""
+    """Time our step in 8 bits, eager. There is no plain loop in 8 bits; the report compares with the bfloat16 one."""
     if context.on_cuda and torch.cuda.get_device_capability() < (8, 9):
         return Outcome("this GPU has no products in 8 bits")
     return _compare(context, model, [("ours", mode) for mode in _FP8_FLAGS])

@@ -51,9 +51,9 @@ class StepProfile:
     kernels: list[KernelUse] = field(default_factory=list)
     """Most expensive first."""
     milliseconds: float = 0.0
-    """From the first kernel's start to the last one's end."""
+    """Time between the start of the first kernel and the end of the last one."""
     idle_share: float = 0.0
-    """Of that time, when no kernel ran."""
+    """Share of `milliseconds` in which no kernel ran."""
     launches: int = 0
     attention: str = "unknown"
     """The attention kernels that ran."""
