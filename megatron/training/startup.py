@@ -50,6 +50,7 @@ from megatron.spec.layers import context_ways
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
 from megatron.training.attention_kernel import describe_attention
+from megatron.training.compiler_facts import compiler_facts, describe_differences
 from megatron.training.failure import together
 from megatron.training.loss_picture import PICTURE, REPORT, missing_library
 from megatron.training.progress import BatchSizePlan
@@ -180,6 +181,7 @@ def describe(
         *describe_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
         describe_attention(config, model, context, kernel_choice),
         *describe_copies(config, on_cuda=context.device.type == "cuda"),
+        *(describe_differences(gather_objects(compiler_facts(context.device), context.world)) if config.speed.compile else ()),
         *describe_context(config, topology),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
