@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -115,3 +116,41 @@ def test_nothing_is_timed_on_a_cpu_nor_where_a_kernel_is_named(monkeypatch: pyte
     monkeypatch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
     named = Config(model=CONFIG.model, speed=SpeedConfig(attention_backend="math"))
     assert attention_kernel.choose_attention(named, context)[0] is None
+
+
+class EventOfKernel:
+    """Stands for a CUDA event: time runs by 1 ms for a step of flash attention, by 3 ms for one of another kernel."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        EventOfKernel.now += 1.0 if kernels_in_use() == ("flash",) else 3.0
+        self.time = EventOfKernel.now
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def elapsed_time(self, end: EventOfKernel) -> float:
+        return end.time - self.time
+
+
+def test_a_layer_is_timed_forward_and_backward_with_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole measurement, with a CPU's kernels and the events of a stand-in."""
+    monkeypatch.setattr(torch.cuda, "Event", EventOfKernel)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    before, seen = kernels_in_use(), set()
+    attention = timing.core_attention
+
+    def watched(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.add(kernels_in_use())
+        return attention(q, *args, **kwargs)
+
+    monkeypatch.setattr(timing, "core_attention", watched)
+    q, k, v = torch.empty(8, 2, 2, 2, 4), torch.empty(8, 2, 2, 4), torch.empty(8, 2, 2, 4)
+    choice = timing.choose_on_device(("flash", "math"), (q, k, v))
+    assert choice == KernelChoice("flash", {"flash": 1.0, "math": 3.0}, {})
+    assert seen == {("flash",), ("math",)} and kernels_in_use() == before
+    assert not any(tensor.requires_grad for tensor in (q, k, v))
