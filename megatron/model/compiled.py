@@ -60,10 +60,11 @@ def _added(block: Block, x: torch.Tensor, fed: torch.Tensor, seeds: torch.Tensor
 
 
 def cache_tag() -> str:
-    """Return what tells cached graphs apart beside torch's own key, which lacks the kernels that attention may use.
+    """Return a tag for the keys of cached graphs that names the kernels which attention may use.
 
-    A graph contains the kernel that was chosen when it was traced, so without it a run would get that of an earlier run, and ranks
-    that find a graph in their cache another one than ranks that trace it.
+    A graph contains the kernel that torch chose when the graph was traced, but torch's key lacks the switches of this choice.
+    Without the tag a run would get the kernel of an earlier run from the cache, and ranks with and without a hit would compute
+    differently.
     """
     return "/".join([os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", ""), *kernels_in_use()])
 

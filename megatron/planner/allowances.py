@@ -26,7 +26,7 @@ class Allowance:
     """Number of communicators of NCCL that it is for."""
 
     def __str__(self) -> str:
-        """As "NCCL buffers of 5 communicators 1.21 GB"."""
+        """Return name and size, as "NCCL buffers of 5 communicators 1.21 GB"."""
         users = f" of {self.communicators} communicator{'s' * (self.communicators > 1)}" if self.communicators else ""
         return f"{self.name}{users} {amount(self.bytes)}"
 

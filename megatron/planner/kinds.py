@@ -136,7 +136,7 @@ def make_kinds(
 
 
 def _allowances(stage: StagePlan, groups: NamedGroups, shared: Mapping[str, str]) -> tuple[Allowance, ...]:
-    """What CUDA takes on the ranks of a stage: a group over which no tensors travel has no communicator."""
+    """Estimate CUDA's memory on the ranks of a stage. A group that carries no tensors has no communicator."""
     collectives = [sending for sending in stage.sent if sending.peer is None]
     rings = {name: groups[sending.over][0] for sending in collectives for name in (sending.rings or (shared[sending.over],))}
     return allowances(rings, len({sending.peer for sending in stage.sent if sending.peer is not None}))

@@ -59,7 +59,7 @@ def choose_attention(config: Config, context: ParallelContext) -> tuple[KernelCh
 
 
 def describe_attention(config: Config, model: Model, context: ParallelContext, choice: KernelChoice | None = None) -> str:
-    """Name the kernel that computes attention, those that it was chosen from, and their times if they were measured.
+    """Name the kernel that computes attention, the kernels to choose from, and measured times.
 
     Raises:
         ValueError: this device has none that is allowed.

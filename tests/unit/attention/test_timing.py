@@ -140,6 +140,7 @@ class EventOfKernel:
 def test_a_layer_is_timed_forward_and_backward_with_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole measurement, with a CPU's kernels and the events of a stand-in."""
     monkeypatch.setattr(torch.cuda, "Event", EventOfKernel)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     before, seen = kernels_in_use(), set()
     attention = timing.core_attention

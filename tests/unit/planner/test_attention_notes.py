@@ -14,12 +14,17 @@ from tests.support.activation_runs import plan_rank, settings
 
 GROUPED: dict[str, Any] = {"bf16": True, "group_query_attention": True, "num_query_groups": 2, "num_attention_heads": 8}
 PACKED: dict[str, Any] = {"reset_attention_mask": True}
+VARLEN = documents._varlen()
 
 
 def with_torch(monkeypatch: pytest.MonkeyPatch, *, takes_groups: bool) -> None:
-    """Let torch's attention for documents take grouped heads, as from 2.13 on, or not."""
-    attend, _ = documents._varlen()
-    monkeypatch.setattr(documents, "_varlen", lambda: (attend, takes_groups))
+    """Let torch's attention for documents take grouped heads, as from 2.13 on, or not. A plan computes nothing, so 2.11 can."""
+    attend, knows_groups = VARLEN
+
+    def attend_in_groups(*args: Any, enable_gqa: bool = False, **settings: Any) -> Any:
+        return attend(*args, **settings, **({"enable_gqa": enable_gqa} if knows_groups else {}))
+
+    monkeypatch.setattr(documents, "_varlen", lambda: (attend_in_groups, takes_groups))
 
 
 @pytest.mark.parametrize(
