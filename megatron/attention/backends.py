@@ -1,7 +1,8 @@
 """Which kernel computes attention, and what it keeps: for the layers that call it, and for a plan on a machine without the device.
 
 torch chooses at each call, from the kernels that are switched on. So a backend is chosen once, by leaving only its kernel on; who
-asks for the kernel reads the same switches.
+asks for the kernel reads the same switches. cuDNN's kernel and flash attention are never both on in a run, so the order in which
+torch would try these two, which differs between devices, decides nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _IN_WORDS = {
     SDPBackend.CUDNN_ATTENTION.value: "cuDNN's attention",
     SDPBackend.EFFICIENT_ATTENTION.value: "memory-efficient attention",
     SDPBackend.MATH.value: "plain products, which keep the probabilities",
+    SDPBackend.OVERRIDEABLE.value: "the device's own kernel",
 }
 
 
 def use_backend(backend: AttentionBackend) -> Callable[[], None]:
     """Have attention of this process computed by these kernels only, from now on; returns what brings back those before."""
-    before = _switched_on()
+    before = kernels_in_use()
     _switch_on(kernels_of(backend))
     return functools.partial(_switch_on, before)
 
@@ -41,7 +43,15 @@ def backend_in_use(backend: AttentionBackend) -> Iterator[None]:
         bring_back()
 
 
-def _switched_on() -> tuple[AttentionKernel, ...]:
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    """While entered, compute by the kernels of auto if cuDNN's is on: for a call with a mask, or whose shape is new each time."""
+    with backend_in_use("auto") if switches.cudnn_sdp_enabled() else contextlib.nullcontext():
+        yield
+
+
+def kernels_in_use() -> tuple[AttentionKernel, ...]:
+    """Return the kernels from which torch chooses now."""
     on: dict[AttentionKernel, bool] = {
         "flash": switches.flash_sdp_enabled(),
         "cudnn": switches.cudnn_sdp_enabled(),
@@ -69,7 +79,7 @@ def attention_kernel(call: AttentionCall, *, flash: bool = True) -> AttentionKer
     Args:
         flash: the GPU has flash attention.
     """
-    for kernel in _switched_on():
+    for kernel in kernels_in_use():
         if call.obstacle(kernel) is None and (flash or kernel not in ("flash", "cudnn")):
             return kernel
     return "math"
@@ -82,26 +92,18 @@ def keeps_probabilities(q: torch.Tensor, v: torch.Tensor, *, grouped: bool, drop
     return attention_kernel(call, flash=flash) == "math"
 
 
-def chosen_kernel(
-    q: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, dropout: float, value_size: int | None = None
-) -> str | None:
-    """The kernel, in words, that torch chooses on this device for causal attention; None if none that is switched on takes it.
+def chosen_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, grouped: bool) -> str | None:
+    """Name the kernel that torch chooses for causal attention of these tensors; None if none that is switched on takes it.
 
     Args:
-        q: shape of the queries, [b, n, s, d].
-        value_size: channels of a value head, if others than d.
+        q, k, v: [samples, heads, s, channels], with the shapes, strides and `requires_grad` of a call; values do not matter.
+        grouped: there are fewer key-value heads than query heads.
     """
-    # Without memory of their own: all rows are one.
-    query, key, value = (
-        torch.empty(size, dtype=dtype, device=device).expand(q[0], heads, q[2], size)
-        for heads, size in ((q[1], q[3]), (kv_heads, q[3]), (kv_heads, value_size or q[3]))
-    )
-    query.requires_grad_()
     try:
-        number = torch._fused_sdp_choice(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=q[1] != kv_heads)
-    except RuntimeError:  # on CUDA, where a CPU gives a number for it
+        backend = torch._fused_sdp_choice(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+    except RuntimeError:  # on CUDA, where a CPU returns `SDPBackend.ERROR`
         return None
-    return _IN_WORDS.get(number)
+    return _IN_WORDS.get(backend)
 
 
 @functools.cache

@@ -50,14 +50,24 @@ def core_attention(
         seed_device(q.device, seed)
     if documents is not None:
         return attention_within_documents(q.flatten(2, 3), k, v, documents, dropout, scores.scale).to(dtype)
-    grouped = shape[3] > 1
-    if grouped:  # each group is a sample of its own: as one sample, its heads could not lie among keys and values without a copy
+    q, k, v, grouped = as_samples(q, k, v)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scores.scale, enable_gqa=grouped)
+    return out.permute(2, 0, 1, 3).reshape(*shape[:2], -1).to(dtype)
+
+
+def as_samples(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """View queries [s, b, g, r, d], keys and values [s, b, g, d] as torch's kernels take them.
+
+    Returns:
+        each as [samples, heads, s, d], and whether the query heads of a sample share keys and values. Then each group is a sample
+        of its own: as one sample, its heads could not lie among keys and values without a copy.
+    """
+    grouped = q.shape[3] > 1
+    if grouped:
         q, k, v = q.flatten(1, 2), k.flatten(1, 2).unsqueeze(2), v.flatten(1, 2).unsqueeze(2)  # [s, b * g, r or 1, d]
     else:
         q = q.squeeze(3)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [samples, heads, s, d]
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scores.scale, enable_gqa=grouped)
-    return out.permute(2, 0, 1, 3).reshape(*shape[:2], -1).to(dtype)
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), grouped
 
 
 def one_kernel(scores: ScoreSpec, longest: int) -> bool:

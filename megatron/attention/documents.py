@@ -214,15 +214,20 @@ def varlen_attention(
     """
     length, batch, heads, _ = q.shape
     grouped = heads != k.shape[2]
-    if grouped and not takes_groups:
-        k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [T, heads, d], sample after sample
+    if grouped and not takes_groups:
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     options: dict[str, Any] = {"enable_gqa": True} if grouped and takes_groups else {}
     if scale is not None:
         options["scale"] = scale
     reach = (_ALL if window is None else window, 0)
     out = attend(q, k, v, bounds, bounds, longest, longest, window_size=reach, **options)
     return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
+
+
+def bytes_copied_for_groups(tokens: int, heads: int, head_size: int, itemsize: int) -> int:
+    """Return the bytes that `flash_attention` copies of keys and values which query heads share; 0 if torch needs no copy."""
+    return 0 if _varlen()[1] else 2 * tokens * heads * head_size * itemsize
 
 
 def grouped_attention(
@@ -279,7 +284,7 @@ def flash_takes(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
 
 @functools.cache
 def _varlen() -> tuple[Callable[..., Any], bool]:
-    """torch's `varlen_attn`, and whether it takes grouped queries (not in torch 2.11)."""
+    """torch's `varlen_attn`, and whether it takes grouped queries (not in torch 2.11, but in 2.13)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

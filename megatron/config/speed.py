@@ -32,6 +32,8 @@ class SpeedConfig:
     TORCHINDUCTOR_CACHE_DIR, or one in the folder for temporary files. The ranks of a node share it: each kernel is compiled
     once."""
     attention_backend: AttentionBackend = "auto"
-    """Kernel of attention. auto: the fastest that takes the run's shapes, as torch chooses; flash: flash attention; cudnn: that of
-    cuDNN, on GPUs; efficient: memory-efficient attention, on GPUs; math: plain products, which keep the probabilities. One that
-    cannot take the run's shapes is refused. fused and unfused are Megatron-LM's names of cudnn and math."""
+    """Kernel of attention. auto: the first of flash, efficient and math that takes the run's shapes; on a GPU cudnn in place of
+    flash if it is clearly faster, as measured before the first step (not with --deterministic-mode or --reset-attention-mask);
+    flash: flash attention; cudnn: that of cuDNN, on GPUs; efficient: memory-efficient attention, on GPUs; math: plain products,
+    which keep the probabilities. One that cannot take the run's shapes is refused. fused and unfused are Megatron-LM's names of
+    cudnn and math."""

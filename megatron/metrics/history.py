@@ -6,8 +6,9 @@ since the run began); NaN and infinity are null. The kinds, with what else they 
 
     start       first line of every start. `iteration` is the one from which it goes on. `format` (1), `consumed_samples`, `tokens`
                 (read so far), `total_iterations`, `total_samples`, `seq_length`, `parameters`, `world_size`, `layout` (sizes by
-                axis), `device` (name), `peak_flops` (FLOP/s of one device, or null), `config` (all settings by topic), `command`,
-                `versions`
+                axis), `device` (name), `peak_flops` (FLOP/s of one device, or null), `attention`
+                (`kernel`, with `milliseconds` and `failures` by kernel; null where none was measured), `config` (all settings by
+                topic), `command`, `versions`
     steps       consecutive steps, each with its numbers; `iteration` is the last of them. `consumed_samples` and `tokens` after it,
                 `batch` (sequences of each of the steps), `seq_length`. Lists, an entry a step: `lm_loss`, `grad_norm` (null where
                 no update was made), `learning_rate`, `seconds`

@@ -11,12 +11,14 @@ seeds of dropout masks in a tensor. In evaluation and generation, without a back
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.attention.backends import kernels_in_use
 from megatron.attention.core import one_kernel
 from megatron.attention.documents import Documents
 from megatron.config.speed import CompileBackend, SpeedConfig
@@ -57,6 +59,16 @@ def _added(block: Block, x: torch.Tensor, fed: torch.Tensor, seeds: torch.Tensor
     return block.with_mlp(x, fed, seeds)
 
 
+def cache_tag() -> str:
+    """Return a tag for the keys of cached graphs that names the kernels which attention may use.
+
+    A graph contains the kernel that torch chose when the graph was traced, but torch's key lacks the switches of this choice.
+    Without the tag a run would get the kernel of an earlier run from the cache, and ranks with and without a hit would compute
+    differently.
+    """
+    return "/".join([os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", ""), *kernels_in_use()])
+
+
 @dataclass(frozen=True)
 class BlockCompiler:
     """How layers are compiled."""
@@ -76,6 +88,9 @@ class BlockCompiler:
         options: dict[str, Any] = {}
         if self.backend == "inductor":
             options = dict(torch._inductor.list_mode_options(self.mode))
+            if torch.are_deterministic_algorithms_enabled():
+                # Choose no reduction by its measured time: ranks, and later starts, could choose another order of its sum.
+                options["deterministic"] = True
             if self.defers:
                 # What a weight gradient waits with must not become the memory of something else: the compiler sees its last use in
                 # the operation that puts it off.
@@ -84,6 +99,7 @@ class BlockCompiler:
 
     def compile(self, blocks: Sequence[Block]) -> None:
         """Let layers run compiled."""
+        torch.compiler.config.cache_key_tag = cache_tag()
         torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
         torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_COMPILATIONS
         # The backward's inputs are what it was given to keep, for others too: host memory, weight gradients that are put off.

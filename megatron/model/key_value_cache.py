@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from megatron.attention.backends import without_cudnn
 from megatron.attention.blocks import attention_of_a_token
 from megatron.parallel.products import slow_half
 from megatron.spec.layers import PLAIN, ScoreSpec
@@ -118,7 +119,8 @@ class KeyValueCache:
         if slow_half(q):
             q, k, v = q.float(), k.float(), v.float()
         if scores.softcap is None and scores.softmax == "vanilla":
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
+            with without_cudnn():
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
         else:
             out = attention_of_a_token(q, k, v, mask, scores, sinks)
         return out.flatten(1)[None].to(dtype)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.parallel.backends import MESSAGE_CHANNELS
+from megatron.planner.state_report import amount
 
 _MIB = 2**20
 
@@ -21,6 +22,13 @@ class Allowance:
     bytes: int
     source: str
     """Where the number comes from."""
+    communicators: int = 0
+    """Number of communicators of NCCL that it is for."""
+
+    def __str__(self) -> str:
+        """Return name and size, as "NCCL buffers of 5 communicators 1.21 GB"."""
+        users = f" of {self.communicators} communicator{'s' * (self.communicators > 1)}" if self.communicators else ""
+        return f"{self.name}{users} {amount(self.bytes)}"
 
 
 CONTEXT = Allowance(
@@ -51,17 +59,17 @@ _PER_CHANNEL = 14 * _MIB
 _RING_CHANNELS, _PEER_CHANNELS = 16, 32
 
 
-def allowances(rings: Mapping[str, int], num_peers: int, world_size: int) -> tuple[Allowance, ...]:
+def allowances(rings: Mapping[str, int], num_peers: int) -> tuple[Allowance, ...]:
     """What CUDA takes on one rank.
 
     Args:
-        rings: the groups of its collectives, with their sizes. Each is a communicator; two of all ranks are one.
+        rings: the groups of its collectives on the device, with their sizes, each under one name. Each is a communicator.
         num_peers: stages that it exchanges messages with. Each direction has a communicator of its own, which is one half of a
             connection.
     """
-    made = {name if size < world_size else "world" for name, size in rings.items() if size > 1}
-    channels = _RING_CHANNELS * len(made) + MESSAGE_CHANNELS * num_peers
-    nccl = [Allowance("NCCL buffers", channels * _PER_CHANNEL, _NCCL)] if channels else []
+    num_rings = sum(size > 1 for size in rings.values())
+    channels = _RING_CHANNELS * num_rings + MESSAGE_CHANNELS * num_peers
+    nccl = [Allowance("NCCL buffers", channels * _PER_CHANNEL, _NCCL, num_rings + 2 * num_peers)] if channels else []
     return (CONTEXT, WORKSPACES, *nccl, ROUNDING)
 
 

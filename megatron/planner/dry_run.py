@@ -12,7 +12,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.context_parallel.cost import most_held
 from megatron.data_parallel.state_layout import Bytes
-from megatron.data_parallel.traffic import NUM_SCALARS, axes_in_words, noise_traffic
+from megatron.data_parallel.traffic import NUM_SCALARS, noise_traffic
 from megatron.model.build import Model, model_dtype, model_of, overlaps
 from megatron.optimizer.state_size import OptimizerState, saved_bytes
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
@@ -24,6 +24,7 @@ from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.planner import advice
 from megatron.planner.allowances import Allowance, of_symmetric_memory, of_tensor_ring
+from megatron.planner.attention_notes import describe_kernel
 from megatron.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
 from megatron.planner.experts import experts_plan, worst_factor
 from megatron.planner.kinds import (
@@ -35,6 +36,8 @@ from megatron.planner.kinds import (
     named_groups,
     parameters_of_stage,
     places_by_content,
+    sending_of,
+    shared_communicators,
 )
 from megatron.planner.peak import Held, held_over_step, message_bytes, peak_activations, receive_plans, step_transfers
 from megatron.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
@@ -202,6 +205,7 @@ class Planner:
             notes=(
                 _NOT_COUNTED[self._device_type],
                 f"attention is taken to be computed by {' and '.join(attention)}",
+                *describe_kernel(config, on_cuda=self._device_type == "cuda"),
                 *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
                 *self._of_context_ranks(),
                 *self._of_saves(),
@@ -329,7 +333,7 @@ class Planner:
         for same in self._stages_alike():
             context = self._rank_of(same[0])
             try:
-                groups = named_groups(context, self._links)
+                groups, shared = named_groups(context, self._links), shared_communicators(context)
                 model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
                 counted |= dict.fromkeys(same, parameters_of_stage(model, context))
                 found |= self._lay_out([stage for stage in same if stage in stages], model, context)
@@ -337,13 +341,8 @@ class Planner:
                     note(same, model, context)
             finally:
                 disconnect()
-        kinds = make_kinds(
-            (found[stage] for stage in sorted(found)),
-            groups,
-            self._links,
-            on_cuda=self._device_type == "cuda",
-            of_tensor_ranks=self._of_tensor_ranks(),
-        )
+        stage_plans, on_cuda = [found[stage] for stage in sorted(found)], self._device_type == "cuda"
+        kinds = make_kinds(stage_plans, groups, shared, self._links, on_cuda=on_cuda, of_tensor_ranks=self._of_tensor_ranks())
         return kinds, counted
 
     def _of_tensor_ranks(self) -> list[Allowance]:
@@ -413,10 +412,7 @@ class Planner:
                 num_microbatches=self._num_microbatches,
             )
             transfers = step_transfers(its, model, micro_batch_size, here, self._schedule)
-            to_experts = axes_in_words(("etp", "ep"), context), "all-to-all"
-            passed_on = [
-                Sending(one.over, "activations", one.bytes, one.peer, (one.over, one.operation) == to_experts) for one in transfers
-            ]
+            passed_on = [sending_of(transfer, context) for transfer in transfers]
             yield (
                 stage,
                 StagePlan(

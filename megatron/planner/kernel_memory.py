@@ -93,6 +93,9 @@ _OWN_MEMORY: dict[str, Callable[..., int]] = {
     "aten::sum.IntList_out": _widened,
     "aten::_index_put_impl_": _sorted_ids,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    # An estimate: cuDNN's backward too adds the gradient of queries in float32, and makes those of keys and values for every query
+    # head (github.com/NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: dQ_accum, dK_fullhead, dV_fullhead).
+    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
     "torch_attn::_varlen_attn_backward": _varied_flash_backward,
     "aten::_flash_attention_backward": _varied_flash_backward,
     "symm_mem::fused_all_gather_matmul": _gathered,

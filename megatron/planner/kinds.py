@@ -21,6 +21,7 @@ from megatron.parallel.params import ParamRecord
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 from megatron.planner.allowances import Allowance, allowances
 from megatron.planner.plan import Places, RankKind, RankMemory, Traffic
+from megatron.planner.storages import Transfer
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Sending:
     """The stage that receives it, if it is a message between stages."""
     to_experts: bool = False
     """Whether all ranks that exchange tokens with this one get as much of it."""
+    rings: tuple[str, ...] = ()
+    """Groups of the same ranks, with communicators of their own, that it goes over in place of the group `over`."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class StagePlan:
 
 _Look = tuple[object, tuple[Bytes, int], tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
 """What decides whether stages are alike: what their ranks hold, activations, what they send, what CUDA takes."""
+_RINGS = (("edp",), ("etp", "ep"), ("tp", "cp"), ("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
+"""Axes of the groups of collectives."""
 NamedGroups = Mapping[str, tuple[int, Callable[[int], "Crossing"]]]
 """For each group that ranks send over: how many take part, and which ranks of a stage send to another node."""
 
@@ -69,27 +74,50 @@ def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
         shard, replicas = context.fsdp_shard(axes).size, context.fsdp_replica(axes).size
         parts[within] = shard, partial(links.parts, axes=axes, shard_size=shard)
         parts[across] = replicas, partial(links.replicas, axes=axes, shard_size=shard)
-    rings = (("edp",), ("etp", "ep"), ("tp", "cp"), ("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
     return {
         "world": (topology.world_size, links.world),
         **parts,
         "pipeline ends": (2, lambda stage: links.between(stage, last - stage)),
-        **{axes_in_words(axes, context): (topology.size(*axes), partial(links.ring, axes=axes)) for axes in rings},
+        **{axes_in_words(axes, context): (topology.size(*axes), partial(links.ring, axes=axes)) for axes in _RINGS},
     }
 
 
+def shared_communicators(context: ParallelContext) -> dict[str, str]:
+    """Map each group of `named_groups` to the first one that has the same ranks, and so the same communicator (`make_context`).
+
+    Args:
+        context: that of any rank.
+    """
+    ranks: dict[str, tuple[int, ...]] = {"world": context.world.ranks}
+    for axes in _RINGS:
+        ranks[axes_in_words(axes, context)] = context.group(*axes).ranks
+    for axes in (GRADIENT_AXES, EXPERT_AXES[-1:]):
+        within, across = parts_in_words(axes, context)
+        ranks |= {within: context.fsdp_shard(axes).ranks, across: context.fsdp_replica(axes).ranks}
+    first: dict[tuple[int, ...], str] = {}
+    shared = {name: first.setdefault(members, name) for name, members in ranks.items()}
+    return {**shared, "pipeline ends": "world" if context.world.size == 2 else "pipeline ends"}
+
+
 def make_kinds(
-    stages: Iterable[StagePlan], groups: NamedGroups, links: Links, *, on_cuda: bool, of_tensor_ranks: Sequence[Allowance] = ()
+    stages: Iterable[StagePlan],
+    groups: NamedGroups,
+    shared: Mapping[str, str],
+    links: Links,
+    *,
+    on_cuda: bool,
+    of_tensor_ranks: Sequence[Allowance] = (),
 ) -> tuple[RankKind, ...]:
     """Put every rank into one kind.
 
     Args:
+        shared: see `shared_communicators`.
         of_tensor_ranks: what CUDA takes on each rank for products that overlap with communication.
     """
     alike: dict[_Look, list[StagePlan]] = {}
     for stage in stages:
         contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
-        taken = (*_allowances(stage, groups, links), *of_tensor_ranks) if on_cuda else ()
+        taken = (*_allowances(stage, groups, shared), *of_tensor_ranks) if on_cuda else ()
         alike.setdefault((contents, (stage.activations, stage.to_host), _amounts(stage.sent), taken), []).append(stage)
     return tuple(
         RankKind(
@@ -107,10 +135,18 @@ def make_kinds(
     )
 
 
-def _allowances(stage: StagePlan, groups: NamedGroups, links: Links) -> tuple[Allowance, ...]:
-    """What CUDA takes on the ranks of a stage."""
-    rings = {one.over: groups[one.over][0] for one in stage.sent if one.peer is None}
-    return allowances(rings, len({one.peer for one in stage.sent if one.peer is not None}), links.world_size)
+def _allowances(stage: StagePlan, groups: NamedGroups, shared: Mapping[str, str]) -> tuple[Allowance, ...]:
+    """Estimate CUDA's memory on the ranks of a stage. A group that carries no tensors has no communicator."""
+    collectives = [sending for sending in stage.sent if sending.peer is None]
+    rings = {name: groups[sending.over][0] for sending in collectives for name in (sending.rings or (shared[sending.over],))}
+    return allowances(rings, len({sending.peer for sending in stage.sent if sending.peer is not None}))
+
+
+def sending_of(transfer: Transfer, context: ParallelContext) -> Sending:
+    """Describe what operations on microbatches send."""
+    to_experts = (transfer.over, transfer.operation) == (axes_in_words(("etp", "ep"), context), "all-to-all")
+    rings = ("cp_ring", "cp_ring_grad") if (transfer.over, transfer.operation) == ("cp", "send") else ()  # `context_rings`
+    return Sending(transfer.over, "activations", transfer.bytes, transfer.peer, to_experts, rings)
 
 
 def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:

@@ -81,7 +81,7 @@ def _estimates(plan: Plan) -> Iterator[str]:
     """What stands apart from numbers that are exact."""
     taken = plan.kinds[plan.fullest].allowances
     if taken:
-        parts = ", ".join(f"{one.name} {amount(one.bytes)}" for one in taken)
+        parts = ", ".join(map(str, taken))
         yield f"note: cuda is an estimate ({parts}; sources in the JSON file); all other memory is exact to the byte"
 
 

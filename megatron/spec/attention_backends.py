@@ -3,19 +3,36 @@
 
 The conditions are those of torch for a causal mask without further mask (aten/src/ATen/native/transformers: sdp_utils_cpp.cpp,
 cuda/sdp_utils.cpp).
+
+Which kernel torch prefers depends on the device: from 2.11 on, cuDNN's on Hopper and Blackwell, flash attention elsewhere
+(`check_prefer_cudnn_attention` there). So auto does not leave the choice to torch. cuDNN's kernel is off, and on a GPU a
+measurement before the first step may put it in the place of flash attention (`kernels_to_time`, `fastest`). It is no candidate
+where
+
+- an operation must give the same bits each time: torch has only its non-deterministic backward;
+- shapes vary from call to call, as those of documents do: it builds a plan for each new shape, in 25 to 37 ms;
+- a call has a mask beside the causal one: its backward gives NaN where the sequence length modulo 128 is 64
+  (https://github.com/pytorch/pytorch/issues/196678, H100 and H200, since torch 2.11; a causal call without a mask is not affected).
+  Training has no such call, and inference computes its calls with a mask by other kernels (`without_cudnn` in
+  `megatron/attention/backends.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
 """All but the last keep a number for each row; math multiplies, keeps the probabilities and, with dropout, its mask."""
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math", "fused", "unfused"]
-"""What a user can ask for: the kernels, torch's choice of them, and Megatron-LM's names of cudnn and math."""
+"""What a user can ask for: the kernels, the fastest of them, and Megatron-LM's names of cudnn and math."""
 
 KERNELS: tuple[AttentionKernel, ...] = ("flash", "cudnn", "efficient", "math")
+CHOSEN_BY_AUTO: tuple[AttentionKernel, ...] = ("flash", "efficient", "math")
+"""Kernels of auto without a measurement. Torch tries them in this order on every device."""
+CLEARLY_FASTER = 1.05
+"""Flash attention is replaced only by a kernel this many times as fast, so that a repeated measurement gives the same choice."""
 _SPELLED: dict[str, AttentionKernel] = {"fused": "cudnn", "unfused": "math"}
 LARGEST_FLASH_HEAD, LARGEST_CUDNN_HEAD = 256, 128
 """Channels."""
@@ -23,8 +40,8 @@ _CUDNN_DROPOUT_STEPS = 16
 
 
 def kernels_of(backend: AttentionBackend) -> tuple[AttentionKernel, ...]:
-    """The kernels from which torch chooses."""
-    return KERNELS if backend == "auto" else tuple(one for one in KERNELS if one == _SPELLED.get(backend, backend))
+    """Return the kernels from which torch chooses, for auto those before any measurement."""
+    return CHOSEN_BY_AUTO if backend == "auto" else tuple(one for one in KERNELS if one == _SPELLED.get(backend, backend))
 
 
 @dataclass(frozen=True)
@@ -106,3 +123,21 @@ class AttentionCall:
         if self.deterministic:
             return "is not deterministic"
         return "does not take documents of one token" if self.within_documents else None
+
+
+def kernels_to_time(call: AttentionCall) -> tuple[AttentionKernel, ...]:
+    """Return the kernels between which auto decides by measurement, flash attention first; none where only one takes the call."""
+    candidates = tuple(kernel for kernel in KERNELS[:2] if call.obstacle(kernel) is None)
+    return candidates if len(candidates) > 1 else ()
+
+
+def fastest(milliseconds: Mapping[AttentionKernel, float]) -> AttentionKernel:
+    """Choose by measured times. Flash attention keeps its place unless another kernel is `CLEARLY_FASTER`.
+
+    Args:
+        milliseconds: of one forward and backward, of the kernels that gave right results; never empty.
+    """
+    best = min(milliseconds, key=milliseconds.__getitem__)
+    if "flash" in milliseconds and milliseconds["flash"] < CLEARLY_FASTER * milliseconds[best]:
+        return "flash"
+    return best

@@ -126,8 +126,11 @@ class MemoryAccount:
         self.plan = plan
         self.planned = plan.kind_at(at["pp"], at["tp"], at["cp"] + context.topology.cp * at["dp"]).memory
         needed = max(kind.memory.total.device for kind in plan.kinds)
+        buffers = [buffer for kind in plan.kinds for buffer in kind.allowances if buffer.communicators]
+        most = max(buffers, key=lambda buffer: buffer.bytes, default=None)
         beyond = [f"advice: {line}" for line in plan.advice if line.startswith("the fullest rank")]
-        return [f"planned: the fullest rank takes {amount(needed)} of its device", *beyond]
+        nccl = [] if most is None else [f"planned: a rank has {most}, made at their first use"]
+        return [f"planned: the fullest rank takes {amount(needed)} of its device", *nccl, *beyond]
 
     def rows(self) -> list[tuple[str, int, int | None]]:
         """Bytes of each part on the device and in host memory: its name, measured, and planned if there is a plan."""

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.attention.backends import chosen_kernel, use_backend
-from megatron.attention.core import one_kernel, shaped_kernel
-from megatron.attention.parts import kernel_in_words
+from megatron.attention.backends import use_backend
+from megatron.attention.timing import KernelChoice
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
@@ -42,13 +41,16 @@ from megatron.pipeline_parallel.queues import describe_receives
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.planner.advice import advice
+from megatron.planner.attention_notes import describe_copies
 from megatron.planner.state_report import describe_state, state_report
 from megatron.precision.device import check_device, describe_precision
 from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_step, flops_per_token, kept_per_token
 from megatron.spec.groups import describe_groups
-from megatron.spec.layers import context_ways, layers
+from megatron.spec.layers import context_ways
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
+from megatron.training.attention_kernel import describe_attention
+from megatron.training.compiler_facts import compiler_facts, describe_differences
 from megatron.training.failure import together
 from megatron.training.loss_picture import PICTURE, REPORT, missing_library
 from megatron.training.progress import BatchSizePlan
@@ -90,31 +92,6 @@ def set_compiler_cache(speed: SpeedConfig) -> None:
     """Choose the compiler's cache folder. Called before anything is compiled."""
     if speed.compile and speed.compile_cache_dir is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(speed.compile_cache_dir)
-
-
-def describe_attention(config: Config, model: Model, context: ParallelContext) -> str:
-    """Name the kernel that computes attention.
-
-    Raises:
-        ValueError: this device has none that is allowed.
-    """
-    sizes, batch = config.model, config.training.micro_batch_size
-    heads, kv_heads = (max(1, count // context.topology.tp) for count in (sizes.num_attention_heads, sizes.num_key_value_heads))
-    queries = torch.Size((batch, heads, sizes.seq_length, sizes.head_size))
-    backend = config.speed.attention_backend
-    kernel = chosen_kernel(queries, kv_heads, model.dtype, context.device, sizes.attention_dropout, sizes.value_size)
-    if kernel is None:
-        raise ValueError(f"--attention-backend {backend} has no kernel that runs on this {context.device.type} device. Use auto.")
-    head = torch.empty(sizes.head_size, dtype=model.dtype, device=context.device)
-    found: dict[str, int] = {}
-    for spec, way in zip(layers(sizes), context_ways(sizes, config.parallel.cp_comm_type), strict=True):
-        scores = spec.attention.scores
-        own = kernel if one_kernel(scores, sizes.seq_length) else shaped_kernel(scores, head, head, sizes.attention_dropout)
-        if context.topology.cp > 1 and way != "a2a":
-            own = kernel_in_words(scores, head, head, sizes.attention_dropout)
-        found[own] = found.get(own, 0) + 1
-    words = [kernel if count == sizes.num_layers else f"{kernel} in {count} layers" for kernel, count in found.items()]
-    return f"attention is computed by {' and '.join(words)} (--attention-backend {backend})"
 
 
 def describe_context(config: Config, topology: Topology) -> Iterator[str]:
@@ -176,9 +153,19 @@ def device_peak(context: ParallelContext, model: Model) -> float | None:
 
 
 def describe(
-    config: Config, context: ParallelContext, step: TrainStep, num_parameters: int, plan: BatchSizePlan, consumed_samples: int
+    config: Config,
+    context: ParallelContext,
+    step: TrainStep,
+    num_parameters: int,
+    plan: BatchSizePlan,
+    consumed_samples: int,
+    kernel_choice: KernelChoice | None = None,
 ) -> list[str]:
-    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it."""
+    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it.
+
+    Args:
+        kernel_choice: attention's, if it was measured.
+    """
     model = step.model
     topology = context.topology
     peak = device_peak(context, model)
@@ -192,7 +179,9 @@ def describe(
         *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
         *describe_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
-        describe_attention(config, model, context),
+        describe_attention(config, model, context, kernel_choice),
+        *describe_copies(config, on_cuda=context.device.type == "cuda"),
+        *(describe_differences(gather_objects(compiler_facts(context.device), context.world)) if config.speed.compile else ()),
         *describe_context(config, topology),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
@@ -309,12 +298,18 @@ def make_reporter(
 
 
 def facts(
-    record: Mapping[str, Any], context: ParallelContext, model: Model, plan: BatchSizePlan, num_parameters: int
+    record: Mapping[str, Any],
+    context: ParallelContext,
+    model: Model,
+    plan: BatchSizePlan,
+    num_parameters: int,
+    kernel_choice: KernelChoice | None = None,
 ) -> dict[str, Any]:
     """What the record of a run tells of a start: see `megatron/metrics/history.py`.
 
     Args:
         record: settings, command line and versions.
+        kernel_choice: attention's, if it was measured.
     """
     topology, device = context.topology, context.device
     return {
@@ -326,6 +321,7 @@ def facts(
         "layout": {axis: topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "peak_flops": device_peak(context, model),
+        "attention": None if kernel_choice is None else dataclasses.asdict(kernel_choice),
         **record,
     }
 

@@ -33,6 +33,7 @@ from megatron.flight.watched import stack_folder, watched
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
+from megatron.training.attention_kernel import choose_attention
 from megatron.training.failure import Explanations
 from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches, RunData, open_data
@@ -157,6 +158,8 @@ class Trainer:
         timers = startup.make_timers(config.logging, context)
 
         startup.check_precision(config.precision, context)
+        kernel_choice, previous_kernels = choose_attention(config, context)
+        self._stack.callback(previous_kernels)
         model = model_of(config, context, self.data.vocab_size) if model is None else model
         self.steps = TrainStep.of(config, model, context, count_zeros=config.logging.log_num_zeros_in_grad, timers=timers)
         account.step = self.steps
@@ -178,7 +181,7 @@ class Trainer:
             *settings.notes,
             *([] if rehearsal is None else account.expect(rehearsal.plan(context), context)),
             *([] if foretold is None else foretold.expect(context)),
-            *startup.describe(config, context, self.steps, num_parameters, plan, progress.consumed_samples),
+            *startup.describe(config, context, self.steps, num_parameters, plan, progress.consumed_samples, kernel_choice),
             *batches.describe(progress.phases),
             *startup.describe_outputs(config, draws=tools is not None),
             *resumed.notes,
@@ -186,7 +189,7 @@ class Trainer:
             reporter.say(f"  {line}")
         if resumed.path is not None:
             reporter.say(f"resuming from {resumed.path} at iteration {progress.iteration}")
-        self._facts = startup.facts(record, context, model, plan, num_parameters)
+        self._facts = startup.facts(record, context, model, plan, num_parameters, kernel_choice)
         self._loop = Loop(
             config,
             context,

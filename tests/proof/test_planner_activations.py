@@ -265,6 +265,19 @@ def test_a_plan_says_which_attention_it_assumes(device_type: str, changes: dict[
     assert (long > 2.5 * short) == ("probabilities" in words)
 
 
+def test_the_memory_of_a_step_is_the_same_whichever_kernel_is_measured_to_be_faster() -> None:
+    """So a plan need not know the measurement, which takes the device. They differ by 16 bytes a layer, for the dropout's seed."""
+    for changes in ({"bf16": True}, {"bf16": True, **LLAMA}):
+        traces = [
+            plan_rank(settings(1, **changes, attention_backend=backend), 1, device_type="cuda").traces[0]
+            for backend in ("auto", "cudnn")
+        ]
+        assert [trace.attention for trace in traces] == ["flash attention", "cuDNN's attention"]
+        flash, cudnn = (trace.ops for trace in traces)
+        for kind, span in flash.items():
+            assert span.peak == pytest.approx(cudnn[kind].peak, abs=64) and span.change == pytest.approx(cudnn[kind].change, abs=64)
+
+
 def test_on_cuda_fused_operations_keep_less_than_their_parts() -> None:
     """RMSNorm its input and a number a row, dropout a byte an element; the CPU runs their parts, which keep more."""
     for changes in ({"normalization": "RMSNorm"}, {"hidden_dropout": 0.1}):

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from megatron.attention.backends import attention_kernel, backend_in_use, chosen_kernel, keeps_probabilities
-from megatron.attention.core import core_attention
+from megatron.attention.backends import attention_kernel, backend_in_use, chosen_kernel, keeps_probabilities, kernels_in_use
+from megatron.attention.core import as_samples, core_attention
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.spec.attention_backends import KERNELS, AttentionCall, AttentionKernel, kernels_of
 
 S, B = 24, 2
@@ -30,7 +32,8 @@ def test_what_the_cpu_keeps_is_known() -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), backend_in_use(backend):  # type: ignore[arg-type]
             core_attention(q, k, v, dropout=dropout)
             expected = keeps_probabilities(q, q, grouped=heads[0] != heads[1], dropout=dropout)
-            words = chosen_kernel(torch.Size((B, heads[0], S, size)), heads[1], dtype, q.device, dropout)
+            queries, keys, values, grouped = as_samples(q.unflatten(2, (heads[1], -1)), k, v)
+            words = chosen_kernel(queries, keys, values, dropout, grouped=grouped)
         assert any(kept) == expected == (backend == "math" or dropout > 0), (backend, dtype, size, heads, dropout)
         assert words == ("plain products, which keep the probabilities" if expected else "flash attention")
 
@@ -40,7 +43,8 @@ def test_values_of_another_size_are_multiplied_on_a_cpu(value_size: int) -> None
     q, v = torch.zeros(S, B, 4, 8), torch.zeros(S, B, 4, value_size)
     fused = value_size == 8
     assert keeps_probabilities(q, v, grouped=False, dropout=0.0) is not fused
-    words = chosen_kernel(torch.Size((B, 4, S, 8)), 4, q.dtype, q.device, 0.0, value_size)
+    queries, keys, values, grouped = as_samples(q.unsqueeze(3), q, v)
+    words = chosen_kernel(queries, keys, values, 0.0, grouped=grouped)
     assert words == ("flash attention" if fused else "plain products, which keep the probabilities")
     assert core_attention(q, q, v).shape == (S, B, 4 * value_size)
 
@@ -52,7 +56,62 @@ def test_an_older_gpu_has_no_flash_attention() -> None:
 
 def test_the_cpu_says_where_no_kernel_is_left() -> None:
     with backend_in_use("flash"), pytest.warns(UserWarning, match="Flash attention kernel not used|dropout"):
-        assert chosen_kernel(torch.Size((B, 4, S, 8)), 4, torch.float32, torch.device("cpu"), 0.1) is None
+        q = torch.zeros(B, 4, S, 8)
+        assert chosen_kernel(q, q, q, 0.1, grouped=False) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        (SDPBackend.FLASH_ATTENTION, "flash attention"),
+        (SDPBackend.CUDNN_ATTENTION, "cuDNN's attention"),
+        (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention"),
+        (SDPBackend.MATH, "plain products, which keep the probabilities"),
+        (SDPBackend.OVERRIDEABLE, "the device's own kernel"),
+        (SDPBackend.ERROR, None),
+    ],
+)
+def test_every_answer_of_torch_has_a_name(monkeypatch: pytest.MonkeyPatch, backend: SDPBackend, words: str | None) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: backend.value)
+    q = torch.zeros(B, 4, S, 8)
+    assert chosen_kernel(q, q, q, 0.0, grouped=False) == words
+
+
+def test_a_gpu_that_lacks_a_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", refuse)
+    q = torch.zeros(B, 4, S, 8)
+    assert chosen_kernel(q, q, q, 0.0, grouped=False) is None
+
+
+def test_auto_leaves_nothing_to_the_order_of_torch() -> None:
+    """Torch prefers cuDNN's kernel on some devices: it is off, whatever was on before."""
+    for before in ("auto", "cudnn"):
+        with backend_in_use(before), backend_in_use("auto"):  # type: ignore[arg-type]
+            assert kernels_in_use() == ("flash", "efficient", "math")
+    with backend_in_use("cudnn"):
+        assert kernels_in_use() == ("cudnn",)
+
+
+def test_a_call_with_a_mask_never_meets_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients may be NaN there, and each length of the keys would need a plan of its own."""
+    seen: list[tuple[AttentionKernel, ...]] = []
+
+    def attend(q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        seen.append(kernels_in_use())
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    cache = KeyValueCache(8)
+    cache.expect([3, 5], torch.device("cpu"))
+    cache.append(0, torch.zeros(5, 2, 1, 8), torch.zeros(5, 2, 1, 8))
+    cache.begin()
+    for backend in ("cudnn", "math"):
+        with backend_in_use(backend):  # type: ignore[arg-type]
+            cache.attend(0, torch.zeros(1, 2, 1, 2, 8))
+    assert seen == [("flash", "efficient", "math"), ("math",)]
 
 
 def test_what_each_kernel_takes() -> None:
@@ -94,4 +153,4 @@ def test_what_each_kernel_takes() -> None:
 
 def test_megatrons_names_are_those_of_kernels() -> None:
     assert [kernels_of(name) for name in ("fused", "unfused", "flash")] == [("cudnn",), ("math",), ("flash",)]
-    assert kernels_of("auto") == KERNELS
+    assert kernels_of("auto") == ("flash", "efficient", "math"), "cuDNN's only by a measurement"

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.config.parallel import ParallelConfig
+from megatron.parallel import context
 from megatron.parallel.backends import MESSAGE_CHANNELS, Communicator, communicator, options, world_backend
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
@@ -86,3 +89,17 @@ def said(rank: int) -> tuple[str, str, list[str]]:
 def test_objects_go_over_the_library_of_the_cpu_where_a_group_has_two() -> None:
     for backend, known, chosen in run_ranks(2, said, timeout=60.0):
         assert backend == known == "cpu:gloo,cuda:gloo" and chosen == ["cpu", "cpu"]
+
+
+def test_a_job_on_cuda_makes_no_communicator_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the device, torch would make one for every new group. Without it, each is made where its group first sends a tensor."""
+    joined: dict[str, Any] = {}
+    monkeypatch.setattr(context, "launched", lambda: SimpleNamespace(rank=1, local_rank=1, world_size=2))
+    monkeypatch.setattr(context, "choose_device", lambda wanted, local_rank: torch.device("cuda", local_rank))
+    monkeypatch.setattr(context, "meet", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: joined.update(settings, backend=backend))
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings))
+    context.connect(ParallelConfig(pipeline_model_parallel_size=2))
+    assert joined["backend"] == BOTH and "device_id" not in joined
+    assert made and not any("device_id" in settings for settings in made)

@@ -15,17 +15,40 @@ from tests.support.planned import plans_of, settings
 MIB = 2**20
 
 
-def nccl(rings: dict[str, int], num_peers: int, world_size: int) -> int:
-    return sum(one.bytes for one in allowances(rings, num_peers, world_size) if one.name == "NCCL buffers")
+def nccl(rings: dict[str, int], num_peers: int) -> int:
+    return sum(one.bytes for one in allowances(rings, num_peers) if one.name == "NCCL buffers")
 
 
 def test_nccl_takes_what_its_sources_say() -> None:
     """7 peers with 32 channels took 3.28 GB (NVIDIA/nccl issue 1685): so much for each channel."""
     channel = 3.28e9 / (7 * 32)
-    assert nccl({}, 0, 1) == 0 and nccl({"dp": 1}, 0, 1) == 0, "one rank has no communicator"
-    assert nccl({"tp": 4}, 0, 8) == pytest.approx(16 * channel, rel=0.01)
-    assert nccl({"tp": 8, "world": 8}, 0, 8) == nccl({"world": 8}, 0, 8), "groups of all ranks are one"
-    assert nccl({}, 2, 4) == 2 * nccl({}, 1, 4) == pytest.approx(4 * channel, rel=0.01), "one way each way, of two channels"
+    assert nccl({}, 0) == 0 and nccl({"dp": 1}, 0) == 0, "one rank has no communicator"
+    assert nccl({"tp": 4}, 0) == pytest.approx(16 * channel, rel=0.01)
+    assert nccl({}, 2) == 2 * nccl({}, 1) == pytest.approx(4 * channel, rel=0.01), "one way each way, of two channels"
+
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True}
+CP: dict[str, Any] = {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups", "peers"),
+    [
+        ({}, ["world"], 0),
+        ({"tensor_model_parallel_size": 4}, ["world", "tp", "dp"], 0),
+        ({**CP}, ["world", "cp_ring", "cp_ring_grad"], 0),
+        ({**CP, "cp_comm_type": ("a2a",)}, ["world", "cp"], 0),
+        ({"expert_model_parallel_size": 4, **EXPERTS}, ["world", "ep", "edp"], 0),
+        ({"expert_model_parallel_size": 8, **EXPERTS, "num_experts": 8}, ["world"], 0),
+        ({"pipeline_model_parallel_size": 2}, ["world", "dp", "pipeline ends"], 1),
+        ({"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}, ["world", "dp"], 1),
+    ],
+)
+def test_a_group_that_sends_no_tensors_has_no_communicator(changes: dict[str, Any], groups: list[str], peers: int) -> None:
+    """Groups of the same ranks have one; the ring of context ranks has two of its own, and a pair of stages has two."""
+    (plan,) = plans_of([settings(8, **{**changes, "global_batch_size": 16}, device=None)])
+    counts = {one.communicators for kind in plan.kinds for one in kind.allowances if one.name == "NCCL buffers"}
+    assert counts == {len(groups) + 2 * peers}
 
 
 def test_they_are_a_part_of_their_own_of_a_rank_on_cuda() -> None:
@@ -73,7 +96,8 @@ def test_products_that_overlap_take_more() -> None:
 def test_what_is_estimated_is_told_apart() -> None:
     on_cpu, on_cuda = plans_of([settings(2, device="cpu"), settings(2, device=None)])
     (note,) = [line for line in format_plan(on_cuda) if "an estimate" in line]
-    assert note.startswith("note: cuda is an estimate (CUDA context 537 MB, cuBLAS workspaces 67.1 MB, NCCL buffers 235 MB")
+    assert note.startswith("note: cuda is an estimate (CUDA context 537 MB, cuBLAS workspaces 67.1 MB, ")
+    assert ", NCCL buffers of 1 communicator 235 MB, " in note
     assert note.endswith("all other memory is exact to the byte") and ", cuda 862 MB" in format_plan(on_cuda)[1]
     assert not any("estimate" in line for line in format_plan(on_cpu))
     said = plan_to_json(on_cuda)

@@ -1,0 +1,47 @@
+"""Compiled kernels are those of this run's settings, and the same on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.attention.backends import backend_in_use
+from megatron.model.compiled import BlockCompiler, cache_tag
+from megatron.training.compiler_facts import compiler_facts, describe_differences
+
+
+def test_a_graph_of_another_kernel_of_attention_is_not_taken_from_the_cache() -> None:
+    """torch's key of a graph lacks the kernel that it was traced with."""
+    tags = []
+    for backend in ("auto", "cudnn", "math"):
+        with backend_in_use(backend):  # type: ignore[arg-type]
+            BlockCompiler().compile([])
+            tags.append(torch.compiler.config.cache_key_tag)
+    assert len(set(tags)) == 3
+
+
+def test_the_tag_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine")
+    with backend_in_use("math"):
+        assert cache_tag() == "mine/math"
+
+
+def test_deterministic_runs_choose_no_kernel_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[dict[str, object]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **named: options.append(named["options"] or {}))
+    for deterministic in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda deterministic=deterministic: deterministic)
+        BlockCompiler().compiled(len)
+    assert [each.get("deterministic", False) for each in options] == [False, True]
+    assert hasattr(torch._inductor.config, "deterministic"), "torch knows the option"
+
+
+def test_ranks_that_compile_otherwise_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a/folder")
+    monkeypatch.delenv("TORCHINDUCTOR_MAX_AUTOTUNE", raising=False)
+    plain = compiler_facts(torch.device("cpu"))
+    assert plain["torch"] and plain["device"] == "cpu" and "TORCHINDUCTOR_CACHE_DIR" not in plain
+    assert not list(describe_differences([plain, plain]))
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    (line,) = describe_differences([plain, plain, compiler_facts(torch.device("cpu"))])
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE is not set on 2 ranks, such as 0; 1 on 1 ranks, such as 2" in line
