@@ -22,6 +22,7 @@ from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.params import materialize
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.topology import Topology
+from megatron.training.attention_kernel import choose_attention
 from megatron.training.inputs import BatchMaker
 from megatron.training.startup import set_numerics
 from megatron.training.step import TrainStep
@@ -80,9 +81,11 @@ def train_step_of(job: Job, rank: int, device: torch.device, *, drawn_on_device:
         drawn_on_device: draw the initial weights on the device, in a second instead of many. They depend on the layout then, so
             this is for timing only.
     """
-    restore_numerics = set_numerics(job.config)
+    restore_numerics, restore_kernels = set_numerics(job.config), lambda: None
     context = connect_fake(job.topology, rank, job.config.parallel.fsdp_shard_size, device)
     try:
+        if job.world_size == 1:  # all ranks of a real run choose together
+            _, restore_kernels = choose_attention(job.config, context)
         model = model_of(job.config, context, job.vocab_size)
         if drawn_on_device:
             _draw_weights(model, device)
@@ -91,6 +94,7 @@ def train_step_of(job: Job, rank: int, device: torch.device, *, drawn_on_device:
         yield step
     finally:
         disconnect()
+        restore_kernels()
         restore_numerics()
 
 

@@ -114,35 +114,17 @@ def _with_gradients(
 
 
 def attention_speed(context: CheckContext) -> Outcome:
-    """Time forward and backward of each attention kernel on the shapes of the speed checks, and name torch's own choice."""
-    from megatron.attention.core import core_attention
-    from tools.gpu.roofline import median_seconds
+    """Time forward and backward of each attention kernel on the shapes of the speed checks, as a run does before its first step."""
+    from megatron.attention.timing import choose_on_device
 
-    device, generator = torch_device(context.device), torch.Generator().manual_seed(1)
-    # 350M, 1.3B, and layers of Llama 3 8B.
-    cases = {"350m": (1024, 16, 16, 1, 64), "1.3b": (2048, 4, 16, 1, 128), "8b": (4096, 1, 8, 4, 128)}
-    if not context.on_cuda:
-        cases = {"tiny": (64, 2, 2, 2, 32)}
-    data: dict[str, dict[str, float]] = {}
-    for case, (s, b, g, r, d) in cases.items():
-        leaves = [_normal(s, b, *heads, d, device=device, generator=generator).requires_grad_() for heads in ((g, r), (g,), (g,))]
-        weights = _normal(s, b, g * r * d, device=device, generator=generator)
-
-        def both_ways(leaves: list[torch.Tensor] = leaves, weights: torch.Tensor = weights) -> None:
-            torch.autograd.grad(core_attention(leaves[0], leaves[1], leaves[2]), leaves, weights)
-
-        times = {}
-        for name, backend in (_SDPA_BACKENDS if context.on_cuda else {"math": SDPBackend.MATH}).items():
-            try:
-                with sdpa_kernel(backend):
-                    times[name] = 1e3 * median_seconds(both_ways, device)
-            except RuntimeError as error:
-                if "No available kernel" not in str(error):
-                    raise
-        times["torch's choice"] = 1e3 * median_seconds(both_ways, device)
-        data[case] = times
-    figure = "; ".join(f"{case}: " + ", ".join(f"{k} {ms:.3f} ms" for k, ms in times.items()) for case, times in data.items())
-    return Outcome(figure, data)
+    device, data, figures = torch_device(context.device), dict[str, Any](), []
+    # (sequence, batch, key-value heads, query heads of each, channels)
+    for name, (s, b, g, r, d) in {"350m": (1024, 16, 16, 1, 64), "1.3b": (2048, 4, 16, 1, 128), "8b": (4096, 1, 8, 4, 128)}.items():
+        q, k, v = (torch.empty(s, b, *heads, d, dtype=torch.bfloat16, device=device) for heads in ((g, r), (g,), (g,)))
+        choice = choose_on_device(("flash", "cudnn", "efficient"), (q, k, v))
+        data[name] = {"milliseconds": dict(choice.milliseconds), "failures": dict(choice.failures), "kernel": choice.kernel}
+        figures.append(f"{name}: {choice}")
+    return Outcome("; ".join(figures), data)
 
 
 def flash_parts(context: CheckContext) -> Outcome:

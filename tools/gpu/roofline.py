@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import platform
 import statistics
@@ -11,11 +10,12 @@ from collections.abc import Callable
 
 import torch
 
+from megatron.config.extras import PACKAGES, is_missing
 from megatron.metrics.device_peaks import peak_flops
 from tools.gpu.context import CheckContext, Outcome
 from tools.gpu.jobs import torch_device
 
-_MAYBE_MISSING = ("tyro", "yaml", "xxhash", "safetensors", "sentencepiece", "tiktoken", "regex", "jinja2", "tensorboard", "triton")
+_COMPILER = "triton"
 _OPERATOR_NAMES = ("grouped_mm", "scaled_mm")
 
 
@@ -32,7 +32,7 @@ def device_facts(context: CheckContext) -> Outcome:
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         }
-    missing = [name for name in _MAYBE_MISSING if importlib.util.find_spec(name) is None]
+    missing = [module for module in (*PACKAGES, _COMPILER) if is_missing(module)]
     missing += [f"torch.nn.functional.{name}" for name in _OPERATOR_NAMES if not hasattr(torch.nn.functional, name)]
     facts["missing"] = missing
     text = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "missing")

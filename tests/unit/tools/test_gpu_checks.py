@@ -326,3 +326,21 @@ def test_a_rank_that_does_not_fit_says_so(context: CheckContext, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
     with pytest.raises(DoesNotFit, match=r"planned [\d.]+ GB, the device has 10.0 GB"):
         rank(CheckContext("cuda", context.folder), "train_8gpu_llama_7b")
+
+
+def test_attention_is_timed_on_the_shapes_of_the_speed_checks(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.attention import timing
+
+    seen = []
+
+    def stand_in(candidates: Any, inputs: Any) -> timing.KernelChoice:
+        seen.append([tuple(x.shape) for x in inputs])
+        return timing.KernelChoice("cudnn", {"flash": 2.0, "cudnn": 1.0}, {"efficient": "takes no groups"})
+
+    monkeypatch.setattr(timing, "choose_on_device", stand_in)
+    outcome = kernels.attention_speed(context)
+    assert outcome.figure.startswith("350m: flash 2 ms, cudnn 1 ms, efficient failed (takes no groups); 1.3b: ")
+    for (q, k, v), name in zip(seen, ("350m", "1.3b", "8b-layers"), strict=True):
+        shape = SHAPES[name]
+        assert k == v == (*q[:3], q[-1]) and q[:2] == (shape.seq, shape.batch)
+        assert q[2] == (shape.kv_heads or shape.heads) and q[2] * q[3] == shape.heads and q[-1] * shape.heads == shape.hidden
