@@ -5,8 +5,8 @@ within documents, with a window, a cap or sinks, or whose largest scores are ask
 before it, and what lies after. So do experts, which get as many tokens as chosen: what lies before them is one graph, and what is
 done with what they give another, if that is more than to add it.
 
-Equal layers share one compilation: parameters are inputs, linear layers enter by their handles (`megatron.tensor_parallel.linear`),
-seeds of dropout masks in a tensor. In evaluation and generation, without a backward, layers run as they are.
+Equal layers share one compilation: parameters are inputs, linear layers and seeds of dropout masks enter by handles
+(`megatron/parallel/handles.py`). In evaluation and generation, without a backward, layers run as they are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch
 from megatron.attention.core import one_kernel
 from megatron.attention.documents import Documents
 from megatron.config.speed import CompileBackend, SpeedConfig
+from megatron.model.dropout import GraphSeeds
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.vectors import entered, vector_users
+from megatron.tensor_parallel.layers import LinearLayer
 
 if TYPE_CHECKING:
     from megatron.model.block import Block
@@ -75,21 +77,30 @@ class BlockCompiler:
         """A function of a layer, compiled at its first call."""
         options: dict[str, Any] = {}
         if self.backend == "inductor":
-            options = dict(torch._inductor.list_mode_options(self.mode))
+            # A variable of the environment (TORCHINDUCTOR_CUDAGRAPHS) could ask for CUDA graphs in any mode. They replay no Python,
+            # and what a deferred weight gradient waits with would be overwritten by the next replay.
+            options = {**torch._inductor.list_mode_options(self.mode), "triton.cudagraphs": False}
             if self.defers:
                 # What a weight gradient waits with must not become the memory of something else: the compiler sees its last use in
                 # the operation that puts it off.
                 options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
         return torch.compile(function, backend=self.backend, options=options or None, fullgraph=True, dynamic=False)
 
-    def compile(self, blocks: Sequence[Block]) -> None:
-        """Let layers run compiled."""
+    def compile(self, blocks: Sequence[Block], device: torch.device) -> None:
+        """Let layers run compiled.
+
+        Args:
+            device: that of the parameters in training; they may still be on the meta device.
+        """
         torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
         torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_COMPILATIONS
         # The backward's inputs are what it was given to keep, for others too: host memory, weight gradients that are put off.
         torch._functorch.config.donated_buffer = False
         functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
         for block in blocks:
+            for module in block.modules():
+                if isinstance(module, LinearLayer):
+                    module.create_handle(device)
             block.compiled = CompiledBlock(block, *functions)
 
 
@@ -117,7 +128,9 @@ class CompiledBlock:
         seeds: Sequence[int] | None,
     ) -> torch.Tensor:
         """See `Block.forward`; `seeds` of its dropout masks."""
-        block, masks = self._block, None if seeds is None else torch.tensor(seeds)
+        block = self._block
+        graph_seeds = None if seeds is None else GraphSeeds(seeds, x.device)
+        masks = None if graph_seeds is None else graph_seeds.handle
         attention = block.attention
         one = one_kernel(attention.scores, len(x) * attention.sequence_ranks)
         one = one and attention.largest is None
