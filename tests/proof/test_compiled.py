@@ -30,6 +30,7 @@ from megatron.parallel.random import DropoutKey
 from megatron.parallel.vectors import VectorUser
 from megatron.spec.layers import layers
 from megatron.tensor_parallel import linear
+from megatron.tensor_parallel.layers import LinearLayer
 from tests.support.lone_rank import lone_rank
 from tests.support.sinks import sink_over
 
@@ -255,12 +256,12 @@ def test_all_inputs_of_a_graph_lie_on_the_device(config: ModelConfig, monkeypatc
 
 def test_a_copied_layer_has_a_handle_of_its_own() -> None:
     """Otherwise the copy's gradients would go to the original's parameters."""
-    model = model_of(GPT, torch.float32, TRACED)
-    layer = model.chunks[0].blocks[0].mlp.down
-    copied = copy.deepcopy(layer)
-    assert linear.LAYERS.find(layer.handle) is layer and linear.LAYERS.find(copied.handle) is copied
-    plain = model_of(GPT, torch.float32, None).chunks[0].blocks[0].mlp.down
-    assert plain.handle is None and copy.deepcopy(plain).handle is None
+    compiled, plain = (model_of(GPT, torch.float32, compiler).chunks[0].blocks[0].mlp.down for compiler in (TRACED, None))
+    copied, plain_copy = copy.deepcopy(compiled), copy.deepcopy(plain)
+    for layer in (compiled, copied):
+        assert isinstance(layer, LinearLayer) and layer.handle is not None
+        assert linear.LAYERS.find(layer.handle) is layer
+    assert isinstance(plain_copy, LinearLayer) and plain_copy.handle is None
 
 
 def test_cuda_graphs_are_off_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
