@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.model.norms import Norm
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
+from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS
 
 
 def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +93,7 @@ def _traced(
     return normed[0], normed[1]
 
 
-@torch.library.custom_op("megatron::sum_both_ways", mutates_args=())
+@torch.library.custom_op("megatron::sum_both_ways", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def _sum_both_ways(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over a group, forward and backward: each rank uses the sum for a part of what follows."""
     total, name = x.clone(), cast("Any", group)  # a str, with a type of torch's own

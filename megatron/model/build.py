@@ -170,7 +170,7 @@ def build_model(
         if chunk.stage == context.group("pp").index
     }
     if compiler is not None and context.device.type != "meta":
-        compiler.compile([block for module in chunks.values() for block in module.all_blocks])
+        compiler.compile([block for module in chunks.values() for block in module.all_blocks], context.device)
     if materialized and context.device.type != "meta":
         for module in chunks.values():
             materialize(module, params, context.device)

@@ -5,8 +5,8 @@ within documents, with a window, a cap or sinks, or whose largest scores are ask
 before it, and what lies after. So do experts, which get as many tokens as chosen: what lies before them is one graph, and what is
 done with what they give another, if that is more than to add it.
 
-Equal layers share one compilation: parameters are inputs, linear layers enter by their handles (`megatron.tensor_parallel.linear`),
-seeds of dropout masks in a tensor. In evaluation and generation, without a backward, layers run as they are.
+Equal layers share one compilation: parameters are inputs, linear layers and seeds of dropout masks enter by handles
+(`megatron/parallel/handles.py`). In evaluation and generation, without a backward, layers run as they are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from megatron.attention.backends import kernels_in_use
 from megatron.attention.core import one_kernel
 from megatron.attention.documents import Documents
 from megatron.config.speed import CompileBackend, SpeedConfig
+from megatron.model.dropout import GraphSeeds
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.vectors import entered, vector_users
+from megatron.tensor_parallel.layers import LinearLayer
 
 if TYPE_CHECKING:
     from megatron.model.block import Block
@@ -87,7 +89,9 @@ class BlockCompiler:
         """A function of a layer, compiled at its first call."""
         options: dict[str, Any] = {}
         if self.backend == "inductor":
-            options = dict(torch._inductor.list_mode_options(self.mode))
+            # A variable of the environment (TORCHINDUCTOR_CUDAGRAPHS) could ask for CUDA graphs in any mode. They replay no Python,
+            # and what a deferred weight gradient waits with would be overwritten by the next replay.
+            options = {**torch._inductor.list_mode_options(self.mode), "triton.cudagraphs": False}
             if torch.are_deterministic_algorithms_enabled():
                 # Choose no reduction by its measured time: ranks, and later starts, could choose another order of its sum.
                 options["deterministic"] = True
@@ -97,8 +101,12 @@ class BlockCompiler:
                 options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
         return torch.compile(function, backend=self.backend, options=options or None, fullgraph=True, dynamic=False)
 
-    def compile(self, blocks: Sequence[Block]) -> None:
-        """Let layers run compiled."""
+    def compile(self, blocks: Sequence[Block], device: torch.device) -> None:
+        """Let layers run compiled.
+
+        Args:
+            device: that of the parameters in training; they may still be on the meta device.
+        """
         torch.compiler.config.cache_key_tag = cache_tag()
         torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
         torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_COMPILATIONS
@@ -106,6 +114,9 @@ class BlockCompiler:
         torch._functorch.config.donated_buffer = False
         functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
         for block in blocks:
+            for module in block.modules():
+                if isinstance(module, LinearLayer):
+                    module.create_handle(device)
             block.compiled = CompiledBlock(block, *functions)
 
 
@@ -133,7 +144,9 @@ class CompiledBlock:
         seeds: Sequence[int] | None,
     ) -> torch.Tensor:
         """See `Block.forward`; `seeds` of its dropout masks."""
-        block, masks = self._block, None if seeds is None else torch.tensor(seeds)
+        block = self._block
+        graph_seeds = None if seeds is None else GraphSeeds(seeds, x.device)
+        masks = None if graph_seeds is None else graph_seeds.handle
         attention = block.attention
         one = one_kernel(attention.scores, len(x) * attention.sequence_ranks)
         one = one and attention.largest is None

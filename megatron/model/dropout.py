@@ -8,10 +8,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS, Handles
 from megatron.parallel.random import seed_device
 
 Seeds = Sequence[int] | torch.Tensor
-"""Seeds of several masks. A compiled graph gets them in a tensor (int64, on the host), so that they are not a part of it."""
+"""Seeds of several masks. A compiled graph gets the handle of a `GraphSeeds`, so that they are not a part of it."""
+
+
+class GraphSeeds:
+    """The seeds of the dropout masks in one call of a compiled graph. They live as long as that call.
+
+    The host needs their values, to seed the device with. So they stay in Python, and the graph gets a handle.
+    """
+
+    def __init__(self, values: Sequence[int], device: torch.device) -> None:
+        self.values = values
+        self.handle = _GRAPH_SEEDS.create(self, device)
+
+
+_GRAPH_SEEDS: Handles[GraphSeeds] = Handles("set of dropout seeds")
 
 
 def dropout(x: torch.Tensor, probability: float, seeds: Seeds | None, number: int = 0) -> torch.Tensor:
@@ -28,10 +43,10 @@ def dropout(x: torch.Tensor, probability: float, seeds: Seeds | None, number: in
     return F.dropout(x, probability)
 
 
-@torch.library.custom_op("megatron::dropout", mutates_args=())
+@torch.library.custom_op("megatron::dropout", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def _dropout(x: torch.Tensor, probability: float, seeds: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and what its backward needs: the kept elements, on CPU with their scale, as torch's dropout does there."""
-    seed_device(x.device, int(seeds[number]))
+    seed_device(x.device, _GRAPH_SEEDS.find(seeds).values[number])
     if x.is_cuda:
         return torch.native_dropout(x, probability, True)
     kept = torch.empty_like(x).bernoulli_(1.0 - probability).div_(1.0 - probability)

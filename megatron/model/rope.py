@@ -132,4 +132,5 @@ def _traced(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Te
     first, second = _pairs(x[..., :channels].to(table.dtype), interleaved).unbind(-2)
     turned = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
     whole = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([whole, x[..., channels:]], -1)
+    # Without the check, an empty remainder would be concatenated: backward then goes through queries and keys a second time.
+    return whole if channels == x.shape[-1] else torch.cat([whole, x[..., channels:]], -1)

@@ -42,6 +42,14 @@ class Product(Protocol):
     def __call__(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None: ...
 
 
+class GroupedProduct(Protocol):
+    """Makes the weight gradients of many matrices from the rows of each, of which there may be none: into [matrices, out, in]."""
+
+    def __call__(
+        self, grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], into: torch.Tensor, *, add: bool
+    ) -> None: ...
+
+
 class Deferred:
     """Deferred work, in order, and the memory that waits with it."""
 
@@ -112,16 +120,10 @@ class GradSink:
             self.written = True
         self._wrote()
 
-    def add_each(self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add to each matrix of a gradient [matrices x out, in] the product of its piece, as in `add_products`; pieces may be
-        empty."""
+    def add_grouped(self, grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], product: GroupedProduct) -> None:
+        """Add to each matrix of a gradient [matrices x out, in] the product of its rows; see `accumulate_grouped`."""
         main_grad = self._open()
-        matrices = main_grad.view(len(pieces), -1, main_grad.shape[-1])
-        for (grad_output, x), matrix in zip(pieces, matrices, strict=True):
-            if len(x):
-                weight_product(grad_output, x, matrix, add=self.written)
-            elif not self.written:
-                matrix.zero_()
+        product(grad_output, x, counts, main_grad.view(len(counts), -1, x.shape[-1]), add=self.written)
         self._wrote()
 
     def add_sum(self, rows: torch.Tensor) -> None:
@@ -197,10 +199,19 @@ def accumulate_products(
     _collect(param, lambda sink: sink.add_products(pieces, product))
 
 
-def accumulate_grouped(param: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def accumulate_grouped(
+    param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], product: GroupedProduct
+) -> None:
     """Add the weight gradients of many matrices [matrices x out, in], now: for each grad_output^T x of its rows, of which there may
-    be none."""
-    _collect(param, lambda sink: sink.add_each(pieces))
+    be none.
+
+    Args:
+        grad_output: [n, out].
+        x: [n, in].
+        counts: rows of each matrix, n in all, in their order.
+        product: computes all of them.
+    """
+    _collect(param, lambda sink: sink.add_grouped(grad_output, x, counts, product))
 
 
 def accumulate_sum(param: torch.Tensor, rows: torch.Tensor) -> None:

@@ -116,7 +116,8 @@ class WorkCounter:
             return
         self._kernels += 1
         if name in _FACTORS:
-            self._products[_product(*args[_FACTORS[name] : _FACTORS[name] + 2])] += 1
+            first = _FACTORS[name]
+            self._products[_product(args[first], args[first + 1], out)] += 1
         elif "attention" in name or "_attn" in name:
             bound = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
             self._attention[_attention(name, bound)] += 1
@@ -156,13 +157,16 @@ _WITH_SENDING: dict[str, Callable[..., Iterator[MatrixProduct]]] = {
 """Products that go along with what ranks send."""
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> MatrixProduct:
-    """The product of [m, k] and [k, n], with a batch in front, or grouped: rows of one are divided among several of the other."""
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> MatrixProduct:
+    """The product of [m, k] and [k, n], with a batch in front, or grouped: rows of one are divided among several of the other, or
+    what is summed over is divided among several results."""
     groups, m, n, k = 1, a.shape[-2], b.shape[-1], a.shape[-1]
     if a.dim() == b.dim() == 3:
         groups = a.shape[0]
     elif b.dim() == 3:
         groups, m = b.shape[0], -(-m // b.shape[0])
+    elif out is not None and out.dim() == 3:
+        groups, k = out.shape[0], -(-k // out.shape[0])
     return MatrixProduct(groups, m, n, k, _dtype(a))
 
 

@@ -7,6 +7,7 @@ gives [s/n, b, out].
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from megatron.parallel.scope import Scope
 from megatron.parallel.vectors import VectorUser
 from megatron.precision.products import PLAIN, products_of
-from megatron.tensor_parallel.linear import Form, InputMode, OutputMode, Remade, handle_of, linear_by_handle, linear_of
+from megatron.tensor_parallel.linear import LAYERS, Form, InputMode, OutputMode, Remade, linear_by_handle, linear_of
 
 
 class LinearLayer(VectorUser):
@@ -23,6 +24,8 @@ class LinearLayer(VectorUser):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    handle: torch.Tensor | None = None
+    """See `create_handle`."""
 
     def __init__(self, scope: Scope, form: Form) -> None:
         super().__init__()
@@ -30,9 +33,26 @@ class LinearLayer(VectorUser):
         scope.parameter(self, "weight")
         scope.optional(self, "bias")
         self.adapter = Adapter(scope, form) if scope.has("lora_a.weight") else None
-        self.handle = handle_of(self)
         self.gather = form.group.size if "gather" in (form.input_mode, form.output_mode) else 1
         self.scatter = form.group.size if form.output_mode == "scatter" else 1
+
+    def create_handle(self, device: torch.device) -> None:
+        """Let a compiled graph find this layer. Needed before the graph's first call.
+
+        Args:
+            device: that of the parameters when the graph runs; they may still be on the meta device.
+        """
+        self.handle = LAYERS.create(self, device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A handle names this layer alone. A copy, from memory or from a file, creates its own on the same device."""
+        return {**self.__dict__, "handle": None if self.handle is None else self.handle.device}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        device = state.pop("handle")
+        super().__setstate__(state)
+        if device is not None:
+            self.create_handle(device)
 
     @property
     def used_bias(self) -> nn.Parameter | None:
@@ -53,6 +73,7 @@ class LinearLayer(VectorUser):
     def _product(self, x: torch.Tensor | Remade) -> torch.Tensor:
         if torch.compiler.is_compiling():
             assert isinstance(x, torch.Tensor)
+            assert self.handle is not None, "create_handle comes before a compiled graph"
             return linear_by_handle(x, self.weight, self.used_bias, self.handle, self.gather, self.scatter)
         return linear_of(self.form, x, self.weight, self.used_bias)
 

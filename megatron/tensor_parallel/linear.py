@@ -41,8 +41,6 @@ than the input (the two halves of a gated MLP), it makes the input before it is 
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -68,6 +66,7 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.context import Group
+from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS, Handles
 from megatron.parallel.overlap import Overlap
 from megatron.precision.products import PLAIN, Products
 
@@ -236,8 +235,8 @@ class _Linear(torch.autograd.Function):
         return grad_input, *(None,) * 5
 
 
-# The same as operations that a compiler takes as they are. A layer comes in as the number of its handle, in a tensor of the graph's
-# inputs: so equal layers share one compilation. Shapes are arguments, since a compiler knows no tensor's value.
+# The same as operations that a compiler takes as they are. A layer enters by its handle (`megatron/parallel/handles.py`), so equal
+# layers share one compilation. Shapes are arguments, since a compiler knows no tensor's value.
 
 
 class Handled(Protocol):
@@ -251,22 +250,10 @@ class Handled(Protocol):
         """The bias, where it is a part of the product."""
 
 
-_holders: weakref.WeakValueDictionary[int, Handled] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+LAYERS: Handles[Handled] = Handles("layer")
 
 
-def handle_of(layer: Handled) -> torch.Tensor:
-    """A new handle of a layer, int64, 0-d, on the host. It does not keep the layer alive."""
-    number = next(_numbers)
-    _holders[number] = layer
-    return torch.tensor(number)
-
-
-def _holder(handle: torch.Tensor) -> Handled:
-    return _holders[int(handle)]
-
-
-@torch.library.custom_op("megatron::linear", mutates_args=())
+@torch.library.custom_op("megatron::linear", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def linear_by_handle(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather: int, scatter: int
 ) -> torch.Tensor:
@@ -275,7 +262,7 @@ def linear_by_handle(
     Args:
         gather, scatter: number of ranks over which the sequence is joined before or after the product, or cut after it.
     """
-    return _forward(_holder(handle).form, x, weight, bias)
+    return _forward(LAYERS.find(handle).form, x, weight, bias)
 
 
 @linear_by_handle.register_fake
@@ -286,12 +273,12 @@ def _(
     return x.new_empty((x.shape[0] * gather // scatter, *x.shape[1:-1], outputs))
 
 
-@torch.library.custom_op("megatron::linear_backward", mutates_args=())
+@torch.library.custom_op("megatron::linear_backward", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def _linear_backward(grad_output: torch.Tensor, kept: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """The gradient of the input. The gradients of weight and bias go where they belong: a side effect that no compiler sees, and
     that none drops, since in a block the gradient of each layer's input is needed."""
-    holder = _holder(handle)
-    grad_input = _backward(holder.form, holder.weight, holder.used_bias, grad_output, kept)
+    layer = LAYERS.find(handle)
+    grad_input = _backward(layer.form, layer.weight, layer.used_bias, grad_output, kept)
     assert grad_input is not None
     return grad_input
 

@@ -5,18 +5,22 @@ Whole runs at every layout are in test_layouts_memory.py, with its axis `compile
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from functorch.compile import default_partition, make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from megatron.attention.documents import Documents
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.speed import CompileMode
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler, CompiledBlock
 from megatron.model.gpt import ModelInputs
@@ -26,7 +30,9 @@ from megatron.parallel.random import DropoutKey
 from megatron.parallel.vectors import VectorUser
 from megatron.spec.layers import layers
 from megatron.tensor_parallel import linear
+from megatron.tensor_parallel.layers import LinearLayer
 from tests.support.lone_rank import lone_rank
+from tests.support.sinks import sink_over
 
 SEQ, BATCH, VOCAB, HIDDEN = 32, 2, 32, 32
 GPT = ModelConfig(
@@ -137,13 +143,13 @@ def _a_seed_in_the_graph(patch: pytest.MonkeyPatch) -> None:
 
 def _a_handle_of_another_layer(patch: pytest.MonkeyPatch) -> None:
     """Backward gives a layer's gradients to the one before."""
-    find, before = linear._holder, dict[torch.Size, Any]()
+    find, before = linear.LAYERS.find, dict[torch.Size, Any]()
 
     def wrong(handle: torch.Tensor) -> Any:
         found = find(handle)
         return before.setdefault(found.weight.shape, found)
 
-    patch.setattr(linear, "_holder", wrong)
+    patch.setattr(linear.LAYERS, "find", wrong)
 
 
 def _vectors_without_a_way_back(patch: pytest.MonkeyPatch) -> None:
@@ -208,3 +214,59 @@ def test_generated_kernels_are_within_rounding() -> None:
         strict=True,
     ):
         assert (found - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+class _Inputs:
+    """A backend that runs graphs as they are, and notes the devices of their inputs."""
+
+    def __init__(self) -> None:
+        self.devices: list[set[str]] = []
+        self._compile = aot_autograd(fw_compiler=self._note, bw_compiler=self._note, partition_fn=default_partition)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return self._compile(graph, inputs)
+
+    def _note(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self.devices.append({tensor.device.type for tensor in inputs if isinstance(tensor, torch.Tensor)})
+        return make_boxed_func(graph.forward)
+
+
+@pytest.mark.parametrize(
+    "config", [replace(GPT, hidden_dropout=0.1), replace(LLAMA, lora_rank=2)], ids=["gpt, dropout", "llama, lora"]
+)
+def test_all_inputs_of_a_graph_lie_on_the_device(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes an operation's outputs for unaligned if it has any input on the host. The meta device stands for a GPU."""
+    meta, inputs = torch.device("meta"), _Inputs()
+    torch.compiler.reset()
+    compile_of = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_of(function, **{**options, "backend": inputs}))
+    model = build_model(
+        config, lone_rank(device=meta), dtype=torch.bfloat16, vocab_size=VOCAB, sequence_parallel=False, seed=3, materialized=False
+    )
+    TRACED.compile(model.chunks[0].blocks, meta)
+    block = model.chunks[0].blocks[0]
+    for entry in model.params:
+        entry.param.grad_sink = sink_over(torch.empty_like(entry.param))  # type: ignore[attr-defined]
+    x = torch.empty(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=meta, requires_grad=True)
+    spec = layers(config)[0].attention.rotary
+    rotary = None if spec is None else rotary_table(torch.zeros(SEQ, BATCH, dtype=torch.int64, device=meta), spec, x.dtype)
+    block(x, rotary, KEY if config.hidden_dropout else None).sum().backward()
+    assert inputs.devices == [{"meta"}, {"meta"}], "forward and backward"
+
+
+def test_a_copied_layer_has_a_handle_of_its_own() -> None:
+    """Otherwise the copy's gradients would go to the original's parameters."""
+    compiled, plain = (model_of(GPT, torch.float32, compiler).chunks[0].blocks[0].mlp.down for compiler in (TRACED, None))
+    copied, plain_copy = copy.deepcopy(compiled), copy.deepcopy(plain)
+    for layer in (compiled, copied):
+        assert isinstance(layer, LinearLayer) and layer.handle is not None
+        assert linear.LAYERS.find(layer.handle) is layer
+    assert isinstance(plain_copy, LinearLayer) and plain_copy.handle is None
+
+
+def test_cuda_graphs_are_off_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options["options"]))
+    for mode in get_args(CompileMode):
+        BlockCompiler(mode=mode).compiled(print)
+    assert [options["triton.cudagraphs"] for options in given] == [False] * 4

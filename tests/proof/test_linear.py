@@ -361,6 +361,7 @@ def test_compiled_layers_share_one_graph_and_have_the_same_bits() -> None:
     torch.compiler.reset()
     for number in range(2):
         layer, table = layer_of(Case("column", bias=True, sequence_parallel=False), lone_rank())
+        layer.create_handle(CPU)
         layer.compile(backend=graphs, fullgraph=True)
         leaf, found = values(SEQ, BATCH, IN, key=7 + number).requires_grad_(), []
         for forward in (layer.forward, layer):

@@ -12,10 +12,11 @@ from megatron.attention.backends import attention_kernel, backend_in_use
 from megatron.config.parallel import ContextWay
 from megatron.context_parallel.cost import most_held, sent_for_attention
 from megatron.model.gpt import ModelInputs
+from megatron.moe import grouped
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.planner import chunk_trace, known_ops, storages
 from megatron.planner.peak import messages_held
-from megatron.planner.storages import StorageLedger
+from megatron.planner.storages import MemorySpan, StorageLedger
 from megatron.spec.attention_backends import AttentionCall
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
@@ -156,6 +157,30 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(tensor_size: int, sequence_p
     attention = 4 * rows * heads // tensor_size
     seeds = five - four - factor * rows * 128 - norms - attention
     assert 0 <= seeds <= 64
+
+
+def test_grouped_weight_gradients_take_their_temporary_and_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak is the bfloat16 gradients of one group of experts beside the float32 ones, and the ends of their rows."""
+    experts, width = 16, 128
+    changes = {"num_experts": experts, "moe_router_topk": 2, "moe_ffn_hidden_size": width, "hidden_size": width}
+    config = settings(1, **{**LLAMA, "bf16": True, "pipeline_schedule": "zb-h1", "num_layers": 2, **changes})
+
+    def planned() -> MemorySpan:
+        return plan_rank(config, 1, device_type="cuda").traces[0].ops[OpKind.WEIGHT_GRAD]
+
+    whole, ends = experts * width * width * 2, 4 * experts
+    grouped_span = planned()
+    assert grouped_span.peak == whole + ends, "of the down projections; the up projections have freed more by then"
+    monkeypatch.setattr(grouped, "GROUPED_BYTES", whole // 2)
+    halves = planned()
+    assert halves.peak == whole // 2 + ends
+    monkeypatch.setattr(grouped, "experts_per_kernel", lambda *_: 0)
+    loop = planned()
+    assert loop.peak == 0
+    launches = [span.work.kernels for span in (grouped_span, halves, loop)]
+    attention = 4  # matrices of a layer's attention, each of one launch: 2 layers
+    assert launches == [attention + 4 * 3, attention + 2 * (1 + 2 * 2) + 2 * (1 + 4 * 2), attention + 4 * experts]
+    assert grouped_span.work.flops == halves.work.flops == loop.work.flops
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron.config.model import ModelConfig
+from megatron.model import rope
 from megatron.model.rope import frequencies, rotary_table, rotate
 from megatron.spec.rotary import RotarySpec, rotary_of
 from megatron.verification.plain_run import rotary_stretch
@@ -81,6 +84,27 @@ def test_backward_is_the_adjoint(percent: float) -> None:
     assert x.grad is not None
     assert (out * y).sum().item() == pytest.approx((x * x.grad).sum().item(), rel=1e-12)
     torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0.0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("percent", "copies"), [(1.0, 0), (0.5, 1)])
+def test_the_traced_rotation_has_the_same_bits_and_joins_no_empty_part(percent: float, copies: int, interleaved: bool) -> None:
+    """In backward each part that is joined is padded to the whole and added: another pass over queries and keys."""
+    model = rotary(rotary_percent=percent)
+    table = rotary_table(POSITIONS, model, torch.float64)
+    grads = []
+    for function in (rotate, rope._traced):
+        x = heads(8).requires_grad_()
+        out = function(x, table, interleaved)
+        out.backward(heads(8, key=1))
+        assert x.grad is not None
+        grads.append((out, x.grad))
+    assert all(torch.equal(traced, eager) for eager, traced in zip(*grads, strict=True))
+    graph = make_fx(partial(rope._traced, interleaved=interleaved))(heads(8), table)
+    cats = [node for node in graph.graph.nodes if node.target is torch.ops.aten.cat.default]
+    joins = [[part.meta["val"].shape[-1] for part in node.args[0]] for node in cats]
+    assert all(size > 0 for sizes in joins for size in sizes)
+    assert len(cats) == copies + (not interleaved), "the two halves, and what is not turned"
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from megatron.moe import grouped
-from megatron.moe.grouped import each_product, grouped_linear
+from megatron.moe.grouped import each_product, each_weight_product, grouped_linear
 from megatron.parallel.accumulate import GradSink, deferring
 from tests.support.host_waits import host_waits
+from tests.support.launches import Launches
 
 COUNTS = (3, 0, 5, 1)
 
@@ -73,3 +74,88 @@ def test_it_is_asked_for_what_it_takes(width: int, hidden: int) -> None:
     assert not grouped._fits_kernel(torch.empty(0, 8, dtype=torch.bfloat16), plain.bfloat16())
     odd = torch.empty(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 8, 8)
     assert not grouped._fits_kernel(torch.empty(3, 8, dtype=torch.bfloat16), odd)
+
+
+MANY = (3, 0, 5, 1, 0, 0, 0, 0, 17, 2, 8, 4)
+"""Rows of experts: the second four have none."""
+
+
+def many_gradients(inputs: int = 24, outputs: int = 16, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(sum(MANY), size, generator=generator).to(dtype) for size in (outputs, inputs))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("in_kernel", [4, 5, 12])
+@pytest.mark.parametrize("into_dtype", [torch.float32, torch.bfloat16])
+def test_grouped_weight_gradients_are_those_of_a_loop(
+    in_kernel: int, into_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for one rounding of each product to bfloat16. The kernel leaves experts without rows as they were: not a number here."""
+    kernel = grouped._grouped
+
+    def leaves_empty(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        products = kernel(a, b, ends)
+        products[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
+        return products
+
+    monkeypatch.setattr(grouped, "_grouped", leaves_empty)
+    grad_output, x = many_gradients()
+    into = torch.full((len(MANY), 16, 24), torch.nan, dtype=into_dtype)
+    exact = torch.full((len(MANY), 16, 24), torch.nan, dtype=torch.float64)
+    for add in (False, True):
+        before = exact.clone()
+        grouped.grouped_weight_products(grad_output, x, MANY, into, in_kernel, add=add)
+        each_weight_product(grad_output.double(), x.double(), MANY, exact, add=add)
+        assert ((into - exact).abs() <= 2.0**-8 * (exact.abs() + (before.abs() if add else 0.0)) + 1e-4).all()
+    assert (into[[index for index, rows in enumerate(MANY) if not rows]] == 0).all()
+
+
+@pytest.mark.parametrize("experts", [16, 128])
+def test_as_many_launches_for_many_experts_as_for_few(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with the kernel: gradients that fit the bound take the same few launches, whatever the number of experts."""
+    counts = [6] * (experts - 1) + [0]
+    weight = nn.Parameter(torch.empty(experts, 64, 32, dtype=torch.bfloat16, device="meta"))
+    sink = GradSink(torch.float32, lambda: None, lambda: torch.empty(weight.shape, device="meta"))
+    weight.grad_sink = sink  # type: ignore[attr-defined]
+    x = torch.empty(sum(counts), 32, dtype=torch.bfloat16, device="meta")
+    for _ in range(2):
+        out = grouped_linear(x, weight, counts)
+        with Launches() as launches, host_waits() as waits:
+            torch.autograd.backward(out, torch.empty_like(out))
+        assert not waits, waits
+        assert launches.by_name["aten::_grouped_mm"] == 1, "the input needs no gradient"
+        assert launches.total <= 6, launches.by_name
+    grouped_bytes = experts * 64 * 32 * 2
+    monkeypatch.setattr(grouped, "GROUPED_BYTES", grouped_bytes // 4)
+    with Launches() as launches:
+        torch.autograd.backward(grouped_linear(x, weight, counts), torch.empty(len(x), 64, dtype=x.dtype, device="meta"))
+    assert launches.by_name["aten::_grouped_mm"] == 1 + 4, "of the forward, and for each quarter"
+
+
+def test_the_rule_of_what_is_grouped() -> None:
+    rule, mib = grouped.experts_per_kernel, 1 << 20
+    assert rule(128 * 256, 128, 2048, 768) == 21, "64 MiB of matrices of 3 MiB"
+    assert rule(100, 8, 64, 64) == 8, "all of them"
+    assert rule(8 * 1024, 8, 2 * 14336, 4096) == 0, "large products are computed one by one"
+    assert rule(100, 3, 64, 64) == 0, "too few to save a launch"
+    outputs = 8 * mib // 4096
+    assert rule(8, 8, outputs, 4096) == 4 and rule(8, 8, outputs + 8, 4096) == 0, "at least four in the bound"
+    rows = grouped._LAUNCH_FLOPS // (2 * 1024 * 1024)
+    assert rule(16 * rows - 1, 16, 1024, 1024) == 16 and rule(16 * rows, 16, 1024, 1024) == 0, "the mean counts"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "grouped_kernels"), [(torch.bfloat16, 24, 1), (torch.bfloat16, 20, 0), (torch.float64, 24, 0)]
+)
+def test_only_what_the_kernel_takes_is_grouped(
+    dtype: torch.dtype, inputs: int, grouped_kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin at no multiple of 16 bytes, and other dtypes, are multiplied one expert after the other, to the same bits."""
+    monkeypatch.setattr(grouped, "_has_kernel", lambda device: True)
+    grad_output, x = many_gradients(inputs, dtype=dtype)
+    into, expected = (torch.empty(len(MANY), 16, inputs, dtype=dtype) for _ in range(2))
+    with Launches() as launches:
+        grouped.weight_products(grad_output, x, MANY, into, add=False)
+    assert launches.by_name["aten::_grouped_mm"] == grouped_kernels
+    each_weight_product(grad_output, x, MANY, expected, add=False)
+    assert torch.equal(into, expected) or grouped_kernels
