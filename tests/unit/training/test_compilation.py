@@ -15,7 +15,7 @@ def test_a_graph_of_another_kernel_of_attention_is_not_taken_from_the_cache() ->
     tags = []
     for backend in ("auto", "cudnn", "math"):
         with backend_in_use(backend):  # type: ignore[arg-type]
-            BlockCompiler().compile([])
+            BlockCompiler().compile([], torch.device("cpu"))
             tags.append(torch.compiler.config.cache_key_tag)
     assert len(set(tags)) == 3
 
