@@ -59,6 +59,9 @@ CHECKS = (
     Check("flash-parts", "attention of two runs, joined, is right", "kernels.flash_parts", 2, 1, needs_cuda=True),
     Check("varlen", "attention within documents and windows is right", "kernels.varlen", 3, 1, needs_cuda=True),
     Check("experts", "grouped products of experts and their gradients are right", "kernels.experts", 3, 2),
+    Check(
+        "experts-speed", "time of experts' weight gradients, grouped and one by one", "kernels.experts_speed", 3, 1, needs_cuda=True
+    ),
     Check("fp8-products", "8-bit products of each recipe are those of the emulation", "kernels.fp8_products", 5, 3),
     Check("cross-entropy", "loss and gradient from bfloat16 logits are right", "kernels.cross_entropy", 2, 2),
     Check(

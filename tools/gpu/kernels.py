@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -230,6 +231,28 @@ def experts(context: CheckContext) -> Outcome:
             results.append([output, leaf.grad, param.grad])
         errors += [relative_error(a, b) for a, b in zip(*results, strict=True)]
     return Outcome(require_at_most(max(errors, key=_nan_last), _BF16_ERROR, "relative error of outputs and gradients"))
+
+
+def experts_speed(context: CheckContext) -> Outcome:
+    """Time the weight gradients of experts in grouped kernels and one after the other, for `experts_per_kernel` to choose by."""
+    from megatron.moe.grouped import each_weight_product, experts_per_kernel, grouped_weight_products
+    from tools.gpu.roofline import median_seconds
+
+    device, generator = torch_device(context.device), torch.Generator(context.device).manual_seed(1)
+    figures, data = [], dict[str, Any]()
+    # Experts of Qwen3 30B-A3B and of the speed check, with 256 and 2,048 rows each.
+    for count, outputs, inputs, rows in ((128, 1536, 2048, 256), (8, 11264, 2048, 2048)):
+        grad, x = (torch.randn(count * rows, size, device=device, generator=generator).bfloat16() for size in (outputs, inputs))
+        into, counts = torch.zeros(count, outputs, inputs, device=device), [rows] * count
+        times = {
+            "loop": median_seconds(partial(each_weight_product, grad, x, counts, into, add=True), device),
+            "grouped": median_seconds(partial(grouped_weight_products, grad, x, counts, into, min(count, 16), add=True), device),
+        }
+        chosen = "grouped" if experts_per_kernel(count * rows, count, outputs, inputs) else "loop"
+        data[str(count)] = {**{name: 1e3 * seconds for name, seconds in times.items()}, "chosen": chosen}
+        texts = [f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times.items()]
+        figures.append(f"{count} experts: {', '.join(texts)} (chosen: {chosen})")
+    return Outcome("; ".join(figures), data)
 
 
 def fp8_products(context: CheckContext) -> Outcome:
