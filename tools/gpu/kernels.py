@@ -233,6 +233,10 @@ def experts(context: CheckContext) -> Outcome:
     return Outcome(require_at_most(max(errors, key=_nan_last), _BF16_ERROR, "relative error of outputs and gradients"))
 
 
+_EXPERT_SHAPES = ((128, 1536, 2048, 256), (8, 11264, 2048, 2048))
+"""(experts, outputs, inputs, rows of each expert) of Qwen3 30B-A3B and of the speed check."""
+
+
 def experts_speed(context: CheckContext) -> Outcome:
     """Time the weight gradients of experts in grouped kernels and one after the other, for `experts_per_kernel` to choose by."""
     from megatron.moe.grouped import each_weight_product, experts_per_kernel, grouped_weight_products
@@ -240,8 +244,7 @@ def experts_speed(context: CheckContext) -> Outcome:
 
     device, generator = torch_device(context.device), torch.Generator(context.device).manual_seed(1)
     figures, data = [], dict[str, Any]()
-    # Experts of Qwen3 30B-A3B and of the speed check, with 256 and 2,048 rows each.
-    for count, outputs, inputs, rows in ((128, 1536, 2048, 256), (8, 11264, 2048, 2048)):
+    for count, outputs, inputs, rows in _EXPERT_SHAPES:
         grad, x = (torch.randn(count * rows, size, device=device, generator=generator).bfloat16() for size in (outputs, inputs))
         into, counts = torch.zeros(count, outputs, inputs, device=device), [rows] * count
         times = {

@@ -344,3 +344,10 @@ def test_attention_is_timed_on_the_shapes_of_the_speed_checks(context: CheckCont
         shape = SHAPES[name]
         assert k == v == (*q[:3], q[-1]) and q[:2] == (shape.seq, shape.batch)
         assert q[2] == (shape.kv_heads or shape.heads) and q[2] * q[3] == shape.heads and q[-1] * shape.heads == shape.hidden
+
+
+def test_weight_gradients_of_experts_are_timed_both_ways(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_EXPERT_SHAPES", ((8, 32, 16, 4), (2, 8, 16, 4)))
+    outcome = kernels.experts_speed(context)
+    assert set(outcome.data["8"]) == {"loop", "grouped", "chosen"} and outcome.data["8"]["chosen"] == "grouped"
+    assert outcome.data["2"]["chosen"] == "loop" and "2 experts: loop " in outcome.figure
