@@ -14,6 +14,7 @@ import torch
 from torch.backends import cuda as switches
 from torch.nn.attention import SDPBackend
 
+from megatron.parallel.torch_private import fused_sdp_choice
 from megatron.spec.attention_backends import AttentionBackend, AttentionCall, AttentionKernel, kernels_of
 
 _IN_WORDS = {
@@ -98,7 +99,7 @@ def chosen_kernel(
     )
     query.requires_grad_()
     try:
-        number = torch._fused_sdp_choice(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=q[1] != kv_heads)
+        number = fused_sdp_choice(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=q[1] != kv_heads)
     except RuntimeError:  # on CUDA, where a CPU gives a number for it
         return None
     return _IN_WORDS.get(number)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.model.norms import Norm
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
+from megatron.parallel.torch_private import resolve_process_group
 
 
 def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +97,7 @@ def _traced(
 def _sum_both_ways(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over a group, forward and backward: each rank uses the sum for a part of what follows."""
     total, name = x.clone(), cast("Any", group)  # a str, with a type of torch's own
-    dist.all_reduce(total, group=dist.distributed_c10d._resolve_process_group(name))
+    dist.all_reduce(total, group=resolve_process_group(name))
     return total
 
 

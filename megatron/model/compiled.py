@@ -21,6 +21,7 @@ from megatron.attention.core import one_kernel
 from megatron.attention.documents import Documents
 from megatron.config.speed import CompileBackend, SpeedConfig
 from megatron.parallel.random import DropoutKey
+from megatron.parallel.torch_private import compiler_mode_options, configure_compiler
 from megatron.parallel.vectors import entered, vector_users
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class BlockCompiler:
         """A function of a layer, compiled at its first call."""
         options: dict[str, Any] = {}
         if self.backend == "inductor":
-            options = dict(torch._inductor.list_mode_options(self.mode))
+            options = compiler_mode_options(self.mode)
             if self.defers:
                 # What a weight gradient waits with must not become the memory of something else: the compiler sees its last use in
                 # the operation that puts it off.
@@ -84,10 +85,7 @@ class BlockCompiler:
 
     def compile(self, blocks: Sequence[Block]) -> None:
         """Let layers run compiled."""
-        torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
-        torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_COMPILATIONS
-        # The backward's inputs are what it was given to keep, for others too: host memory, weight gradients that are put off.
-        torch._functorch.config.donated_buffer = False
+        configure_compiler(max_recompilations=_MOST_COMPILATIONS, max_recompilations_of_all=4 * _MOST_COMPILATIONS)
         functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
         for block in blocks:
             block.compiled = CompiledBlock(block, *functions)

@@ -12,13 +12,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.memory.recompute import about_to_save
 from megatron.parallel.accumulate import accumulate_grouped, now_or_deferred
 from megatron.parallel.products import product_into
-
-_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def grouped_linear(x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int]) -> torch.Tensor:
@@ -69,7 +68,7 @@ def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, t
 def _has_kernel(device: torch.device) -> bool:
     """Whether torch multiplies with all matrices in one kernel: on GPUs of compute capability 9 and 10. On others `grouped_mm` is a
     loop, before which the host waits for the numbers of rows (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
-    return device.type == "cuda" and _grouped_mm is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _fits_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -81,9 +80,8 @@ def _fits_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def in_one_kernel(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
     """The products in torch's kernel. The host does not wait for the copy of the counts, which are in pinned memory."""
-    assert _grouped_mm is not None
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=x.is_cuda).to(x.device, non_blocking=True)
-    found: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2) if transposed else weight, offs=ends)
+    found: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2) if transposed else weight, offs=ends)
     return found
 
 
