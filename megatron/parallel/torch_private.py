@@ -56,7 +56,7 @@ def find_function(path: str, unavailable: str) -> Function:
         owner: Any = torch
         for name in path.split(".")[1:]:
             owner = getattr(owner, name)
-    except (AttributeError, RuntimeError):  # of a namespace of operations, RuntimeError
+    except AttributeError:
         _missing.append((path, unavailable))
         return functools.partial(_raise_missing, path, unavailable)
     function: Function = owner
