@@ -3,7 +3,7 @@
 #   source tools/setup_env.sh [EXTRA ...]     extras of pyproject.toml to install as well, such as: dev
 #   bash tools/setup_env.sh [EXTRA ...]       only make it, and say how to use it
 #
-# The first call installs; later calls see that nothing has changed and return at once.
+# The first call installs; later calls see that nothing has changed and return at once. tools/constraints.txt bounds the versions.
 #
 #   PYTHON=python3.12    the Python to make .venv with (python3)
 #   NO_SETUP=1           use the environment that is active now, as it is, for example a container's with its own torch
@@ -40,7 +40,7 @@ _setup() {
     venv=$root/.venv
     extras=$(IFS=, && echo "$*")
     # What an installation depends on: the requirements, and where the repository lies.
-    wanted=$(cd "$root" && { cat pyproject.toml setup.py requirements.txt && pwd; } | cksum)
+    wanted=$(cd "$root" && { cat pyproject.toml setup.py requirements.txt tools/constraints.txt && pwd; } | cksum)
     if [[ ! -x $venv/bin/python ]]; then
         _setup_make_venv "${PYTHON:-python3}" "$venv"
     elif [[ -n ${PYTHON:-} && "$("$PYTHON" -V 2>&1)" != "$("$venv/bin/python" -V 2>&1)" ]]; then
@@ -57,7 +57,8 @@ _setup() {
         [[ -z $extras || $group == "-$extras" ]] && return
     done
     echo "setup: installing the project${extras:+ with $extras} into .venv (the first time this takes minutes: torch is large)"
-    python -m pip install --disable-pip-version-check $([[ -t 1 ]] || echo --quiet) --editable "$root${extras:+[$extras]}" ||
+    python -m pip install --disable-pip-version-check $([[ -t 1 ]] || echo --quiet) \
+        --constraint "$root/tools/constraints.txt" --editable "$root${extras:+[$extras]}" ||
         _setup_fail "pip could not install the project; its messages are above"
     rm -f "$venv"/installed "$venv"/installed-*
     echo "$wanted" > "$venv/installed${extras:+-$extras}"

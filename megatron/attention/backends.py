@@ -15,6 +15,7 @@ import torch
 from torch.backends import cuda as switches
 from torch.nn.attention import SDPBackend
 
+from megatron.parallel.torch_private import fused_sdp_choice
 from megatron.spec.attention_backends import AttentionBackend, AttentionCall, AttentionKernel, kernels_of
 
 _IN_WORDS = {
@@ -100,7 +101,7 @@ def chosen_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: fl
         grouped: there are fewer key-value heads than query heads.
     """
     try:
-        backend = torch._fused_sdp_choice(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        backend = fused_sdp_choice(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
     except RuntimeError:  # on CUDA, where a CPU returns `SDPBackend.ERROR`
         return None
     return _IN_WORDS.get(backend)

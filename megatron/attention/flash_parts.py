@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron.attention.documents import Documents, Run, flash_takes, to_device
+from megatron.parallel.torch_private import flash_attention_backward, flash_attention_forward
 from megatron.spec.layers import ScoreSpec
 
 _ALL = -1
@@ -146,7 +147,7 @@ def flash_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result [T, n, d], and the logarithms of sums in float32, [n, T]."""
     sizes = (seen.queries.bounds, seen.keys.bounds, seen.queries.longest, seen.keys.longest)
-    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+    out, log_sums, *_ = flash_attention_forward(
         *(q, k, v, *sizes, 0.0, seen.causal),
         return_debug_mask=False,
         scale=scale,
@@ -171,7 +172,7 @@ def flash_backward(
     sizes = (seen.queries.bounds, seen.keys.bounds, seen.queries.longest, seen.keys.longest)
     # There is no dropout, and so no state of a generator.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = flash_attention_backward(
         *(grad, q, k, v, out, log_sums, *sizes, 0.0, seen.causal, state, unused),
         scale=scale,
         window_size_left=window[0],

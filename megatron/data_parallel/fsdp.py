@@ -40,6 +40,7 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.torch_private import foreach_copy_
 
 
 class FsdpUnit:
@@ -134,7 +135,7 @@ class FsdpUnit:
         """Take in the gradients that have come to host memory. FSDP has waited for them at the end of the last backward."""
         if self._policy.params_cpu:
             arrived = [cast(DTensor, sharded.grad).to_local().view(-1) for sharded in self._sharded]
-            torch._foreach_copy_([shard.grad for shard in self.group.shards], arrived)
+            foreach_copy_([shard.grad for shard in self.group.shards], arrived)
             for sharded in self._sharded:
                 sharded.grad = None
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron.config.module_start import module_start
@@ -30,6 +29,7 @@ from megatron.flight.watcher import CALLS_SUFFIX, STACKS, Orders
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.meeting import own_address
+from megatron.parallel.torch_private import flight_recorder_dump, get_default_store
 from megatron.spec.operations import Op
 
 _MEMORY, _PREFIX = "/dev/shm", "flight-"
@@ -110,7 +110,7 @@ def watched(context: ParallelContext, config: ParallelConfig, stacks: str | None
         return
     local = int(os.environ.get("LOCAL_RANK", rank))
     node, ranks = rank - local, int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    store = dist.PrefixStore("flight", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("flight", get_default_store())
     if local == 0:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if os.path.isdir(_MEMORY) else None))
         _sweep(folder.parent)
@@ -186,8 +186,7 @@ def _obey(record: FlightRecord) -> None:
 
 def _write_trace(path: Path) -> None:
     """Write the trace of torch's flight recorder: the last calls of NCCL's groups, and where it has no NCCL of gloo's."""
-    found = [getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")]
-    dump = next((one for one in found if one is not None), None)
+    dump = flight_recorder_dump()
     if dump is not None:
         with suppress(RuntimeError, OSError):
             new = path.with_suffix(".new")

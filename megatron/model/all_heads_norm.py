@@ -17,6 +17,7 @@ from megatron.model.norms import Norm
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
 from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS
+from megatron.parallel.torch_private import resolve_process_group
 
 
 def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +98,7 @@ def _traced(
 def _sum_both_ways(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over a group, forward and backward: each rank uses the sum for a part of what follows."""
     total, name = x.clone(), cast("Any", group)  # a str, with a type of torch's own
-    dist.all_reduce(total, group=dist.distributed_c10d._resolve_process_group(name))
+    dist.all_reduce(total, group=resolve_process_group(name))
     return total
 
 

@@ -24,6 +24,7 @@ from megatron.attention.documents import Documents
 from megatron.config.speed import CompileBackend, SpeedConfig
 from megatron.model.dropout import GraphSeeds
 from megatron.parallel.random import DropoutKey
+from megatron.parallel.torch_private import compiler_mode_options, configure_compiler
 from megatron.parallel.vectors import entered, vector_users
 from megatron.tensor_parallel.layers import LinearLayer
 
@@ -91,7 +92,7 @@ class BlockCompiler:
         if self.backend == "inductor":
             # A variable of the environment (TORCHINDUCTOR_CUDAGRAPHS) could ask for CUDA graphs in any mode. They replay no Python,
             # and what a deferred weight gradient waits with would be overwritten by the next replay.
-            options = {**torch._inductor.list_mode_options(self.mode), "triton.cudagraphs": False}
+            options = {**compiler_mode_options(self.mode), "triton.cudagraphs": False}
             if torch.are_deterministic_algorithms_enabled():
                 # Choose no reduction by its measured time: ranks, and later starts, could choose another order of its sum.
                 options["deterministic"] = True
@@ -108,10 +109,7 @@ class BlockCompiler:
             device: that of the parameters in training; they may still be on the meta device.
         """
         torch.compiler.config.cache_key_tag = cache_tag()
-        torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
-        torch._dynamo.config.accumulated_recompile_limit = 4 * _MOST_COMPILATIONS
-        # The backward's inputs are what it was given to keep, for others too: host memory, weight gradients that are put off.
-        torch._functorch.config.donated_buffer = False
+        configure_compiler(max_recompilations=_MOST_COMPILATIONS, max_recompilations_of_all=4 * _MOST_COMPILATIONS)
         functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
         for block in blocks:
             for module in block.modules():

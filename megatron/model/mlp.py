@@ -154,7 +154,12 @@ def _gated(gate_function: _Function) -> _Function:
 
 
 def _quick_geglu(x: torch.Tensor, offset: float, clamp: float | None) -> torch.Tensor:
-    gate, up = _clamped(x, clamp)
+    """Compute what `_QuickGEGLU` computes, with the same gradient: 1 through a value at a bound. Autograd's gradient of
+    `Tensor.clamp` at a bound is 1 before torch 2.14 and 0 since, so masks take its place."""
+    gate, up = _clamped(x, None)
+    if clamp is not None:
+        gate = gate.masked_fill(gate > clamp, clamp)
+        up = up.masked_fill(up > clamp, clamp).masked_fill(up < -clamp, -clamp)
     return (gate * torch.sigmoid(gate * _QUICK) * (up + offset)).to(x.dtype)
 
 

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.memory.recompute import about_to_save
@@ -25,8 +26,6 @@ _LAUNCH_FLOPS = 1 << 33
 _MIN_EXPERTS = 4
 """With fewer in a kernel, the kernel and the addition of its result save no launches. It also bounds a matrix to 16 MiB, whose
 second trip through memory takes no longer than a launch."""
-
-_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def grouped_linear(x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int]) -> torch.Tensor:
@@ -79,7 +78,7 @@ def _has_kernel(device: torch.device) -> bool:
     """Whether torch multiplies with all matrices in one kernel: on GPUs of compute capability 9 and 10. On others `grouped_mm` is a
     loop, before which the host waits for the numbers of rows (aten/src/ATen/native/cuda/GroupedBlas.cpp). The meta device stands
     for a GPU that has the kernel."""
-    if _grouped_mm is None or device.type not in ("cuda", "meta"):
+    if device.type not in ("cuda", "meta"):
         return False
     return device.type == "meta" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -98,8 +97,7 @@ def _fits_kernel(*factors: torch.Tensor) -> bool:
 def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Torch's kernel. The groups that `ends` [E] divides: rows of a [n, k], for b [E, k, m]; or columns of a [k, n] and rows of
     b [n, m], for a result [E, k, m]."""
-    assert _grouped_mm is not None
-    product: torch.Tensor = _grouped_mm(a, b, offs=ends)
+    product: torch.Tensor = F.grouped_mm(a, b, offs=ends)
     return product
 
 

@@ -11,6 +11,21 @@ import torch
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.rule import Lists, Target, Update, Updater, UpdateRule, by_torch, fused, param_groups, scaled
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.torch_private import (
+    foreach_add_,
+    foreach_addcdiv_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_div,
+    foreach_div_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sign_,
+    foreach_sqrt_,
+    fused_adamw_,
+    fused_sgd_,
+)
 
 
 class AdamW(UpdateRule):
@@ -31,7 +46,7 @@ class AdamW(UpdateRule):
         """Update by torch's fused AdamW, which takes the number of the update for each tensor, from its device."""
         number = update.scalar(float(update.number), lists.main_params[0].device)
         first, second = lists.moments
-        torch._fused_adamw_(
+        fused_adamw_(
             lists.main_params,
             lists.grads,
             first,
@@ -82,7 +97,7 @@ class SGD(UpdateRule):
 
     def _kernel(self, lists: Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
         """Update by torch's fused SGD. At the first update the momentum is zero, so no case of its own is needed."""
-        torch._fused_sgd_(
+        fused_sgd_(
             lists.main_params,
             lists.grads,
             lists.moments[0] if lists.moments else [],
@@ -111,11 +126,11 @@ class Lion(UpdateRule):
 
     def _kernel(self, lists: Lists, update: Update) -> None:
         rate, (momentum,) = update.rate(lists.group), lists.moments
-        signs = torch._foreach_lerp(momentum, lists.grads, 1.0 - self._betas[0])
-        torch._foreach_sign_(signs)
-        torch._foreach_lerp_(momentum, lists.grads, 1.0 - self._betas[1])
-        torch._foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
-        torch._foreach_add_(lists.main_params, signs, alpha=-rate)
+        signs = foreach_lerp(momentum, lists.grads, 1.0 - self._betas[0])
+        foreach_sign_(signs)
+        foreach_lerp_(momentum, lists.grads, 1.0 - self._betas[1])
+        foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
+        foreach_add_(lists.main_params, signs, alpha=-rate)
 
 
 class AdEMAMix(UpdateRule):
@@ -139,18 +154,18 @@ class AdEMAMix(UpdateRule):
         rate, (beta1, beta2), number = update.rate(lists.group), lists.group.betas, update.number
         (fast, second, slow), grads = lists.moments, lists.grads
         alpha, beta3 = self._slow_at(number, beta1)
-        torch._foreach_lerp_(fast, grads, 1.0 - beta1)
-        torch._foreach_lerp_(slow, grads, 1.0 - beta3)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
-        torch._foreach_copy_(grads, second)  # the gradient has served: its place takes the denominator
-        torch._foreach_div_(grads, 1.0 - beta2**number)
-        torch._foreach_sqrt_(grads)
-        torch._foreach_add_(grads, lists.group.eps)
-        steps = torch._foreach_div(fast, 1.0 - beta1**number)
-        torch._foreach_add_(steps, slow, alpha=alpha)
-        torch._foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
-        torch._foreach_addcdiv_(lists.main_params, steps, grads, value=-rate)
+        foreach_lerp_(fast, grads, 1.0 - beta1)
+        foreach_lerp_(slow, grads, 1.0 - beta3)
+        foreach_mul_(second, beta2)
+        foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
+        foreach_copy_(grads, second)  # the gradient has served: its place takes the denominator
+        foreach_div_(grads, 1.0 - beta2**number)
+        foreach_sqrt_(grads)
+        foreach_add_(grads, lists.group.eps)
+        steps = foreach_div(fast, 1.0 - beta1**number)
+        foreach_add_(steps, slow, alpha=alpha)
+        foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
+        foreach_addcdiv_(lists.main_params, steps, grads, value=-rate)
 
     def _slow_at(self, number: int, beta1: float) -> tuple[float, float]:
         """Weight of the slow average in an update, and its decay rate."""

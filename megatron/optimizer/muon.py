@@ -26,6 +26,7 @@ from megatron.optimizer.matrix_plan import Matrix, MatrixPlan, by_kind, plan_mat
 from megatron.optimizer.rule import StageSize, StageWork, Target, Update, Updater, UpdateRule
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import DividedParam
+from megatron.parallel.torch_private import foreach_lerp_, foreach_mul_
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Factors of x, x^3 and x^5 (Jordan et al. 2024): steepest at 0, and [0.7, 1.2] is mapped to about itself."""
@@ -52,10 +53,10 @@ class Muon(UpdateRule):
 
         def step(update: Update) -> Iterator[None]:
             if update.factor != 1.0:
-                torch._foreach_mul_(grads, update.factor)
-            torch._foreach_lerp_(momentum, grads, 1.0 - keeps)
+                foreach_mul_(grads, update.factor)
+            foreach_lerp_(momentum, grads, 1.0 - keeps)
             if self._config.muon_use_nesterov:
-                torch._foreach_lerp_(grads, momentum, keeps)
+                foreach_lerp_(grads, momentum, keeps)
             yield  # and the stage does its work
 
         return step

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.parallel.torch_private import foreach_norm
+
 _ROW = 4096
 
 
@@ -39,7 +41,7 @@ def square_sums(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.
 
 
 def _square_sums_in_one_kernel(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(list(tensors))).double().square_()  # it sums in a tree
+    return torch.stack(foreach_norm(list(tensors))).double().square_()  # it sums in a tree
 
 
 def _square_sum(tensor: torch.Tensor) -> torch.Tensor:

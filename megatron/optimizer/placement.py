@@ -27,6 +27,7 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard, ShardGroup
 from megatron.parallel.state_shape import ELEMENTS
+from megatron.parallel.torch_private import foreach_copy_, foreach_lerp_
 from megatron.spec.groups import GroupOf
 
 # Elements that a thread updates before it rounds them to the model's dtype: so few that `main` is then still in its cache (Adam
@@ -150,7 +151,7 @@ class StatePlacement(ABC):
             return lambda: None
         _, main_params = self._of(spans)
         averages = [span.of(average) for span in spans if (average := self.shards[span.index].average) is not None]
-        return lambda: torch._foreach_lerp_(averages, main_params, 1.0 - decay)
+        return lambda: foreach_lerp_(averages, main_params, 1.0 - decay)
 
     def _of(self, spans: Sequence[MainSpan]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The weights and the main parameters of these spans."""
@@ -186,7 +187,7 @@ class OnDevice(StatePlacement):
         if not self._copies:
             return lambda: None
         weights, main_params = self._of(spans)
-        return lambda: torch._foreach_copy_(weights, main_params)
+        return lambda: foreach_copy_(weights, main_params)
 
 
 class OnHost(StatePlacement):
@@ -267,7 +268,7 @@ class Link:
         self._down.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._down):
             pending.wait()
-            torch._foreach_copy_(list(arrived), list(grads), non_blocking=True)
+            foreach_copy_(list(arrived), list(grads), non_blocking=True)
             event.record(self._down)
         return event.synchronize
 
@@ -276,10 +277,10 @@ class Link:
         which, self._next = self._next, 1 - self._next
         self._sent[which].synchronize()
         staged = flat_views(self.buffers[which].view(weights[0].dtype), weights)
-        torch._foreach_copy_(staged, list(main_params))
+        foreach_copy_(staged, list(main_params))
         self._up.wait_stream(self._streams.current_stream(self._device))  # which may still read the old weights
         with self._streams.stream(self._up):
-            torch._foreach_copy_(list(weights), staged, non_blocking=True)
+            foreach_copy_(list(weights), staged, non_blocking=True)
             self._sent[which].record(self._up)
 
     def finish(self) -> None:

@@ -31,6 +31,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.state_shape import ELEMENTS, StateShape
+from megatron.parallel.torch_private import foreach_mul_
 from megatron.spec.groups import RUN_ENDS, ParamGroup, RateEnds
 
 
@@ -220,7 +221,7 @@ def fused(
             scale: torch.Tensor | None = None
             if update.factor != 1.0:
                 if lists.grads[0].dtype == torch.float64:  # for which a float32 scalar is too coarse
-                    torch._foreach_mul_(lists.grads, update.factor)
+                    foreach_mul_(lists.grads, update.factor)
                 else:
                     scale = update.scalar(1.0 / update.factor, lists.grads[0].device)
             kernel(lists, update, scale)
@@ -240,7 +241,7 @@ def scaled(targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[
     def step(update: Update) -> None:
         for lists in all_lists:
             if update.factor != 1.0:
-                torch._foreach_mul_(lists.grads, update.factor)
+                foreach_mul_(lists.grads, update.factor)
             kernel(lists, update)
 
     return step
@@ -260,7 +261,7 @@ def by_torch(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Upd
 
     def step(update: Update) -> None:
         if update.factor != 1.0:
-            torch._foreach_mul_(grads, update.factor)
+            foreach_mul_(grads, update.factor)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = update.rate(group["group"]), update.decay(group["group"])
             group["step"] = update.number - 1  # NVIDIA apex counts updates here

@@ -21,6 +21,7 @@ import torch
 from megatron.parallel.collectives import Pending, all_gather, gather_objects, reduce_scatter, start_pass_on
 from megatron.parallel.context import Group
 from megatron.parallel.products import product_into
+from megatron.parallel.torch_private import symmetric_memory_operation, unsafe_view
 
 
 class Overlap(Protocol):
@@ -118,13 +119,17 @@ class SymmetricMemory:
         self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: Group, *, keeps: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """See `Overlap`."""
-        whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, _name(group), return_A=keeps)
+        whole, (y,) = symmetric_memory_operation("fused_all_gather_matmul")(
+            x.contiguous(), [matrix], 0, _name(group), return_A=keeps
+        )
         y = y if bias is None else y.add_(bias)
-        return whole, torch.ops.aten._unsafe_view(y, y.shape)  # no view for autograd: the cross entropy writes over logits
+        return whole, unsafe_view(y, y.shape)  # no view for autograd: the cross entropy writes over logits
 
     def scattered(self, x: torch.Tensor, matrix: torch.Tensor, group: Group) -> torch.Tensor:
         """See `Overlap`. Partial products are summed in one kernel, in the order of the ranks."""
-        part: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, _name(group))
+        part: torch.Tensor = symmetric_memory_operation("fused_matmul_reduce_scatter")(
+            x.contiguous(), matrix, "sum", 0, _name(group)
+        )
         return part
 
 
@@ -139,7 +144,7 @@ def _why_not(group: Group, device: torch.device) -> str:
     if device.type != "cuda":
         return f"symmetric memory needs CUDA, and the device is {device.type}"
     try:
-        import torch.distributed._symmetric_memory  # defines the operations
+        symmetric_memory_operation("fused_all_gather_matmul")
     except ImportError as error:
         return f"this torch has no symmetric memory: {error}"
     own = str(torch.cuda.get_device_properties(device).uuid)

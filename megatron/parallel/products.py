@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from megatron.parallel.torch_private import index_put_impl_, is_amx_tile_supported, is_avx512_bf16_supported
+
 _BLOCK_ELEMENTS = 1 << 25
 """A matrix or product that is made in other bits on the way is made in blocks of so many elements."""
 _FEW_ROWS = 32
@@ -36,10 +38,10 @@ def widens(x: torch.Tensor) -> bool:
 def fast_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 faster than float32, told by what it is: a measurement might differ from one start
     to the next, and with it the bits. x86 does so by tiles, or by AVX512-BF16 where that runs at twice the rate (not Intel's)."""
-    if platform.machine().lower() not in ("x86_64", "amd64") or torch.cpu._is_amx_tile_supported():
+    if platform.machine().lower() not in ("x86_64", "amd64") or is_amx_tile_supported():
         return True
     cpu = Path("/proc/cpuinfo")
-    return torch.cpu._is_avx512_bf16_supported() and not (cpu.is_file() and "GenuineIntel" in cpu.read_text())
+    return is_avx512_bf16_supported() and not (cpu.is_file() and "GenuineIntel" in cpu.read_text())
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,6 +142,6 @@ def add_rows(into: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
     Its check of the ids would make the host wait. It is left out: the lookup has read these rows already.
     """
     if into.is_cuda:
-        torch.ops.aten._index_put_impl_(into, [ids], rows, True, True)  # accumulate, without the check
+        index_put_impl_(into, [ids], rows, True, True)  # accumulate, without the check
     else:
         into.index_add_(0, ids, rows)

@@ -20,6 +20,13 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from megatron.attention.backends import attention_kernel
+from megatron.parallel.torch_private import (
+    resolve_process_group,
+    sdp_attention_math,
+    sdp_cudnn_attention,
+    sdp_efficient_attention,
+    sdp_flash_attention,
+)
 from megatron.spec.attention_backends import AttentionCall
 
 _NUMBERS_PER_ID = 6
@@ -69,7 +76,7 @@ def _flash_gradients(q: torch.Tensor, k: torch.Tensor, rows: int) -> int:
 
 def resolved(name: Any) -> dist.ProcessGroup:
     """The group of this name."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return resolve_process_group(name)
 
 
 def gathered_bytes(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str) -> int:
@@ -119,19 +126,19 @@ class CudaKernels(TorchFunctionMode):
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> torch.Tensor:
-    aten, head_size = torch.ops.aten, q.shape[-1]
+    head_size = q.shape[-1]
     kernel = attention_kernel(
         AttentionCall(8 * q.itemsize, head_size, enable_gqa, on_cuda=True, dropout=dropout_p, value_size=v.shape[-1])
     )
     if kernel == "flash":
         if head_size % 8:
             q, k, v = (F.pad(x, (0, 8 - head_size % 8)) for x in (q, k, v))
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0][..., :head_size]
+        return sdp_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0][..., :head_size]
     if kernel == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
+        return sdp_cudnn_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
     if kernel == "efficient":
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
-    return aten._scaled_dot_product_attention_math(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return sdp_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
+    return sdp_attention_math(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 from torch.utils._pytree import tree_map_only
 
+from megatron.parallel.torch_private import softmax_backward_data
+
 aten = torch.ops.aten
 
 
@@ -137,5 +139,5 @@ _ORDERED: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_dropout.default: _dropout,
     aten.logsumexp.default: _logsumexp,
-    aten._softmax_backward_data.default: _softmax_backward,
+    softmax_backward_data: _softmax_backward,
 }

@@ -1,7 +1,7 @@
 """The product a b^T of matrices in 8 bits: by the device's own kernels on CUDA; elsewhere, and for a float64 model everywhere, by
 an emulation, which decodes both and multiplies in float32 or float64.
 
-On CUDA: `torch._scaled_mm` with one scale a tensor or a row, `torch.nn.functional.scaled_mm` with blocks
+On CUDA: `scaled_mm` of `torch_private` with one scale a tensor or a row, `torch.nn.functional.scaled_mm` with blocks
 (aten/src/ATen/native/cuda/ScaledBlas.cpp). Both take a first operand with contiguous rows and a second one with contiguous
 columns, with sizes that are multiples of 16. They sum exact products of 8 bits in float32 (a tensor core keeps fewer digits than
 that), while an emulated number is rounded once more when it is decoded; so the two agree to rounding, not bit for bit.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.parallel.torch_private import scaled_mm
 from megatron.precision.scaling import Quantised
 
 _BLOCK_ELEMENTS = 1 << 25
@@ -60,7 +61,7 @@ def _has_kernels(a: Quantised) -> bool:
 
 def _on_device(a: Quantised, b: Quantised, dtype: torch.dtype, bias: torch.Tensor | None, *, fast: bool) -> torch.Tensor:
     if a.grain in ("tensor", "row"):
-        return torch._scaled_mm(
+        return scaled_mm(
             a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), bias=bias, out_dtype=dtype, use_fast_accum=fast
         )
     types: Any = F.ScalingType
@@ -98,7 +99,7 @@ def _rows_give_float32(device: torch.device) -> bool:
     """Whether a product with one scale a row can be made in float32: by cuBLAS, but not by all versions of torch's own kernel."""
     a, one = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device=device), torch.ones(16, 1, device=device)
     try:
-        torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one.t(), out_dtype=torch.float32)
+        scaled_mm(a, a.t(), scale_a=one, scale_b=one.t(), out_dtype=torch.float32)
     except (RuntimeError, ValueError):
         return False
     return True

@@ -20,6 +20,7 @@ from megatron.config.layer_costs import LayerCosts
 from megatron.config.outputs import LoggingConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.torch_private import dump_snapshot, record_memory_history
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Op, OpKind
@@ -86,7 +87,7 @@ class StepProfiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            record_memory_history(max_entries=_MEMORY_EVENTS)
         self._profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
 
@@ -101,8 +102,8 @@ class StepProfiler:
         profile.export_chrome_trace(str(trace))
         if self._device.type == "cuda":
             memory = memory.with_suffix(".pickle")
-            torch.cuda.memory._dump_snapshot(str(memory))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_snapshot(str(memory))
+            record_memory_history(enabled=None)
         else:
             memory.write_text(profile.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=50), encoding="utf-8")
         logger.info("profile of steps %d to %d: %s and %s", self._first, self._last, trace, memory)

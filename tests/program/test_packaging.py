@@ -28,6 +28,13 @@ def test_requirements_file_repeats_the_project() -> None:
     assert [line for line in lines if line] == PROJECT["dependencies"]
 
 
+def test_the_set_up_installs_an_older_torch_than_is_allowed() -> None:
+    """Without the bound of its constraints, pip may download gigabytes of CUDA libraries on a machine without a GPU."""
+    lines = [line.split("#")[0].strip() for line in (ROOT / "tools/constraints.txt").read_text().splitlines()]
+    constraints = [line for line in lines if line]
+    assert constraints == ["torch<2.14"] and "torch>=2.11,<2.15" in PROJECT["dependencies"]
+
+
 def test_requirements_name_what_is_imported() -> None:
     distributions = {"yaml": "PyYAML", "tiktoken_ext": "tiktoken"}
     extras = PROJECT["optional-dependencies"]

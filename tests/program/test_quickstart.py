@@ -101,7 +101,7 @@ def set_up(repository: Path, python: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """What the set-up script reads."""
-    for name in ("tools/setup_env.sh", "pyproject.toml", "setup.py", "requirements.txt"):
+    for name in ("tools/setup_env.sh", "tools/constraints.txt", "pyproject.toml", "setup.py", "requirements.txt"):
         path = tmp_path / "repository" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes((ROOT / name).read_bytes())
@@ -139,11 +139,13 @@ def test_set_up_installs_once(repository: Path) -> None:
     first = set_up(repository, sys.executable)
     assert first.returncode == 0, first.stderr
     assert "making .venv" not in first.stdout
-    assert f"--editable {repository}" in first.stdout
+    assert f"--constraint {repository}/tools/constraints.txt --editable {repository}" in first.stdout
     assert first.stdout.splitlines()[-1] == f"{environment}/bin/python"
     assert set_up(repository, sys.executable).stdout.splitlines()[0] == "reached"
-    (repository / "requirements.txt").write_text("torch\n")
-    assert "--editable" in set_up(repository, sys.executable).stdout
+    for name in ("requirements.txt", "tools/constraints.txt"):
+        (repository / name).write_text("torch\n")
+        assert "--editable" in set_up(repository, sys.executable).stdout
+        assert set_up(repository, sys.executable).stdout.splitlines()[0] == "reached"
 
 
 # ---- one's own text

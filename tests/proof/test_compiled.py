@@ -34,6 +34,8 @@ from megatron.tensor_parallel.layers import LinearLayer
 from tests.support.lone_rank import lone_rank
 from tests.support.sinks import sink_over
 
+pytestmark = pytest.mark.usefixtures("compiles_before_forks")
+
 SEQ, BATCH, VOCAB, HIDDEN = 32, 2, 32, 32
 GPT = ModelConfig(
     num_layers=2,

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.planner.known_ops import run
+
 _NO_LAUNCH = {"aten::_unsafe_view", "aten::detach", "aten::promote_types"}
 
 
@@ -37,7 +39,7 @@ class Launches(TorchDispatchMode):
             assert args[0].dtype == torch.float16, "CUDA's softmax widens nothing but float16"
         if func.namespace == "aten" and not func.is_view and "empty" not in func.name() and func.name() not in _NO_LAUNCH:
             self.by_name[func.name()] += 1
-        return func(*args, **(kwargs or {}))
+        return run(func, args, kwargs or {})
 
 
 class FusedNorms(TorchFunctionMode):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.config.outputs import LoggingConfig
+from megatron.training import profiler as profiler_module
 from megatron.training.profiler import StepProfiler
 
 CPU = torch.device("cpu")
@@ -62,9 +63,9 @@ def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None
 def test_on_cuda_the_memory_history_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled="all", max_entries=0: calls.append(f"record {enabled}")
+        profiler_module, "record_memory_history", lambda enabled="all", max_entries=0: calls.append(f"record {enabled}")
     )
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(f"dump {Path(path).name}"))
+    monkeypatch.setattr(profiler_module, "dump_snapshot", lambda path: calls.append(f"dump {Path(path).name}"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(f"wait for {device}"))
     config = LoggingConfig(profile=True, profile_step_start=1, profile_step_end=2, profile_dir=str(tmp_path))
     with StepProfiler(config, 0, torch.device("cuda:3")) as profiler:

@@ -1,0 +1,170 @@
+"""Private functions of torch that the project uses, each looked up once, here.
+
+Torch may rename or remove a private name in any version. Callers import the function from this module. A name that the installed
+torch lacks does not stop an import: the function in its place raises `MissingTorchName` when it is called, and `missing` lists it
+for the log. Private modules, whose classes are subclassed or which are slow to import, are imported where they are used;
+`PRIVATE_MODULES` lists them, and here only their files are looked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+Function = Callable[..., Any]
+
+PRIVATE_MODULES = {
+    "torch._dynamo": "--compile",
+    "torch._dynamo.utils": "the report of compile times under --compile",
+    "torch._functorch": "--compile",
+    "torch._inductor": "--compile with the backend inductor",
+    "torch._inductor.runtime.cache_dir_utils": "the folder of the compiler's cache in the log",
+    "torch._prims_common": "plans of memory and step time",
+    "torch._subclasses.fake_tensor": "plans of memory and step time",
+    "torch.distributed._symmetric_memory": "--tp-comm-overlap by symmetric memory (a ring of messages is used instead)",
+    "torch.testing._internal.distributed.fake_pg": "plans and --rank without the other processes",
+    "torch.utils._python_dispatch": "plans of memory and step time",
+    "torch.utils._pytree": "plans of memory and step time",
+}
+"""Private modules that files of the project import, and what is unavailable without each."""
+
+_missing: list[tuple[str, str]] = []
+
+
+class MissingTorchName(AttributeError):
+    """The installed torch lacks a private function that the run needs."""
+
+
+def missing() -> list[tuple[str, str]]:
+    """Return the private names that the installed torch lacks, each with what is unavailable because of it."""
+    return list(_missing)
+
+
+def find_function(path: str, unavailable: str) -> Function:
+    """Return the function with the dotted name `path`, such as "torch._scaled_mm".
+
+    If torch lacks it, add it to `missing` and return a function that raises `MissingTorchName`.
+
+    Args:
+        unavailable: what cannot be used without the function.
+    """
+    try:
+        owner: Any = torch
+        for name in path.split(".")[1:]:
+            owner = getattr(owner, name)
+    except AttributeError:
+        _missing.append((path, unavailable))
+        return functools.partial(_raise_missing, path, unavailable)
+    function: Function = owner
+    return function
+
+
+def _raise_missing(path: str, unavailable: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise MissingTorchName(
+        f"torch {torch.__version__} has no {path}, so this is unavailable: {unavailable}.\n"
+        "  Use a version of torch that pyproject.toml allows, or leave out the setting that needs it."
+    )
+
+
+def find_module(name: str, unavailable: str) -> None:
+    """Add a module of torch to `missing` if it has no file. The module is not imported."""
+    path = Path(torch.__file__).parent.joinpath(*name.split(".")[1:])
+    if not (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()):
+        _missing.append((name, unavailable))
+
+
+for _name, _unavailable in PRIVATE_MODULES.items():
+    find_module(_name, _unavailable)
+
+_CLIPPING = "clipping and scaling of gradients"
+_RULES = "the optimizers Lion, AdEMAMix and Muon"
+foreach_add_ = find_function("torch._foreach_add_", _RULES)
+foreach_addcdiv_ = find_function("torch._foreach_addcdiv_", _RULES)
+foreach_addcmul_ = find_function("torch._foreach_addcmul_", _RULES)
+foreach_copy_ = find_function("torch._foreach_copy_", "parameters in another dtype than the optimizer's, FSDP, AdEMAMix")
+foreach_div = find_function("torch._foreach_div", _RULES)
+foreach_div_ = find_function("torch._foreach_div_", _RULES)
+foreach_lerp = find_function("torch._foreach_lerp", _RULES)
+foreach_lerp_ = find_function("torch._foreach_lerp_", f"{_RULES}, averages of parameters")
+foreach_mul_ = find_function("torch._foreach_mul_", f"{_CLIPPING}, {_RULES}")
+foreach_norm = find_function("torch._foreach_norm", _CLIPPING)
+foreach_sign_ = find_function("torch._foreach_sign_", _RULES)
+foreach_sqrt_ = find_function("torch._foreach_sqrt_", _RULES)
+fused_adamw_ = find_function("torch._fused_adamw_", "the optimizer AdamW")
+fused_sgd_ = find_function("torch._fused_sgd_", "the optimizer SGD")
+
+fused_sdp_choice = find_function("torch._fused_sdp_choice", "the name of the attention kernel in the log")
+flash_attention_forward = find_function("torch.ops.aten._flash_attention_forward", "flash attention of documents and windows")
+flash_attention_backward = find_function("torch.ops.aten._flash_attention_backward", "flash attention of documents and windows")
+scaled_mm = find_function("torch._scaled_mm", "fp8 on GPUs with one scale a tensor or a row")
+index_put_impl_ = find_function("torch.ops.aten._index_put_impl_", "gradients of embeddings on GPUs")
+unsafe_view = find_function("torch.ops.aten._unsafe_view", "--tp-comm-overlap by symmetric memory")
+
+_CPU_PRODUCTS = "matrix products in bfloat16 on CPUs"
+is_amx_tile_supported = find_function("torch.cpu._is_amx_tile_supported", _CPU_PRODUCTS)
+is_avx512_bf16_supported = find_function("torch.cpu._is_avx512_bf16_supported", _CPU_PRODUCTS)
+
+_PLANS = "plans of memory and step time for GPUs"
+softmax_backward_data = find_function("torch.ops.aten._softmax_backward_data.default", _PLANS)
+sdp_flash_attention = find_function("torch.ops.aten._scaled_dot_product_flash_attention", _PLANS)
+sdp_cudnn_attention = find_function("torch.ops.aten._scaled_dot_product_cudnn_attention", _PLANS)
+sdp_efficient_attention = find_function("torch.ops.aten._scaled_dot_product_efficient_attention", _PLANS)
+sdp_attention_math = find_function("torch.ops.aten._scaled_dot_product_attention_math", _PLANS)
+
+_MEMORY_HISTORY = "the memory snapshot of --profile"
+record_memory_history = find_function("torch.cuda.memory._record_memory_history", _MEMORY_HISTORY)
+dump_snapshot = find_function("torch.cuda.memory._dump_snapshot", _MEMORY_HISTORY)
+
+get_default_store = find_function("torch.distributed.distributed_c10d._get_default_store", "the watcher of hung ranks")
+resolve_process_group = find_function(
+    "torch.distributed.distributed_c10d._resolve_process_group", "a norm over all heads of queries and keys, plans"
+)
+
+
+@functools.cache
+def flight_recorder_dump() -> Function | None:
+    """Return the function that gives the trace of torch's flight recorder in JSON; None if this torch has none.
+
+    The recorder of NCCL is preferred; a build without NCCL records the calls of gloo.
+    """
+    recorder = getattr(torch._C, "_distributed_c10d", None)
+    dumps = (getattr(recorder, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr"))
+    return next((dump for dump in dumps if dump is not None), None)
+
+
+if flight_recorder_dump() is None:
+    _missing.append(("torch._C._distributed_c10d._dump_fr_trace_json", "the last collective calls of a hung rank"))
+
+
+@functools.cache
+def symmetric_memory_operation(name: str) -> Function:
+    """Return an operation of torch's symmetric memory, such as "fused_all_gather_matmul".
+
+    Raises:
+        ImportError: torch has no symmetric memory.
+        MissingTorchName: symmetric memory has no such operation.
+    """
+    import torch.distributed._symmetric_memory  # defines the operations
+
+    path, unavailable = f"torch.ops.symm_mem.{name}", PRIVATE_MODULES["torch.distributed._symmetric_memory"]
+    operation: Function | None = getattr(torch.ops.symm_mem, name, None)
+    return functools.partial(_raise_missing, path, unavailable) if operation is None else operation
+
+
+def compiler_mode_options(mode: str) -> dict[str, Any]:
+    """Return the settings of the compiler in a mode of `torch.compile`."""
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def configure_compiler(*, max_recompilations: int, max_recompilations_of_all: int) -> None:
+    """Set how often a function is compiled again, and that inputs of the backward keep their memory.
+
+    The compiler must not donate these inputs: host copies and deferred weight gradients use them after the backward.
+    """
+    torch._dynamo.config.recompile_limit = max_recompilations
+    torch._dynamo.config.accumulated_recompile_limit = max_recompilations_of_all
+    torch._functorch.config.donated_buffer = False
