@@ -22,7 +22,7 @@ from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.precision.products import PLAIN
 from megatron.spec.weights import column, row
-from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.layers import ColumnParallelLinear, LinearLayer, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade, parallel_linear
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
@@ -362,6 +362,7 @@ def test_compiled_layers_share_one_graph_and_have_the_same_bits() -> None:
     torch.compiler.reset()
     for number in range(2):
         layer, table = layer_of(Case("column", bias=True, sequence_parallel=False), lone_rank())
+        assert isinstance(layer, LinearLayer)
         layer.create_handle(CPU)
         layer.compile(backend=graphs, fullgraph=True)
         leaf, found = values(SEQ, BATCH, IN, key=7 + number).requires_grad_(), []
