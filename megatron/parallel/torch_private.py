@@ -44,6 +44,15 @@ def missing() -> list[tuple[str, str]]:
     return list(_missing)
 
 
+def missing_note() -> list[str]:
+    """Return a line for the start-up log on the private names that this torch lacks; none if it has all."""
+    if not _missing:
+        return []
+    return [
+        f"torch {torch.__version__} lacks private names; unavailable: {'; '.join(f'{what} ({name})' for name, what in _missing)}"
+    ]
+
+
 def find_function(path: str, unavailable: str) -> Function:
     """Return the function with the dotted name `path`, such as "torch._scaled_mm".
 

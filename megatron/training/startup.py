@@ -32,6 +32,7 @@ from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths
+from megatron.parallel import torch_private
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
@@ -179,6 +180,7 @@ def describe(
         *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
         *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
         *describe_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
+        *torch_private.missing_note(),
         describe_attention(config, model, context, kernel_choice),
         *describe_copies(config, on_cuda=context.device.type == "cuda"),
         *(describe_differences(gather_objects(compiler_facts(context.device), context.world)) if config.speed.compile else ()),

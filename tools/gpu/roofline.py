@@ -12,11 +12,11 @@ import torch
 
 from megatron.config.extras import PACKAGES, is_missing
 from megatron.metrics.device_peaks import peak_flops
+from megatron.parallel import torch_private
 from tools.gpu.context import CheckContext, Outcome
 from tools.gpu.jobs import torch_device
 
 _COMPILER = "triton"
-_OPERATOR_NAMES = ("grouped_mm", "scaled_mm")
 
 
 def device_facts(context: CheckContext) -> Outcome:
@@ -32,8 +32,7 @@ def device_facts(context: CheckContext) -> Outcome:
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         }
-    missing = [module for module in (*PACKAGES, _COMPILER) if is_missing(module)]
-    missing += [f"torch.nn.functional.{name}" for name in _OPERATOR_NAMES if not hasattr(torch.nn.functional, name)]
+    missing = [*(module for module in (*PACKAGES, _COMPILER) if is_missing(module)), *(name for name, _ in torch_private.missing())]
     facts["missing"] = missing
     text = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "missing")
     return Outcome(f"{text}; missing: {', '.join(missing) or 'nothing'}", facts)
