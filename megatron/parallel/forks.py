@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 
-import torch
+from megatron.parallel.torch_private import is_in_bad_fork
 
 
 def cuda_is_lost() -> bool:
     """Return whether this process is a fork of one that had called CUDA's runtime. Without CUDA it is False."""
-    return bool(torch.cuda._is_in_bad_fork())
+    return is_in_bad_fork()
 
 
 def hide_devices() -> None:

@@ -48,9 +48,8 @@ def missing_note() -> list[str]:
     """Return a line for the start-up log on the private names that this torch lacks; none if it has all."""
     if not _missing:
         return []
-    return [
-        f"torch {torch.__version__} lacks private names; unavailable: {'; '.join(f'{what} ({name})' for name, what in _missing)}"
-    ]
+    uses = "; ".join(f"{unavailable} ({name})" for name, unavailable in _missing)
+    return [f"torch {torch.__version__} lacks private names. Unavailable: {uses}"]
 
 
 def find_function(path: str, unavailable: str) -> Function:
@@ -132,6 +131,14 @@ get_default_store = find_function("torch.distributed.distributed_c10d._get_defau
 resolve_process_group = find_function(
     "torch.distributed.distributed_c10d._resolve_process_group", "a norm over all heads of queries and keys, plans"
 )
+
+
+find_function("torch.cuda._is_in_bad_fork", "the check for CUDA in forked processes")
+
+
+def is_in_bad_fork() -> bool:
+    """Return whether this process is a fork of one that had called CUDA's runtime."""
+    return bool(torch.cuda._is_in_bad_fork())
 
 
 @functools.cache

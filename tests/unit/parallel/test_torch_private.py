@@ -107,8 +107,11 @@ def test_a_missing_function_is_reported_and_raises_when_it_is_called(path: str) 
 
 @pytest.mark.usefixtures("_restored")
 def test_a_missing_module_is_reported() -> None:
+    assert torch_private.missing_note() == []
     find_module("torch.utils._planted", "plans")
     assert missing() == [("torch.utils._planted", "plans")]
+    (line,) = torch_private.missing_note()
+    assert line.endswith("lacks private names. Unavailable: plans (torch.utils._planted)")
 
 
 def test_symmetric_memory_is_imported_where_it_is_used() -> None:
