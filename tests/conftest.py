@@ -31,6 +31,18 @@ hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, m
 hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=500)
 
 
+@pytest.fixture
+def compiles_before_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test compile in this process, from which later tests fork ranks.
+
+    Where a torch that is built with CUDA finds no GPU, the compiler's tensors without memory put a stand-in for one in place for
+    good. Autograd starts a thread for it, and then no forked process can run a backward.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(FakeTensorMode, "avoid_device_init", False)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --full and --piece."""
     parser.addoption("--full", action="store_true", help="run every case, not only a subset in which every pair of settings occurs")

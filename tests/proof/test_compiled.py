@@ -28,6 +28,8 @@ from megatron.spec.layers import layers
 from megatron.tensor_parallel import linear
 from tests.support.lone_rank import lone_rank
 
+pytestmark = pytest.mark.usefixtures("compiles_before_forks")
+
 SEQ, BATCH, VOCAB, HIDDEN = 32, 2, 32, 32
 GPT = ModelConfig(
     num_layers=2,
