@@ -36,6 +36,8 @@ from tests.support.sinks import sink_over
 
 pytestmark = pytest.mark.usefixtures("compiles_before_forks")
 
+pytestmark = pytest.mark.usefixtures("compiles_before_forks")
+
 SEQ, BATCH, VOCAB, HIDDEN = 32, 2, 32, 32
 GPT = ModelConfig(
     num_layers=2,
