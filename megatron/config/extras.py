@@ -23,11 +23,11 @@ class Package(NamedTuple):
     """A package that a checkout can do without."""
 
     distribution: str
-    """Its name for pip."""
+    """Name for pip."""
     purpose: str
-    """What is unavailable without it."""
+    """Features that are unavailable without the package."""
     settings: tuple[str, ...] = ()
-    """Settings of a run that need it, by their fields: with one of them the run is refused at its start."""
+    """Fields of the settings that need the package. A run that has one of them set is refused at its start."""
 
 
 PACKAGES: Mapping[str, Package] = {
@@ -41,7 +41,7 @@ PACKAGES: Mapping[str, Package] = {
     "jinja2": Package("jinja2", "chat templates"),
     "tensorboard": Package("tensorboard", "--tensorboard-dir", ("tensorboard_dir",)),
 }
-"""By the name that is imported, in the order of the start-up note. Torch and numpy are always there."""
+"""Packages by the name of their module, in the order of the start-up note. Torch and numpy are always required."""
 
 
 def is_missing(module: str) -> bool:
@@ -79,14 +79,14 @@ def how_to_get(library: str, extra: str | None = None) -> str:
 
 
 def optional(library: str, needed: str, *, extra: str | None = None) -> Any:
-    """Import a library, or a module of one.
+    """Import a library, or a module of a library.
 
     Args:
-        needed: what needs it, for the message: "--engine ray needs Ray".
-        extra: that installs it; by default the one of its name.
+        needed: start of the error message, such as "--engine ray needs Ray".
+        extra: the extra that installs the library, by default the extra with the library's name.
 
     Raises:
-        ConfigError: it is not installed. The message says how to install it.
+        ConfigError: the library is not installed. The message says how to install it.
     """
     try:
         return importlib.import_module(library)

@@ -130,7 +130,7 @@ def cluster_names() -> list[str]:
 
 
 def shipped_name(device: str) -> str | None:
-    """Return the name of the shipped cluster of a device, by torch's name of it; None if there is none."""
+    """Return the name of the shipped cluster file for a device, given torch's name of the device. None if no file is for it."""
     return next((name for name in cluster_names() if load_cluster(name).device == device), None)
 
 

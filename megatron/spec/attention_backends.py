@@ -1,17 +1,17 @@
-"""Which kernels compute attention, and what each of them cannot take. What none of torch's takes is multiplied block by block
-(`megatron/attention/blocks.py`), with auto and math.
+"""Kernels that compute attention, and the calls that each of them cannot take. A call that no kernel of torch takes is computed
+block by block (`megatron/attention/blocks.py`) under auto and math.
 
 The conditions are those of torch for a causal mask without further mask (aten/src/ATen/native/transformers: sdp_utils_cpp.cpp,
 cuda/sdp_utils.cpp).
 
 Which kernel torch prefers depends on the device: from 2.11 on, cuDNN's on Hopper and Blackwell, flash attention elsewhere
 (`check_prefer_cudnn_attention` there). So auto does not leave the choice to torch. cuDNN's kernel is off, and on a GPU a
-measurement before the first step may put it in the place of flash attention (`kernels_to_time`, `fastest`). It is no candidate
+measurement before the first step may put it in the place of flash attention (`kernels_to_time`, `fastest`). cuDNN is not timed
 where
 
-- an operation must give the same bits each time: torch has only its non-deterministic backward;
-- shapes vary from call to call, as those of documents do: it builds a plan for each new shape, in 25 to 37 ms;
-- a call has a mask beside the causal one: its backward gives NaN where the sequence length modulo 128 is 64
+- an operation must give the same bits each time: torch has only the non-deterministic backward of cuDNN;
+- shapes vary from call to call, as those of documents do: cuDNN builds a plan for each new shape, in 25 to 37 ms;
+- a call has a mask beside the causal one: the backward gives NaN where the sequence length modulo 128 is 64
   (https://github.com/pytorch/pytorch/issues/196678, H100 and H200, since torch 2.11; a causal call without a mask is not affected).
   Training has no such call, and inference computes its calls with a mask by other kernels (`without_cudnn` in
   `megatron/attention/backends.py`).
@@ -26,7 +26,7 @@ from typing import Literal
 AttentionKernel = Literal["flash", "cudnn", "efficient", "math"]
 """All but the last keep a number for each row; math multiplies, keeps the probabilities and, with dropout, its mask."""
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math", "fused", "unfused"]
-"""What a user can ask for: the kernels, the fastest of them, and Megatron-LM's names of cudnn and math."""
+"""Values of --attention-backend: the kernels, auto for the fastest, and Megatron-LM's names of cudnn and math."""
 
 KERNELS: tuple[AttentionKernel, ...] = ("flash", "cudnn", "efficient", "math")
 CHOSEN_BY_AUTO: tuple[AttentionKernel, ...] = ("flash", "efficient", "math")

@@ -25,7 +25,7 @@ class LinearLayer(VectorUser):
     weight: nn.Parameter
     bias: nn.Parameter | None
     handle: torch.Tensor | None = None
-    """See `create_handle`."""
+    """Name of the layer in a compiled graph (`create_handle`); None in eager mode."""
 
     def __init__(self, scope: Scope, form: Form) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""The plan of the job that is about to run, made in a process of its own beside the start of the first rank.
+"""Plan of the job that is about to run, made by a child of the first rank while the run starts.
 
-A plan takes the place of every kind of rank, with process groups that are none. So it is made before there are real ones, by a
-fork, which leaves nothing behind in this process.
+A plan takes the place of every kind of rank, with fake process groups. So the child is forked before the real groups exist, and
+leaves nothing behind in this process.
 
-CUDA does not survive a fork (see `parallel.forks`). So the process is forked first, then this one asks CUDA for what a plan needs
-to know of the device and sends it, and the forked process sees no device. Where CUDA was in use before, it replaces itself by a
-fresh one.
+CUDA does not survive a fork (see `parallel.forks`). So the process forks first, then asks CUDA for the facts about the device that
+a plan needs, and sends them to the child, which sees no device. If CUDA was in use before the fork, the child replaces itself by a
+fresh process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Rehearsal(Generic[T]):
             pipe.write(pickle.dumps(request))
 
     def plan(self, context: ParallelContext) -> T | str:
-        """Return the result, or why there is none. All ranks call it together."""
+        """Return the result, or the reason of a failure as text. All ranks call it together."""
         answer: T | str = ""
         if self._child is not None:
             pid, _, pipe = self._child
@@ -123,7 +123,7 @@ def _start_child() -> tuple[int, BinaryIO, BinaryIO]:
 
 
 def serve(request_end: int, answer_end: int) -> None:
-    """Read a request from a pipe and write the result, or why there is none, to another. CUDA devices are hidden from now on."""
+    """Read a request from a pipe, and write the result or the reason of a failure to another. Hide CUDA devices first."""
     hide_devices()
     with os.fdopen(request_end, "rb") as pipe:
         data = pipe.read()
