@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tools.benchmarks.plain_models import plain_model
+from tools.benchmarks.plain_models import PlainGPT, PlainLlama, compile_parts, plain_model
 from tools.benchmarks.shapes import Shape
 
 Step = Callable[[], float]
@@ -59,34 +60,32 @@ def _loop(
     device: torch.device,
     *,
     pure: bool = False,
-    compiled: bool = False,
-    backend: str = "inductor",
+    compile_model: Callable[[nn.Module], None] = lambda model: None,
 ) -> Step:
     """Build a model on the device and return its training step, with fused AdamW and clipping. Where `dtype` is not float32, it
     autocasts over float32 parameters.
 
     Args:
         pure: parameters, gradients and moments in `dtype` instead, without main parameters: less work, and not the same training.
-        compiled: the model goes through torch.compile, which its first step waits for.
-        backend: of torch.compile.
+        compile_model: called with the model; the first step waits for a compilation.
     """
     torch.manual_seed(0)
     with device:
         model = build(shape)
     if pure:
         model = model.to(dtype)
+    compile_model(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
     tokens, labels = random_tokens(shape, device)
-    run = torch.compile(model, backend=backend) if compiled else model
     # Gradients of float16 would need a scale of the loss; the peers are timed only.
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32 and not pure)
 
     def step() -> float:
         with autocast:
-            loss = run(tokens, labels)
+            loss = model(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -100,17 +99,22 @@ def plain_step(
     shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False, backend: str = "inductor"
 ) -> Step:
     """The step of the model written by hand."""
-    return _loop(plain_model, shape, dtype, device, compiled=compiled, backend=backend)
+
+    def compile_model(model: nn.Module) -> None:
+        if compiled:
+            compile_parts(cast(PlainGPT | PlainLlama, model), backend)
+
+    return _loop(plain_model, shape, dtype, device, compile_model=compile_model)
 
 
-def pure_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
+def pure_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
     """The same without main parameters: everything in `dtype`."""
-    return _loop(plain_model, shape, dtype, device, pure=True, compiled=compiled)
+    return _loop(plain_model, shape, dtype, device, pure=True)
 
 
-def transformers_step(shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False) -> Step:
+def transformers_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
     """The step of transformers' GPT-2."""
-    return _loop(_TransformersGPT2, shape, dtype, device, compiled=compiled)
+    return _loop(_TransformersGPT2, shape, dtype, device)
 
 
 def peers(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[..., Step]]:

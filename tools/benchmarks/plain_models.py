@@ -16,9 +16,27 @@ from tools.benchmarks.shapes import EXPERTS_PER_TOKEN, Shape
 _INIT_STD = 0.02
 
 
-def plain_model(shape: Shape) -> nn.Module:
+def plain_model(shape: Shape) -> PlainGPT | PlainLlama:
     """Build the model of a shape. Its forward takes tokens and labels [b, s] and returns the mean loss."""
     return PlainGPT(shape) if shape.style == "gpt" else PlainLlama(shape)
+
+
+def compile_parts(model: PlainGPT | PlainLlama, backend: str) -> None:
+    """Compile each layer, and the output with the loss. Equal layers share one compilation, so many layers take no longer."""
+    for part in (*model.blocks, model.output):
+        part.compile(backend=backend)
+
+
+class _Output(nn.Module):
+    """Final norm, output matrix and mean cross entropy; [b, s, h] and labels [b, s] to a scalar."""
+
+    def __init__(self, norm: nn.Module, shape: Shape) -> None:
+        super().__init__()
+        self.norm, self.head = norm, nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
 class _GPTAttention(nn.Module):
@@ -57,17 +75,15 @@ class PlainGPT(nn.Module):
         super().__init__()
         self.word, self.position = nn.Embedding(shape.vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
         self.blocks = nn.ModuleList(_GPTBlock(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.hidden)
-        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        self.head.weight = self.word.weight
+        self.output = _Output(nn.LayerNorm(shape.hidden), shape)
+        self.output.head.weight = self.word.weight
         _initialize(self, shape)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+        return self.output(x, labels)
 
 
 class _LlamaAttention(nn.Module):
@@ -161,7 +177,7 @@ class PlainLlama(nn.Module):
         super().__init__()
         self.word = nn.Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(_LlamaBlock(shape) for _ in range(shape.layers))
-        self.norm, self.head = nn.RMSNorm(shape.hidden, eps=1e-5), nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.output = _Output(nn.RMSNorm(shape.hidden, eps=1e-5), shape)
         d = shape.hidden // shape.heads
         angles = torch.outer(torch.arange(shape.seq).double(), 10000.0 ** -(torch.arange(0, d, 2).double() / d))
         self.register_buffer("cos", angles.cos().float(), persistent=False)
@@ -172,8 +188,7 @@ class PlainLlama(nn.Module):
         x = self.word(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+        return self.output(x, labels)
 
 
 def _initialize(model: nn.Module, shape: Shape) -> None:

@@ -100,7 +100,8 @@ CHECKS = (
     Check("kill-resume", "a killed run resumes with the same losses", "runs.kill_and_resume", 30, 30),
     # More of 5 and 7.
     Check("compiled-experts", "compiled, 8 experts", "speed.compiled", 60, 30, "experts"),
-    Check("compiled-350m", "compiled, 350M parameters", "speed.compiled", 50, 30, "350m"),
+    Check("compiled-350m", "compiled, 350M parameters", "speed.compiled", 50, 15, "350m"),
+    Check("fp8-350m", "8-bit products, 350M parameters", "speed.fp8", 16, 12, "350m"),
     *(Check(f"two-ranks-{name}", f"two ranks, {name}", "runs.two_ranks", 20, 25, name) for name in LAYOUTS[1:]),
     Check("bf16-band", "the bfloat16 loss stays within its band around float64", "runs.bf16_band", 25, 15),
     Check("fp8-band", "the loss with 8-bit products stays within its band", "runs.fp8_band", 35, 25),

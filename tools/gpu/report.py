@@ -79,10 +79,15 @@ def speed_table(report: Report) -> list[list[str]]:
                 _number(ours, "peak_gb", ".2f"),
                 _number(ours, "planned_gb", ".2f"),
                 _number(plain, "peak_gb", ".2f"),
-                ours["attention"] or "-",
+                ours["attention"] if plain is None else _attention(ours["attention"], plain["attention"]),
             ]
         )
     return table
+
+
+def _attention(ours: str, plain: str) -> str:
+    """Return the attention kernel of both loops, or of each."""
+    return ours if ours == plain else f"{ours} (plain: {plain})"
 
 
 def _number(row: Mapping[str, Any] | None, name: str, form: str) -> str:

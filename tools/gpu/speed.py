@@ -6,6 +6,7 @@ Each model is alone in memory. A step is one microbatch with forward, backward, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Iterator
@@ -66,8 +67,8 @@ class Row:
     """Peak of allocated device memory in GB (10^9 bytes)."""
     planned_gb: float | None
     first_loss: float
-    attention: str | None
-    """The attention kernels that ran in one more step; None if nobody looked."""
+    attention: str = "unknown"
+    """The attention kernels that ran in one more step."""
 
 
 def job_of(model: str, device: str, **flags: object) -> tuple[Job, Shape]:
@@ -103,6 +104,7 @@ def planned_bytes(job: Job) -> int:
     return int(memory.total.device - memory.cuda.device)
 
 
+@functools.cache
 def _layers_that_fit(shape: Shape, most: int) -> int:
     few, more = (planned_bytes(_job(replace(shape, layers=layers), "cuda")) for layers in (1, 2))
     total = torch.cuda.get_device_properties(0).total_memory
@@ -128,11 +130,7 @@ def measure_ours(model: str, mode: str, device: torch.device) -> Row:
     _reset_peak(device)
     with our_step_of(job, device) as step:
         seconds, loss = _time(step, device)
-        row = _row(model, mode, "ours", shape, job, seconds, loss, device, planned)
-        try:
-            return replace(row, attention=attention_of(step, device))
-        except RuntimeError as error:  # the figures stay if the profiler does not work here
-            return replace(row, attention=f"unknown ({str(error).partition(chr(10))[0][:80]})")
+        return _with_attention(_row(model, mode, "ours", shape, job, seconds, loss, device, planned), step, device)
 
 
 def _compile_backend(device: torch.device) -> str:
@@ -146,7 +144,15 @@ def measure_plain(model: str, mode: str, device: torch.device) -> Row:
     _reset_peak(device)
     step = plain_step(shape, torch.bfloat16, device, compiled=mode == "compiled", backend=_compile_backend(device))
     seconds, loss = _time(step, device)
-    return _row(model, mode, "plain", shape, job, seconds, loss, device, None)
+    return _with_attention(_row(model, mode, "plain", shape, job, seconds, loss, device, None), step, device)
+
+
+def _with_attention(row: Row, step: Step, device: torch.device) -> Row:
+    """Add the attention kernels of one more step to a row."""
+    try:
+        return replace(row, attention=attention_of(step, device))
+    except RuntimeError as error:  # the figures stay if the profiler does not work here
+        return replace(row, attention=f"unknown ({str(error).partition(chr(10))[0][:80]})")
 
 
 def _time(step: Step, device: torch.device) -> tuple[list[float], float]:
@@ -196,7 +202,6 @@ def _row(
         torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
         None if planned is None else planned / 1e9,
         loss,
-        None,
     )
 
 
@@ -255,7 +260,7 @@ def describe(row: Row) -> str:
     text += "" if row.mfu is None else f", MFU {row.mfu:.1%}"
     text += "" if row.peak_gb is None else f", peak {row.peak_gb:.2f} GB"
     text += "" if row.planned_gb is None or row.peak_gb is None else f" (planned {row.planned_gb:.2f})"
-    return text + ("" if row.attention is None else f", attention by {row.attention}")
+    return f"{text}, attention by {row.attention}"
 
 
 def _ratio(rows: list[Row]) -> list[str]:
