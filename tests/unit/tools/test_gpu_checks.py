@@ -24,6 +24,7 @@ from tools.benchmarks.plain_models import plain_model
 from tools.benchmarks.shapes import SHAPES
 from tools.gpu import kernels, profiles, speed, steps, trace
 from tools.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome, require_at_most
+from tools.gpu.profile_text import short_name
 from tools.gpu.scripts import rank
 from tools.gpu.worker import run_check
 
@@ -351,6 +352,30 @@ def test_the_slowest_models_are_profiled(tmp_path: Path) -> None:
     assert profiles.slowest_models(context) == ["8b", "experts", "350m", "1.3b"]
     outcome = profiles.profile(context, "2")
     assert outcome.data["model"] == "experts" and len(outcome.data["profile"]["kernels"]) == profiles.NUM_KERNELS
+
+
+def test_idle_time_is_that_of_a_step_without_the_profiler(tmp_path: Path) -> None:
+    row = {"model": "8b", "mode": "eager", "loop": "ours", "milliseconds": 100.0}
+    context = CheckContext("cpu", tmp_path, {"speed-8b": {"rows": [row, {**row, "loop": "plain", "milliseconds": 1.0}]}})
+    profiled = trace.StepProfile(milliseconds=120.0, idle_share=0.25)
+    assert profiles._idle_share_of_timed_step(context, "8b", profiled) == pytest.approx(0.1)
+    assert profiles._idle_share_of_timed_step(context, "350m", profiled) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, int>(float*, int)", "CatArrayBatchedCopy<float, int>"),
+        (
+            "void at::native::elementwise_kernel<4, run(int)::{lambda(int)#1}>(int, char*)",
+            "elementwise_kernel<4, run(int)::{lambda(int)#1}>",
+        ),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"),
+        ("Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH "),
+    ],
+)
+def test_names_of_kernels_are_shortened(kernel: str, name: str) -> None:
+    assert short_name(kernel) == name
 
 
 # ---- how a check ends
