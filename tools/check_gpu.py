@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--resume", type=Path, metavar="FILE", help="take the results of FILE and run what is left; implies --json FILE"
     )
-    flags.add_argument("--only", type=_checks, metavar="A,B,...", help="run these checks only")
+    flags.add_argument(
+        "--only", type=_checks, metavar="A,B,...", help="run these checks only; with --resume, also those of them that have failed"
+    )
     flags.add_argument("--list", action="store_true", help="print each check, its estimated time and what it proves; run nothing")
     flags.add_argument("--table", type=Path, metavar="FILE", help="run nothing: print the results of FILE as tables")
     flags.add_argument("--write-docs", type=Path, metavar="PAGE", help="put the tables into a page, as docs/gpu.md has them")
@@ -114,6 +116,10 @@ def run_session(args: argparse.Namespace, checks: list[Check]) -> tuple[dict[str
         report = resumed_report(args.resume, report)
     file = args.json or args.resume
     results = {result["name"]: result for result in report["checks"]}
+    if args.only:
+        for check in checks:
+            if results[check.name]["state"] in BAD:
+                results[check.name].update(blank(check))
     width = max(len(check.name) for check in checks)
     print(f"{report['device_name']}, torch {report['torch']}: {len(checks)} checks in at most {args.minutes:g} minutes", flush=True)
 

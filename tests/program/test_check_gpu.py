@@ -71,6 +71,24 @@ def test_an_interrupted_session_is_resumed(tmp_path: Path) -> None:
     assert [states[name] for name in names.split(",")] == ["pass", "interrupted", "pass"]
 
 
+def test_a_failed_check_that_is_named_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a fix. Without its name it keeps its result."""
+    file = tmp_path / "gpu.json"
+    old = check_gpu.new_report("cpu")
+    for result in old["checks"]:
+        result["state"] = "fail" if result["name"] == "varlen" else "pass"
+    file.write_text(json.dumps(old))
+    states = []
+
+    def run(checks: Any, results: dict[str, Any], *rest: Any) -> None:
+        states.append((results["varlen"]["state"], results["device"]["state"]))
+
+    monkeypatch.setattr(check_gpu, "run_checks", run)
+    check_gpu.main(["--device", "cpu", "--resume", str(file)])
+    check_gpu.main(["--device", "cpu", "--resume", str(file), "--only", "varlen,device"])
+    assert states == [("fail", "pass"), ("not run", "pass")]
+
+
 def test_results_of_another_device_are_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gpu.json"
     old = {**check_gpu.new_report("cpu"), "device_name": "NVIDIA H100"}

@@ -76,7 +76,7 @@ def _copy_rate(count: int, device: torch.device) -> float:
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def median_seconds(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+def median_seconds(action: Callable[[], object], device: torch.device, repeats: int = 30) -> float:
     """Return the median time of an action on a device, after three to warm up. On CUDA it is measured by events."""
     for _ in range(3):
         action()
