@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--resume", type=Path, metavar="FILE", help="take the results of FILE and run what is left; implies --json FILE"
     )
-    flags.add_argument("--only", type=_checks, metavar="A,B,...", help="run these checks only")
+    flags.add_argument(
+        "--only", type=_checks, metavar="A,B,...", help="run these checks only; with --resume, also those of them that have failed"
+    )
     flags.add_argument("--list", action="store_true", help="print each check, its estimated time and what it proves; run nothing")
     flags.add_argument("--table", type=Path, metavar="FILE", help="run nothing: print the results of FILE as tables")
     flags.add_argument("--write-docs", type=Path, metavar="PAGE", help="put the tables into a page, as docs/gpu.md has them")
@@ -114,34 +116,49 @@ def run_session(args: argparse.Namespace, checks: list[Check]) -> tuple[dict[str
         report = resumed_report(args.resume, report)
     file = args.json or args.resume
     results = {result["name"]: result for result in report["checks"]}
+    if args.only:
+        for check in checks:
+            if results[check.name]["state"] in BAD:
+                results[check.name].update(blank(check))
     width = max(len(check.name) for check in checks)
     print(f"{report['device_name']}, torch {report['torch']}: {len(checks)} checks in at most {args.minutes:g} minutes", flush=True)
 
     def after_each(result: dict[str, Any]) -> None:
         if file:
             write_atomically(file, report)
-        print(progress_line(result, width), flush=True)
+        log = [f"    {line}" for line in result["data"].get("log", [])]
+        print("\n".join([progress_line(result, width), *log]), flush=True)
 
     if file:
         write_atomically(file, report)
-    # A second session on this machine finds what the compiler has made.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / _CACHE))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiler_cache()
     old_handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     was_interrupted = False
     try:
-        run_checks(checks, results, args.device, 60 * args.minutes, after_each)
-    except Interrupted:
-        was_interrupted = True
+        try:
+            run_checks(checks, results, args.device, 60 * args.minutes, after_each)
+        except Interrupted:
+            was_interrupted = True
+        if file:
+            write_atomically(file, report)
+        print("\n".join(summary(report)), flush=True)
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    if file:
-        write_atomically(file, report)
-    print("\n".join(summary(report)), flush=True)
     return report, was_interrupted
 
 
+def compiler_cache() -> str:
+    """Return the compiler's cache folder as an absolute path: the processes of the checks run in the repository's root.
+
+    By default it is a fixed folder, so that a second session on this machine finds what the compiler has made.
+    """
+    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir()) / _CACHE)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    for repeated in (signal.SIGTERM, signal.SIGINT):  # `timeout` sends two: to the process, and to its group
+        signal.signal(repeated, signal.SIG_IGN)
     raise Interrupted
 
 

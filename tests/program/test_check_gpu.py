@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.cli import ROOT
 from tools import check_gpu
-from tools.gpu import report, session
+from tools.gpu import processes, report, session
 from tools.gpu.checks import CHECKS, LAYOUTS, SCRIPTS, Check
 from tools.gpu.processes import MarkedProcess
 
@@ -69,6 +69,24 @@ def test_an_interrupted_session_is_resumed(tmp_path: Path) -> None:
     assert not re.search(r"^pass +device ", done.stdout, re.MULTILINE), "it has its result"
     states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
     assert [states[name] for name in names.split(",")] == ["pass", "interrupted", "pass"]
+
+
+def test_a_failed_check_that_is_named_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a fix. Without its name it keeps its result."""
+    file = tmp_path / "gpu.json"
+    old = check_gpu.new_report("cpu")
+    for result in old["checks"]:
+        result["state"] = "fail" if result["name"] == "varlen" else "pass"
+    file.write_text(json.dumps(old))
+    states = []
+
+    def run(checks: Any, results: dict[str, Any], *rest: Any) -> None:
+        states.append((results["varlen"]["state"], results["device"]["state"]))
+
+    monkeypatch.setattr(check_gpu, "run_checks", run)
+    check_gpu.main(["--device", "cpu", "--resume", str(file)])
+    check_gpu.main(["--device", "cpu", "--resume", str(file), "--only", "varlen,device"])
+    assert states == [("fail", "pass"), ("not run", "pass")]
 
 
 def test_results_of_another_device_are_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +150,7 @@ def test_a_check_that_takes_too_long_ends_and_the_next_has_a_new_process(monkeyp
     estimates = {"hangs": 10.0, "crash": 5.0, "last": 5.0}
     results, worker, clock = _session(monkeypatch, estimates, {"hangs": 1e9, "crash": 1.0, "last": 1.0}, budget=480.0)
     assert [result["state"] for result in results.values()] == ["too slow", "crash", "pass"]
-    assert worker.started == worker.closed == 3 and clock == 30.0 + 1.0 + 1.0
+    assert worker.started == worker.closed == 3 and clock == 10.0 + session._SLACK + 1.0 + 1.0
 
 
 def test_the_budget_ends_a_check_that_a_resumed_session_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +165,7 @@ def test_most_checks_fit_into_eight_minutes() -> None:
     first_seven = [check.name for check in CHECKS].index("kill-resume") + 1
     assert sum(seconds[:first_seven]) <= 480 - 60
     first_speed = [check.name for check in CHECKS].index("speed-350m")
-    assert sum(seconds[:first_speed]) <= 45, "the first figure of speed comes within the first minute"
+    assert sum(seconds[:first_speed]) <= 50, "the first figure of speed comes within the first minute"
 
 
 # ---- the process of the checks
@@ -164,6 +182,7 @@ def worker(tmp_path: Path) -> Any:
 def test_an_exception_is_a_crash_with_its_line_and_the_process_goes_on(worker: session.Worker) -> None:
     result, usable = worker.run(BY_NAME["flash-parts"], {}, 60.0)  # the CPU has no such kernel
     assert result["state"] == "crash" and usable and "flash_parts.py" in result["message"], result
+    assert any("in flash_parts" in line for line in result["data"]["log"]), "the traceback"
     result, usable = worker.run(BY_NAME["cross-entropy"], {}, 60.0)
     assert result["state"] == "pass" and usable
 
@@ -179,6 +198,7 @@ def test_the_end_of_the_process_is_a_crash(worker: session.Worker) -> None:
 def test_a_time_limit_leaves_no_process(worker: session.Worker) -> None:
     result, usable = worker.run(BY_NAME["kill-resume"], {}, 6.0)
     assert (result["state"], usable) == ("too slow", False)
+    assert any("in kill_and_resume" in line for line in result["data"]["log"]), "where it was"
     mark = worker._process._mark
     worker._process.end()
     assert not any(_has_mark(path, mark) for path in Path("/proc").iterdir() if path.name.isdigit())
@@ -201,6 +221,14 @@ def test_descendants_end_too(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert process.end() == -signal.SIGKILL
     assert not _alive(int(note.read_text()))
+
+
+def test_a_process_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits in a driver."""
+    monkeypatch.setattr(processes, "_SECONDS_TO_END", 0.2)
+    process = MarkedProcess([sys.executable, "-c", "import time; time.sleep(600)"], {})
+    monkeypatch.setattr(process, "_marked", lambda: [Path("/proc/2147483647")])
+    assert process.end() == -signal.SIGKILL
 
 
 def _alive(pid: int) -> bool:
@@ -289,6 +317,30 @@ def test_files_that_are_not_results_are_told(tmp_path: Path, capsys: pytest.Capt
         file.write_text(text)
         assert check_gpu.main(["--table", str(file)]) == 2 and "is not what --json writes" in capsys.readouterr().err
     assert check_gpu.main(["--table", str(tmp_path / "none")]) == 2
+
+
+def test_the_compiler_cache_is_an_absolute_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The processes of the checks run in another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "cache")
+    assert check_gpu.compiler_cache() == str(tmp_path / "cache")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert os.path.isabs(check_gpu.compiler_cache())
+
+
+def test_a_second_signal_does_not_disturb_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`timeout` sends one to the process and one to its group."""
+
+    def interrupted(*args: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(check_gpu, "run_checks", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    assert check_gpu.main(["--device", "cpu", "--only", "device"]) == 130
+    assert "== CPU" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_without_a_gpu_it_says_so() -> None:

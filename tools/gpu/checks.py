@@ -72,6 +72,7 @@ CHECKS = (
         2,
     ),
     # 3. Speed, eager.
+    Check("profiler", "torch's profiler sees the kernels of this device", "profiles.profiler_works", 3, 2),
     Check("speed-350m", "our step beside a plain loop, 350M parameters", "speed.eager", 14, 8, "350m"),
     Check("speed-8b", "the same for layers of Llama 3 8B", "speed.eager", 18, 8, "8b"),
     Check("speed-1.3b", "the same for 1.3B parameters", "speed.eager", 16, 8, "1.3b"),

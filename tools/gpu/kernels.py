@@ -16,6 +16,8 @@ from tools.gpu.jobs import torch_device
 
 _BF16_ERROR = 1e-2
 """Allowed relative error of sums of products of bfloat16 numbers whose result is rounded to bfloat16."""
+_ERROR_WIDTH = 150
+"""Characters of an error's message in a figure."""
 
 
 def relative_error(values: torch.Tensor, reference: torch.Tensor) -> float:
@@ -73,7 +75,7 @@ def attention(context: CheckContext) -> Outcome:
     figures, data, failures = [], dict[str, Any](), []
     backends = dict(_SDPA_BACKENDS) if context.on_cuda else {"math": SDPBackend.MATH}
     for name, backend in backends.items():
-        worst, refused = 0.0, []
+        worst, refused, error_text = 0.0, [], ""
         for s, b, g, r, d in cases:
             start = [_normal(s, b, *heads, d, device=device, generator=generator) for heads in ((g, r), (g,), (g,))]
             weights = _normal(s, b, g * r * d, device=device, generator=generator)
@@ -83,11 +85,14 @@ def attention(context: CheckContext) -> Outcome:
                     values = _with_gradients(core_attention, start, weights)
             except RuntimeError as error:
                 if "No available kernel" not in str(error):
-                    raise
+                    error_text = f"s={s} r={r} d={d}: {_short(error)}"
                 refused.append(f"s={s} r={r} d={d}")
                 continue
             worst = max([worst, *(relative_error(a, e) for a, e in zip(values, exact, strict=True))], key=_nan_last)
-        if len(refused) < len(cases):
+        if error_text:
+            figures.append(f"{name} failed at {error_text}")
+            failures.append(name)
+        elif len(refused) < len(cases):
             figures.append(f"{name} {worst:.1e}" + (f" (takes no {', '.join(refused)})" if refused else ""))
             if not worst <= 2 * _BF16_ERROR:
                 failures.append(name)
@@ -98,6 +103,11 @@ def attention(context: CheckContext) -> Outcome:
     if failures:
         raise CheckFailed(f"{figure}; wrong: {', '.join(failures)}")
     return Outcome(figure, data)
+
+
+def _short(error: BaseException) -> str:
+    """Return the kind of an error and the beginning of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_ERROR_WIDTH]}"
 
 
 def _nan_last(value: float) -> float:
@@ -265,7 +275,8 @@ def fp8_products(context: CheckContext) -> Outcome:
     from megatron.precision.device import why_not
     from megatron.precision.products import Fp8Products
 
-    device, generator, figures = torch_device(context.device), torch.Generator().manual_seed(1), []
+    device, generator = torch_device(context.device), torch.Generator().manual_seed(1)
+    figures, failures = list[str](), list[str]()
     x, weight, grad = (torch.randn(shape, generator=generator).bfloat16() for shape in ((384, 256), (512, 256), (384, 512)))
 
     def results(products: Fp8Products, device: torch.device) -> list[torch.Tensor]:
@@ -280,10 +291,16 @@ def fp8_products(context: CheckContext) -> Outcome:
                 figures.append(f"{recipe} {form}: not on this GPU")
                 continue
             products = Fp8Products(fp8, Group("tp", (0,), 0), "outputs")
-            pairs = zip(results(products, device), results(products, torch.device("cpu")), strict=True)
-            worst = max((relative_error(a, b) for a, b in pairs), key=_nan_last)
-            figures.append(require_at_most(worst, _BF16_ERROR, f"{recipe} {form}:"))
-    return Outcome("relative error to the emulation: " + "; ".join(figures))
+            try:
+                pairs = zip(results(products, device), results(products, torch.device("cpu")), strict=True)
+                worst = max((relative_error(a, b) for a, b in pairs), key=_nan_last)
+                figures.append(require_at_most(worst, _BF16_ERROR, f"{recipe} {form}:"))
+            except (CheckFailed, RuntimeError, ValueError) as error:  # torch's checks of arguments raise either
+                failures.append(str(error) if isinstance(error, CheckFailed) else f"{recipe} {form}: {_short(error)}")
+    figure = "relative error to the emulation: " + "; ".join([*failures, *figures])
+    if failures:
+        raise CheckFailed(figure)
+    return Outcome(figure)
 
 
 def cross_entropy(context: CheckContext) -> Outcome:

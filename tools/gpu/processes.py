@@ -14,6 +14,8 @@ from typing import Any
 from tools.gpu.context import ROOT
 
 _MARK = "MEGATRON_CHECK_GPU"
+_SECONDS_TO_END = 15.0
+"""A killed process may wait in the driver for as long as it likes. It is then left behind."""
 
 
 class MarkedProcess:
@@ -26,17 +28,28 @@ class MarkedProcess:
         self.popen = subprocess.Popen(command, cwd=ROOT, env=full_environment, **options)
 
     def end(self) -> int:
-        """Kill the process and all its descendants, whatever group or session they went to; return its exit status."""
+        """Kill the process and all its descendants, whatever group or session they went to; return its exit status.
+
+        It waits a bounded time for them to end.
+        """
+        ends = time.monotonic() + _SECONDS_TO_END
         if self.popen.poll() is None:
             self.popen.kill()
-        while marked := [process for process in Path("/proc").iterdir() if process.name.isdigit() and _has(process, self._mark)]:
+        while time.monotonic() < ends and (marked := self._marked()):
             for process in marked:
                 try:
                     os.kill(int(process.name), signal.SIGKILL)
                 except ProcessLookupError:
                     continue
             time.sleep(0.02)
-        return self.popen.wait()
+        try:
+            return self.popen.wait(max(0.1, ends - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+
+    def _marked(self) -> list[Path]:
+        """Return the folders in /proc of the processes that carry the mark."""
+        return [process for process in Path("/proc").iterdir() if process.name.isdigit() and _has(process, self._mark)]
 
 
 def _has(process: Path, mark: str) -> bool:

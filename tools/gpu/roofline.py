@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import platform
+import shutil
 import statistics
+import sysconfig
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -32,10 +36,21 @@ def device_facts(context: CheckContext) -> Outcome:
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         }
-    missing = [*(module for module in (*PACKAGES, _COMPILER) if is_missing(module)), *(name for name, _ in torch_private.missing())]
+    packages = [module for module in (*PACKAGES, _COMPILER) if is_missing(module)]
+    missing = [*packages, *(name for name, _ in torch_private.missing()), *_missing_build_tools()]
     facts["missing"] = missing
     text = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "missing")
     return Outcome(f"{text}; missing: {', '.join(missing) or 'nothing'}", facts)
+
+
+def _missing_build_tools() -> list[str]:
+    """Return what triton needs to build the code that launches its kernels (triton/runtime/build.py), as far as it is missing."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return [
+        *([] if compiler else ["a C compiler (without it --compile does not work)"]),
+        *([] if header.is_file() else [f"{header} (without it --compile does not work)"]),
+    ]
 
 
 def roofline(context: CheckContext) -> Outcome:
@@ -61,7 +76,7 @@ def _copy_rate(count: int, device: torch.device) -> float:
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def median_seconds(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+def median_seconds(action: Callable[[], object], device: torch.device, repeats: int = 30) -> float:
     """Return the median time of an action on a device, after three to warm up. On CUDA it is measured by events."""
     for _ in range(3):
         action()

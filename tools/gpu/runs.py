@@ -52,6 +52,9 @@ _LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     **{name: {"data_parallel_sharding_strategy": name} for name in ("no_shard", "optim", "optim_grads", "optim_grads_params")},
 }
 
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Environment for processes that speak with each other here: without a network, a look-up of the host's name may take long."""
+
 
 class Run:
     """Ranks of pretrain_gpt.py with the flags of `TINY` and changes. Several ranks share one device and speak over gloo."""
@@ -67,7 +70,7 @@ class Run:
         for rank in range(ranks):
             job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
             environment = {**os.environ, **{name: str(value) for name, value in job.items()}, "MASTER_ADDR": "127.0.0.1"}
-            environment |= {"CUDA_VISIBLE_DEVICES": first_gpu} if ranks > 1 else {}
+            environment |= {**_LOOPBACK, "CUDA_VISIBLE_DEVICES": first_gpu} if ranks > 1 else {}
             self._logs.append(context.folder / f"log-{port}-{rank}")
             with self._logs[-1].open("wb") as log:
                 self.processes.append(
@@ -254,11 +257,24 @@ assert y.tolist() == list(range(8)), y
 print(f"RESULT {first / 1e6:.0f} {second / 1e6:.0f}")
 dist.destroy_process_group()
 """
+_NCCL_SECONDS = 40
 
 
 def nccl_alone(context: CheckContext) -> Outcome:
     """Run each collective over NCCL with one rank, and measure the memory of a communicator."""
-    done = subprocess.run([sys.executable, "-c", _NCCL], capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, **_LOOPBACK, "NCCL_SOCKET_IFNAME": "lo"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _NCCL],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_NCCL_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        printed = (error.stderr or b"").decode(errors="replace").splitlines()
+        raise CheckFailed(f"no end after {_NCCL_SECONDS} s: {' / '.join(printed[-3:])[-400:]}") from None
     result = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not result:
         raise CheckFailed(f"ended with {done.returncode}: {' / '.join(done.stderr.splitlines()[-3:])[-400:]}")

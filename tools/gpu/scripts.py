@@ -33,6 +33,7 @@ def script_line(name: str, folder: Path) -> list[str]:
     done = subprocess.run(
         ["bash", str(ROOT / f"examples/{name}.sh")],
         env={**kept, "DRY_RUN": "1", "PYTHON": str(echo)},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=True,

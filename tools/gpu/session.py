@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,13 @@ Result = dict[str, Any]
 NOT_RUN = "not run"
 REPEATABLE = (NOT_RUN, "no time left", "interrupted")
 """States of checks that a resumed session runs."""
-_SLACK = 20.0
-"""Seconds that a check may take beyond its estimate; more if three times the estimate is more."""
+_SLACK = 40.0
+"""Seconds that a check may take beyond its estimate; more if three times the estimate is more. The first use of a library reads
+hundreds of megabytes from a disk that may be slow."""
+_SECONDS_TO_PRINT = 0.3
+"""Time for a worker to print where its threads are."""
+_LOG_LINES = 30
+"""Last lines of a worker's output that the result of a crash keeps."""
 
 
 class Interrupted(BaseException):
@@ -58,12 +64,17 @@ class Worker:
             while (message := self._message(ends)) is not None:
                 if not message.pop("partial", False):
                     usable = message.pop("usable")
-                    return {**partial, **message, "data": message.get("data") or partial.get("data", {})}, usable
+                    figure = message["figure"] or partial.get("figure", "")
+                    return {**message, "figure": figure, "data": {**partial.get("data", {}), **message["data"]}}, usable
                 partial = message
         except (BrokenPipeError, EOFError):
             status = self._process.end()
-            return {**partial, "state": "crash", "message": f"exit status {status}: {self._last_line()}"}, False
-        return {**partial, "state": "too slow", "message": f"ended after {limit:.0f} s"}, False
+            ended = {"state": "crash", "message": f"exit status {status}: {self._last_line()}"}
+        else:
+            ended = {"state": "too slow", "message": f"ended after {limit:.0f} s"}
+            self._process.popen.send_signal(signal.SIGUSR1)
+            time.sleep(_SECONDS_TO_PRINT)
+        return {**partial, **ended, "data": {**partial.get("data", {}), "log": self._lines()[-_LOG_LINES:]}}, False
 
     def _message(self, ends: float) -> Result | None:
         """Return the next line of the worker, None when the time is over.
@@ -83,8 +94,13 @@ class Worker:
 
     def _last_line(self) -> str:
         """Return the line of the worker's output that tells why it ended."""
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return ([line for line in lines if "out of memory" in line.lower()] or lines or ["no output"])[-1][:300]
+        lines = [line.strip() for line in self._lines()]
+        telling = [line for line in lines if "out of memory" in line.lower() or line.startswith("Fatal Python error")]
+        return (telling or lines or ["no output"])[-1][:300]
+
+    def _lines(self) -> list[str]:
+        """Return the lines that the worker has printed, without empty ones."""
+        return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
 
     def close(self) -> None:
         """End the process and what it has started."""

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import statistics
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -23,7 +24,7 @@ from tools.benchmarks.shapes import SHAPES, Shape, command_line
 from tools.benchmarks.single import release_memory
 from tools.gpu.context import CheckContext, CheckFailed, Outcome, require_at_most
 from tools.gpu.jobs import Job, random_batch, torch_device, train_step_of
-from tools.gpu.trace import attention_of
+from tools.gpu.trace import attention_of, start_profiler
 
 MODELS = ("350m", "1.3b", "8b", "experts")
 """Names of the models, smallest first."""
@@ -38,6 +39,7 @@ _FP8_FLAGS = {
     "fp8 tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
 }
 _WARM_UP_STEPS = 3
+_ERROR_WIDTH = 200
 _MAX_STEPS, _SECONDS_OF_STEPS = 20, 3.0
 """A loop is timed for so many steps, or so many seconds if that is less, but for three steps at least."""
 
@@ -120,8 +122,8 @@ def our_step_of(job: Job, device: torch.device) -> Iterator[Step]:
         yield lambda: step.run(batch, iteration=1, learning_rate=LR, weight_decay=WEIGHT_DECAY).loss
 
 
-def measure_ours(model: str, mode: str, device: torch.device) -> Row:
-    """Time our step."""
+def measure_ours(model: str, mode: str, device: torch.device) -> Iterator[Row]:
+    """Time our step. The row comes twice, the second time with its attention kernels."""
     flags: dict[str, object] = dict(_FP8_FLAGS.get(mode, {}))
     if mode == "compiled":
         flags |= {"compile": True, "compile_backend": _compile_backend(device)}
@@ -130,7 +132,8 @@ def measure_ours(model: str, mode: str, device: torch.device) -> Row:
     _reset_peak(device)
     with our_step_of(job, device) as step:
         seconds, loss = _time(step, device)
-        return _with_attention(_row(model, mode, "ours", shape, job, seconds, loss, device, planned), step, device)
+        yield (row := _row(model, mode, "ours", shape, job, seconds, loss, device, planned))
+        yield _with_attention(row, step, device)
 
 
 def _compile_backend(device: torch.device) -> str:
@@ -138,13 +141,14 @@ def _compile_backend(device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
-def measure_plain(model: str, mode: str, device: torch.device) -> Row:
-    """Time the plain loop, eager or compiled."""
+def measure_plain(model: str, mode: str, device: torch.device) -> Iterator[Row]:
+    """Time the plain loop, eager or compiled. The row comes twice, the second time with its attention kernels."""
     job, shape = job_of(model, device.type)
     _reset_peak(device)
     step = plain_step(shape, torch.bfloat16, device, compiled=mode == "compiled", backend=_compile_backend(device))
     seconds, loss = _time(step, device)
-    return _with_attention(_row(model, mode, "plain", shape, job, seconds, loss, device, None), step, device)
+    yield (row := _row(model, mode, "plain", shape, job, seconds, loss, device, None))
+    yield _with_attention(row, step, device)
 
 
 def _with_attention(row: Row, step: Step, device: torch.device) -> Row:
@@ -234,21 +238,33 @@ def fp8(context: CheckContext, model: str) -> Outcome:
 
 
 def _compare(context: CheckContext, model: str, loops: list[tuple[str, str]]) -> Outcome:
-    """Time loops one after another, and report after each."""
-    device, rows, errors = torch_device(context.device), list[Row](), list[str]()
+    """Time loops one after another, and report after each. A loop that fails does not take the others away."""
+    device, rows, errors, failed = torch_device(context.device), dict[tuple[str, str], Row](), list[str](), False
+    sees_kernels = context.data.get("profiler", {}).get("works", True)
+    if device.type == "cuda" and sees_kernels:
+        start_profiler(device)
 
     def outcome() -> Outcome:
-        figures = [describe(row) for row in rows] + errors
-        return Outcome("; ".join([*_ratio(rows), *figures]), {"rows": [asdict(row) for row in rows], "errors": errors})
+        figures = [describe(row) for row in rows.values()] + errors
+        data = {"rows": [asdict(row) for row in rows.values()], "errors": errors}
+        return Outcome("; ".join([*_ratio(list(rows.values())), *figures]), data)
 
     for loop, mode in loops:
         try:
-            rows.append((measure_ours if loop == "ours" else measure_plain)(model, mode, device))
+            for row in (measure_ours if loop == "ours" else measure_plain)(model, mode, device):
+                rows[loop, mode] = row
+                context.send_partial(outcome())
+                if not sees_kernels:
+                    break
         except torch.OutOfMemoryError:
             errors.append(f"{loop} {mode}: out of memory")
+        except Exception as error:  # noqa: BLE001 - the other loop goes on
+            failed = True
+            traceback.print_exc()
+            errors.append(f"{loop} {mode}: {type(error).__name__}: {' '.join(str(error).split())[:_ERROR_WIDTH]}")
         release_memory(device)
         context.send_partial(outcome())
-    if not any(row.loop == "ours" for row in rows):
+    if failed or not any(loop == "ours" for loop, _ in rows):
         raise CheckFailed("; ".join(errors))
     return outcome()
 

@@ -7,6 +7,7 @@ an output as large as the largest of them, or as the product makes it.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -72,6 +73,13 @@ def profile_step(step: Step, folder: Path, device: torch.device) -> StepProfile:
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
     return read_trace(events, on_device=on_cuda)
+
+
+@functools.cache
+def start_profiler(device: torch.device) -> None:
+    """Use the profiler once in this process, so that what it leaves switched on slows all later measurements alike."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True):
+        torch.zeros(1, device=device)
 
 
 def attention_of(step: Step, device: torch.device) -> str:

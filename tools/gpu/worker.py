@@ -7,10 +7,12 @@ serve all checks. After an exception that leaves the CUDA context unusable the p
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -19,9 +21,14 @@ from typing import Any
 from tools.gpu.checks import CHECKS, Check
 from tools.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome
 
+_LOG_LINES, _MESSAGE_LINES = 40, 5
+"""Last lines of a traceback, and first ones of the error's message, that the result of a crash keeps."""
+
 
 def main(device: str, folder: str, result_fd: str) -> None:
-    """Run every requested check until the standard input ends."""
+    """Run every requested check until the standard input ends. On SIGUSR1 it prints where its threads are."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     checks = {check.name: check for check in CHECKS}
     with os.fdopen(int(result_fd), "w", buffering=1) as results:
 
@@ -54,13 +61,16 @@ def run_check(check: Check, context: CheckContext) -> dict[str, Any]:
         outcome: Outcome = body(context, *[check.argument] if check.argument else [])
         return {"state": "pass", "figure": outcome.figure, "data": dict(outcome.data), "message": ""}
     except CheckFailed as failure:
-        return {"state": "fail", "figure": str(failure), "message": ""}
+        return {"state": "fail", "figure": str(failure), "message": "", "data": {}}
     except DoesNotFit as failure:
-        return {"state": "does not fit", "figure": str(failure), "message": ""}
+        return {"state": "does not fit", "figure": str(failure), "message": "", "data": {}}
     except Exception as error:  # noqa: BLE001 - the other checks go on
         traceback.print_exc()
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"state": "crash", "figure": "", "message": f"{text[:300]} ({_line_of(error)})"}
+        message = f"{text[:300]} ({_line_of(error)})"
+        frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+        log = [*frames[-_LOG_LINES:], *str(error).splitlines()[:_MESSAGE_LINES]]
+        return {"state": "crash", "figure": "", "message": message, "data": {"log": log}}
 
 
 def _line_of(error: BaseException) -> str:

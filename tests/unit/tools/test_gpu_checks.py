@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.attention import core, documents, flash_parts
 from megatron.moe import grouped
 from megatron.parallel import products
+from megatron.precision.products import Fp8Products
 from megatron.spec.counts import attention_flops, count_parameters, flops_per_token
 from megatron.tensor_parallel import cross_entropy
 from tests.support import flash_attention
@@ -23,6 +24,7 @@ from tools.benchmarks.plain_models import plain_model
 from tools.benchmarks.shapes import SHAPES
 from tools.gpu import kernels, profiles, speed, steps, trace
 from tools.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome, require_at_most
+from tools.gpu.profile_text import short_name
 from tools.gpu.scripts import rank
 from tools.gpu.worker import run_check
 
@@ -80,6 +82,30 @@ def test_attention_that_is_wrong_in_16_bits_is_found(context: CheckContext, monk
     monkeypatch.setattr(core.F, "scaled_dot_product_attention", wrong)
     with pytest.raises(CheckFailed, match="wrong: math"):
         kernels.attention(context)
+
+
+def test_an_error_of_one_kernel_does_not_hide_the_others(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of attention, and of the recipes of 8 bits."""
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def raises(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if q.dtype == torch.bfloat16 and q.shape[-1] == 128:
+            raise RuntimeError("cuDNN Frontend error: no plan")
+        return right(q, *args, **options)
+
+    monkeypatch.setattr(core.F, "scaled_dot_product_attention", raises)
+    with pytest.raises(CheckFailed, match="math failed at s=320 r=1 d=128: RuntimeError: cuDNN Frontend error: no plan"):
+        kernels.attention(context)
+
+    class Broken(Fp8Products):
+        def weight_gradient(self, *args: Any, **options: Any) -> None:
+            if self._of_tokens == "row":
+                raise ValueError("Only bf16 high precision output types are supported")
+            super().weight_gradient(*args, **options)
+
+    monkeypatch.setattr("megatron.precision.products.Fp8Products", Broken)
+    with pytest.raises(CheckFailed, match=r"rowwise e4m3: ValueError: Only bf16.*tensorwise e4m3: \d"):
+        kernels.fp8_products(context)
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["right", "planted"])
@@ -176,7 +202,10 @@ def test_each_loop_is_timed_and_compared(context: CheckContext) -> None:
     context = CheckContext("cpu", context.folder, send_partial=reports.append)
     outcome = speed.eager(context, "experts")
     assert [row["loop"] for row in outcome.data["rows"]] == ["ours", "plain"] and outcome.figure.startswith("ours / plain ")
-    assert [len(partial.data["rows"]) for partial in reports] == [1, 2], "the first figure does not wait for the second"
+    assert [len(partial.data["rows"]) for partial in reports] == [1, 1, 1, 2, 2, 2], "the first figure does not wait for the second"
+    assert [partial.data["rows"][-1]["attention"] for partial in reports] == ["unknown", "flash", "flash"] * 2, (
+        "nor for the profiler"
+    )
     ours, plain = outcome.data["rows"]
     assert ours["parameters"] == plain["parameters"] and abs(ours["first_loss"] - plain["first_loss"]) < 0.2
     assert (
@@ -210,6 +239,31 @@ def test_measured_peaks_are_compared_with_the_plan(context: CheckContext) -> Non
             speed.memory(data(**wrong))
     with pytest.raises(CheckFailed, match="no speed check"):
         speed.memory(CheckContext("cuda", context.folder))
+
+
+def test_a_loop_that_crashes_does_not_take_the_other_away(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Outcome] = []
+    context = CheckContext("cpu", context.folder, send_partial=reports.append)
+
+    def fails(*args: Any) -> Any:
+        raise TypeError("no such kernel")
+
+    monkeypatch.setattr(speed, "measure_ours", fails)
+    with pytest.raises(CheckFailed, match="ours eager: TypeError: no such kernel"):
+        speed.eager(context, "350m")
+    assert [row["loop"] for row in reports[-1].data["rows"]] == ["plain"]
+
+
+def test_speed_is_measured_where_the_profiler_does_not_work(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Outcome] = []
+    assert profiles.profiler_works(CheckContext("cpu", context.folder, send_partial=reports.append)).data == {"works": True}
+    assert [partial.data for partial in reports] == [{"works": False}], "it stands if the process dies"
+    monkeypatch.setattr(profiles, "profile_step", lambda step, folder, device: trace.StepProfile())
+    with pytest.raises(CheckFailed, match="no kernels"):
+        profiles.profiler_works(context)
+    monkeypatch.setattr(speed, "attention_of", lambda step, device: 1 / 0)
+    without = CheckContext("cpu", context.folder, {"profiler": {"works": False}})
+    assert [row["attention"] for row in speed.eager(without, "350m").data["rows"]] == ["unknown"] * 2
 
 
 @pytest.mark.parametrize(("device", "most"), [("cuda", 1), ("cpu", 2)])
@@ -298,6 +352,30 @@ def test_the_slowest_models_are_profiled(tmp_path: Path) -> None:
     assert profiles.slowest_models(context) == ["8b", "experts", "350m", "1.3b"]
     outcome = profiles.profile(context, "2")
     assert outcome.data["model"] == "experts" and len(outcome.data["profile"]["kernels"]) == profiles.NUM_KERNELS
+
+
+def test_idle_time_is_that_of_a_step_without_the_profiler(tmp_path: Path) -> None:
+    row = {"model": "8b", "mode": "eager", "loop": "ours", "milliseconds": 100.0}
+    context = CheckContext("cpu", tmp_path, {"speed-8b": {"rows": [row, {**row, "loop": "plain", "milliseconds": 1.0}]}})
+    profiled = trace.StepProfile(milliseconds=120.0, idle_share=0.25)
+    assert profiles._idle_share_of_timed_step(context, "8b", profiled) == pytest.approx(0.1)
+    assert profiles._idle_share_of_timed_step(context, "350m", profiled) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, int>(float*, int)", "CatArrayBatchedCopy<float, int>"),
+        (
+            "void at::native::elementwise_kernel<4, run(int)::{lambda(int)#1}>(int, char*)",
+            "elementwise_kernel<4, run(int)::{lambda(int)#1}>",
+        ),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"),
+        ("Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH "),
+    ],
+)
+def test_names_of_kernels_are_shortened(kernel: str, name: str) -> None:
+    assert short_name(kernel) == name
 
 
 # ---- how a check ends
