@@ -108,7 +108,9 @@ class BlockCompiler:
         Args:
             device: that of the parameters in training; they may still be on the meta device.
         """
-        torch.compiler.config.cache_key_tag = cache_tag()
+        if torch.compiler.config.cache_key_tag != (tag := cache_tag()):
+            torch.compiler.reset()  # no guard of an earlier model's graphs in memory checks the kernels either
+            torch.compiler.config.cache_key_tag = tag
         configure_compiler(max_recompilations=_MOST_COMPILATIONS, max_recompilations_of_all=4 * _MOST_COMPILATIONS)
         functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
         for block in blocks:
