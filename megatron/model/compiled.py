@@ -72,6 +72,17 @@ def cache_tag() -> str:
     return "/".join([os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", ""), *kernels_in_use()])
 
 
+def separate_graphs() -> None:
+    """Take no graph with other kernels of attention, from the cache or from memory. Call it when they have been chosen.
+
+    No guard of a graph in memory checks the kernels: a second model in a process, or one that was built before the choice, would
+    run with those of the first.
+    """
+    if torch.compiler.config.cache_key_tag != (tag := cache_tag()):
+        torch.compiler.reset()
+        torch.compiler.config.cache_key_tag = tag
+
+
 @dataclass(frozen=True)
 class BlockCompiler:
     """How layers are compiled."""
@@ -108,7 +119,7 @@ class BlockCompiler:
         Args:
             device: that of the parameters in training; they may still be on the meta device.
         """
-        torch.compiler.config.cache_key_tag = cache_tag()
+        separate_graphs()
         configure_compiler(max_recompilations=_MOST_COMPILATIONS, max_recompilations_of_all=4 * _MOST_COMPILATIONS)
         functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
         for block in blocks:

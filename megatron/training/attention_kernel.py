@@ -13,6 +13,7 @@ from megatron.attention.timing import KernelChoice, choose_on_device
 from megatron.config.checks.speed import attention_call
 from megatron.config.config import Config
 from megatron.model.build import Model, model_dtype
+from megatron.model.compiled import separate_graphs
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
@@ -42,7 +43,7 @@ def choose_attention(config: Config, context: ParallelContext) -> tuple[KernelCh
         the choice, or None where nothing was measured; and what brings back the kernels that were in use before.
 
     Raises:
-        SetupError: the first rank lacks the memory for the tensors of one layer.
+        torch.OutOfMemoryError: on the first rank, which lacks the memory for the queries, keys and values of one layer.
     """
     kernels = kernels_to_time(attention_call(config, on_cuda=context.device.type == "cuda"))
     if config.speed.attention_backend != "auto" or not kernels:
@@ -55,7 +56,10 @@ def choose_attention(config: Config, context: ParallelContext) -> tuple[KernelCh
         return choose_on_device(kernels, inputs, config.model.attention_dropout)
 
     choice: KernelChoice = broadcast_object(together(context, measure), context.world)
-    return choice, use_backend("auto" if choice.kernel == "flash" else choice.kernel)
+    bring_back = use_backend("auto" if choice.kernel == "flash" else choice.kernel)
+    if config.speed.compile:
+        separate_graphs()  # a model that was built before has not been traced yet
+    return choice, bring_back
 
 
 def describe_attention(config: Config, model: Model, context: ParallelContext, choice: KernelChoice | None = None) -> str:

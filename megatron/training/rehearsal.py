@@ -126,11 +126,12 @@ def serve(request_end: int, answer_end: int) -> None:
     """Read a request from a pipe, and write the result or the reason of a failure to another. Hide CUDA devices first."""
     hide_devices()
     with os.fdopen(request_end, "rb") as pipe:
-        data = pipe.read()
-    if not data:  # the run has ended
-        return
+        try:
+            # Read until the pickle ends, not until the pipe does: a process that was forked later holds the other end too.
+            answer: Any = pickle.load(pipe)
+        except EOFError:  # the run has ended
+            return
     try:
-        answer: Any = pickle.loads(data)
         if not isinstance(answer, str):
             make, config = answer
             if problems := list(import_modules(config.training.imports)):

@@ -14,6 +14,7 @@ from megatron.attention.timing import AttentionStep, KernelChoice, choose_kernel
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.speed import SpeedConfig
+from megatron.model.compiled import BlockCompiler, cache_tag
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.attention_backends import AttentionCall, AttentionKernel, fastest, kernels_to_time
@@ -116,6 +117,17 @@ def test_nothing_is_timed_on_a_cpu_nor_where_a_kernel_is_named(monkeypatch: pyte
     monkeypatch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
     named = Config(model=CONFIG.model, speed=SpeedConfig(attention_backend="math"))
     assert attention_kernel.choose_attention(named, context)[0] is None
+
+
+def test_graphs_are_of_the_choice_even_if_the_model_was_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
+    monkeypatch.setattr(attention_kernel, "choose_on_device", lambda *_: KernelChoice("cudnn", {"flash": 2.0, "cudnn": 1.0}, {}))
+    BlockCompiler().compile([], CPU)
+    compiled = Config(model=CONFIG.model, speed=SpeedConfig(compile=True))
+    _, previous = attention_kernel.choose_attention(compiled, make_context(Topology(), 0, CPU))
+    tag, expected = torch.compiler.config.cache_key_tag, cache_tag()
+    previous()
+    assert tag == expected != cache_tag()
 
 
 class EventOfKernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.attention.backends import backend_in_use
 from megatron.model.compiled import BlockCompiler, cache_tag
@@ -18,6 +19,23 @@ def test_a_graph_of_another_kernel_of_attention_is_not_taken_from_the_cache() ->
             BlockCompiler().compile([], torch.device("cpu"))
             tags.append(torch.compiler.config.cache_key_tag)
     assert len(set(tags)) == 3
+
+
+def attend(q: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+@pytest.mark.usefixtures("compiles_before_forks")
+def test_a_second_model_in_a_process_gets_graphs_of_its_own_kernel() -> None:
+    """torch.compile takes a graph of the same function and compiler from memory, and its guards lack the kernel."""
+    q, names = torch.rand(1, 1, 8, 8), []
+    for backend in ("flash", "math"):
+        with backend_in_use(backend), torch.profiler.profile() as profile:  # type: ignore[arg-type]
+            compiler = BlockCompiler(backend="aot_eager")
+            compiler.compile([], q.device)
+            compiler.compiled(attend)(q)
+        names.append({event.name for event in profile.events() if "_flash_attention" in event.name})
+    assert names[0] and not names[1]
 
 
 def test_the_tag_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:

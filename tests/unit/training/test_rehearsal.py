@@ -23,6 +23,7 @@ from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments
 
 H200_BYTES = 150_754_820_099  # an odd number, which a sloppy conversion to GB and back would change
+LONGER_THAN_A_PIPE = 1 << 20
 DEVICE_CALLS = ("is_available", "device_count", "get_device_properties", "get_device_name", "_lazy_init", "current_device")
 
 
@@ -68,6 +69,10 @@ def program(config: Config, job: DryRun, vocab_size: int) -> str:
     return sys.argv[0]
 
 
+def long_answer(config: Config, job: DryRun, vocab_size: int) -> str:
+    return "x" * LONGER_THAN_A_PIPE
+
+
 @pytest.mark.usefixtures("_one_gpu")
 def test_the_plan_is_of_the_device_that_the_run_has() -> None:
     plan = plan_of(settings())
@@ -98,6 +103,15 @@ def test_each_of_two_plans_is_made() -> None:
         rehearsal.begin(settings())
     first, second = (rehearsal.plan(lone_rank()) for rehearsal in both)
     assert isinstance(first, Plan) and isinstance(second, tuple)
+
+
+def test_a_plan_does_not_wait_for_a_later_one() -> None:
+    """The later process holds the pipe of the earlier one's request. An answer longer than a pipe would make all three wait."""
+    config = settings(device="cpu")
+    both: list[Rehearsal[Any]] = [Rehearsal(program), Rehearsal(long_answer)]
+    for rehearsal in both:
+        rehearsal.begin(config)
+    assert [rehearsal.plan(lone_rank()) for rehearsal in both] == [sys.argv[0], "x" * LONGER_THAN_A_PIPE]
 
 
 @pytest.mark.usefixtures("_one_gpu")
