@@ -109,7 +109,7 @@ def test_a_node_that_is_asked_to_stop_is_no_success_for_the_others(tmp_path: Pat
             file.close()
 
 
-@pytest.mark.parametrize("module", ["yaml", "torch.cuda", "megatron.training.loop"])
+@pytest.mark.parametrize("module", ["megatron.config.config", "torch.cuda", "megatron.training.loop"])
 def test_ctrl_c_while_starting_leaves_no_traceback(module: str) -> None:
     """When a module has been imported: among those of the settings, of torch, and of the run."""
     words = [sys.executable, "-X", "importtime", str(ROOT / SCRIPT), *arguments(train_iters=10**6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -100,7 +101,8 @@ def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_pat
 
     def lacks_matplotlib(rank: int) -> None:
         sys.modules["matplotlib"] = None  # type: ignore[assignment]
-        setattr(loss_picture.importlib.util, "find_spec", lambda *_: None)  # type: ignore[attr-defined]  # noqa: B010
+        search = importlib.util.find_spec
+        setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else search(name))  # noqa: B010
 
     said_2 = run(arguments(train_iters=2, save=tmp_path / "two", no_loss_picture=False), before=lacks_matplotlib)
     assert said_2.count(f"loss.png needs matplotlib, which is not installed: {how_to_install('matplotlib')}") == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from megatron.attention import backends
 from megatron.attention.backends import attention_kernel, backend_in_use, chosen_kernel, keeps_probabilities, kernels_in_use
 from megatron.attention.core import as_samples, core_attention
 from megatron.model.key_value_cache import KeyValueCache
@@ -72,7 +73,7 @@ def test_the_cpu_says_where_no_kernel_is_left() -> None:
     ],
 )
 def test_every_answer_of_torch_has_a_name(monkeypatch: pytest.MonkeyPatch, backend: SDPBackend, words: str | None) -> None:
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: backend.value)
+    monkeypatch.setattr(backends, "fused_sdp_choice", lambda *_, **__: backend.value)
     q = torch.zeros(B, 4, S, 8)
     assert chosen_kernel(q, q, q, 0.0, grouped=False) == words
 
@@ -81,7 +82,7 @@ def test_a_gpu_that_lacks_a_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*_: object, **__: object) -> int:
         raise RuntimeError("No available kernel. Aborting execution.")
 
-    monkeypatch.setattr(torch, "_fused_sdp_choice", refuse)
+    monkeypatch.setattr(backends, "fused_sdp_choice", refuse)
     q = torch.zeros(B, 4, S, 8)
     assert chosen_kernel(q, q, q, 0.0, grouped=False) is None
 
