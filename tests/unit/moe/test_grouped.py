@@ -120,11 +120,14 @@ def test_as_many_launches_for_many_experts_as_for_few(experts: int, monkeypatch:
     x = torch.empty(sum(counts), 32, dtype=torch.bfloat16, device="meta")
     for _ in range(2):
         out = grouped_linear(x, weight, counts)
-        with Launches() as launches, host_waits() as waits:
+        with Launches() as launches:
             torch.autograd.backward(out, torch.empty_like(out))
-        assert not waits, waits
         assert launches.by_name["aten::_grouped_mm"] == 1, "the input needs no gradient"
         assert launches.total <= 6, launches.by_name
+    out = grouped_linear(x, weight, counts)
+    with host_waits() as waits:  # by itself: it answers what has run before, which no outer count would see
+        torch.autograd.backward(out, torch.empty_like(out))
+    assert not waits, waits
     grouped_bytes = experts * 64 * 32 * 2
     monkeypatch.setattr(grouped, "GROUPED_BYTES", grouped_bytes // 4)
     with Launches() as launches:
