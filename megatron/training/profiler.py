@@ -88,7 +88,7 @@ class StepProfiler:
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
             record_memory_history(max_entries=_MEMORY_EVENTS)
-        self._profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
         self._profile.start()
 
     def _finish(self) -> None:

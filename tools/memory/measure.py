@@ -89,7 +89,7 @@ def measured_step(step: TrainStep, batch: Sequence[ModelInputs]) -> Measured:
     marks = _Marks(step)
     # What is moved to host memory is not on the device: here the allocator would see both.
     step.executor.host.allocate = lambda size: torch.from_numpy(np.empty(size, dtype=np.uint8))  # type: ignore[method-assign]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step.gradients(batch)
     marks.remove()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
