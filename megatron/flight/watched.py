@@ -29,7 +29,7 @@ from megatron.flight.watcher import CALLS_SUFFIX, STACKS, Orders
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.meeting import own_address
-from megatron.parallel.torch_private import flight_recorder_dump, get_default_store
+from megatron.parallel.torch_private import flight_recorder_dumps, get_default_store
 from megatron.spec.operations import Op
 
 _MEMORY, _PREFIX = "/dev/shm", "flight-"
@@ -185,10 +185,12 @@ def _obey(record: FlightRecord) -> None:
 
 
 def _write_trace(path: Path) -> None:
-    """Write the trace of torch's flight recorder: the last calls of NCCL's groups, and where it has no NCCL of gloo's."""
-    dump = flight_recorder_dump()
-    if dump is not None:
+    """Write the trace of torch's flight recorder: the last calls of NCCL's groups, or those of gloo if NCCL has made none."""
+    for dump in flight_recorder_dumps():
         with suppress(RuntimeError, OSError):
-            new = path.with_suffix(".new")
-            new.write_bytes(dump())
-            new.replace(path)
+            trace = dump()
+            if json.loads(trace).get("entries"):
+                new = path.with_suffix(".new")
+                new.write_bytes(trace)
+                new.replace(path)
+                return

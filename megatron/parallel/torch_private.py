@@ -142,17 +142,17 @@ def is_in_bad_fork() -> bool:
 
 
 @functools.cache
-def flight_recorder_dump() -> Function | None:
-    """Return the function that gives the trace of torch's flight recorder in JSON; None if this torch has none.
+def flight_recorder_dumps() -> tuple[Function, ...]:
+    """Return the functions that give the traces of torch's flight recorders in JSON: of NCCL, and of gloo on the CPU.
 
-    The recorder of NCCL is preferred; a build without NCCL records the calls of gloo.
+    A torch without NCCL has only the second, and one may have none.
     """
-    recorder = getattr(torch._C, "_distributed_c10d", None)
-    dumps = (getattr(recorder, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr"))
-    return next((dump for dump in dumps if dump is not None), None)
+    recorders = getattr(torch._C, "_distributed_c10d", None)
+    dumps = (getattr(recorders, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr"))
+    return tuple(dump for dump in dumps if dump is not None)
 
 
-if flight_recorder_dump() is None:
+if not flight_recorder_dumps():
     _missing.append(("torch._C._distributed_c10d._dump_fr_trace_json", "the last collective calls of a hung rank"))
 
 
