@@ -292,6 +292,8 @@ def test_the_page_has_the_tables() -> None:
     cells = ["8b (8 layers)", "eager", "100.0", "90.0", "0.900", "123,456", "432.1", "43.2%", "43.2%", "41.23", "41.00", "41.23"]
     assert f"| {' | '.join(cells)} | cudnn (plain: flash) |" in text
     assert "| varlen | fail | the reason |" in text and text.count("```text") == 2
+    on_cpu = report.markdown({**_full_report(), "device": "cpu"})
+    assert "tokens/s" not in on_cpu and "```" not in on_cpu and "| speed-8b | pass |  |" in on_cpu, "times of a CPU say nothing"
 
 
 # ---- the command line

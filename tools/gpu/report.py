@@ -140,16 +140,21 @@ def _state_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def markdown(report: Report) -> str:
-    """Return the report as tables, below a line that says what it was measured on."""
+    """Return the report as tables, below a line that says what it was measured on.
+
+    Figures of speed on a CPU, of tiny models, would mislead: there is only the table of states and of figures without times.
+    """
     head = f"{report['device_name']}, torch {report['torch']}, {report['date']} (`--device {report['device']}`): "
     parts = [head + count_states(report["checks"]) + "."]
-    if len(table := speed_table(report)) > 1:
+    on_gpu = report["device"] != "cpu"
+    if on_gpu and len(table := speed_table(report)) > 1:
         parts += ["", _markdown_row(table[0]), "|---" * len(table[0]) + "|", *map(_markdown_row, table[1:])]
-    for data in (result["data"] for result in report["checks"] if "profile" in result["data"]):
+    for data in (result["data"] for result in report["checks"] if on_gpu and "profile" in result["data"]):
         parts += ["", "```text", *format_profile(f"{data['model']}, eager", data["profile"], _PROFILE_ROWS), "```"]
     parts += ["", "| check | state | figure | seconds |", "|---|---|---|---|"]
     for result in report["checks"]:
-        text = " ".join((result["figure"] or result["message"]).replace("|", "/").split())
+        is_timed = bool(result["data"].get("rows")) or "profile" in result["data"]
+        text = " ".join((result["figure"] or result["message"]).replace("|", "/").split()) if on_gpu or not is_timed else ""
         parts.append(f"| {result['name']} | {result['state']} | {text} | {result['seconds']:.0f} |")
     return "\n".join(parts)
 
