@@ -310,10 +310,11 @@ def goes_on(program: str, config: Config, world_size: int) -> bool:
     if pid == 0:
         code = 0
         with suppress(BaseException):  # what else goes wrong, the ranks will say better
-            from megatron.parallel.forks import cuda_is_lost
+            from megatron.parallel.forks import has_lost_devices
             from megatron.training.ahead import misfit_ahead
 
-            words = _CUDA_WAS_USED if cuda_is_lost() else misfit_ahead(config, world_size)
+            lacks_cuda = config.parallel.device != "cpu" and has_lost_devices()
+            words = _CUDA_WAS_USED if lacks_cuda else misfit_ahead(config, world_size)
             if words is not None:
                 code = REFUSED
                 sys.stderr.write(f"{os.path.basename(program)}: {words}\n")

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.runs import arguments, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,12 +92,15 @@ def test_a_run_forks_nothing_after_it_has_asked_cuda(tmp_path: Path) -> None:
     assert "planned: the fullest rank takes" in said and "without a plan" not in said and "not foretold: R" not in said, said
 
 
-def test_the_supervisor_refuses_a_module_that_uses_cuda_when_it_is_imported(tmp_path: Path) -> None:
-    """Its ranks would be forks without CUDA."""
+@pytest.mark.parametrize(("gpus", "device", "is_refused"), [(1, "auto", True), (1, "cpu", False), (0, "auto", False)])
+def test_the_supervisor_refuses_a_module_that_uses_cuda_when_it_is_imported(
+    gpus: int, device: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """Its ranks would be forks without CUDA. On a CPU they need none."""
     module = tmp_path / "mine.py"
-    module.write_text("import torch\n\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    module.write_text(f"import torch\n\ntorch.cuda._is_in_bad_fork = lambda: True\ntorch.cuda.device_count = lambda: {gpus}\n")
     words = ["-m", "megatron.resilience.supervisor", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt.py")]
-    argv = arguments(train_iters=1, imports=module, load=tmp_path / "none")
+    argv = arguments(train_iters=1, imports=module, load=tmp_path / "none", device=device)
     done = subprocess.run([sys.executable, *words, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "pretrain_gpt.py: a module of --imports uses CUDA while it is imported" in done.stderr
+    assert done.returncode == (2 if is_refused else 0), done.stderr
+    assert ("pretrain_gpt.py: a module of --imports uses CUDA while it is imported" in done.stderr) == is_refused
