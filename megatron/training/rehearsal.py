@@ -29,7 +29,7 @@ from megatron.config.module_start import module_start
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.forks import cuda_is_lost, hide_devices
+from megatron.parallel.forks import has_lost_devices, hide_devices
 from megatron.planner.dry_run import make_plan
 from megatron.planner.fit import memory_limit, with_fit_advice, with_least_layers
 from megatron.planner.plan import Plan
@@ -112,7 +112,7 @@ def _start_child() -> tuple[int, BinaryIO, BinaryIO]:
     try:
         os.close(request)
         os.close(answer)
-        if cuda_is_lost():
+        if has_lost_devices():
             for end in (request_end, answer_end):
                 os.set_inheritable(end, True)
             command, environment = module_start("megatron.training.rehearsal_child", request_end, answer_end)

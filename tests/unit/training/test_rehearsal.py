@@ -135,6 +135,7 @@ def test_where_cuda_was_used_before_a_fresh_process_plans() -> None:
     def rank(_: int) -> list[object]:
         owner = os.getpid()
         torch.cuda._is_in_bad_fork = lambda: os.getpid() != owner
+        torch.cuda.device_count = lambda: 1
         found = []
         for make in (full_plan, program):
             rehearsal: Rehearsal[object] = Rehearsal(make)
