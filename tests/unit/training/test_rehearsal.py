@@ -43,6 +43,7 @@ def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in DEVICE_CALLS:
         monkeypatch.setattr(torch.cuda, name, answers(None))
     monkeypatch.setattr(torch.cuda, "is_available", answers(True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # it asks the driver's library, which survives a fork
     monkeypatch.setattr(torch.cuda, "get_device_properties", answers(SimpleNamespace(total_memory=H200_BYTES)))
     monkeypatch.setattr(torch.cuda, "get_device_name", answers("NVIDIA H200"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
