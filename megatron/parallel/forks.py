@@ -13,17 +13,12 @@ import torch
 from megatron.parallel.torch_private import is_in_bad_fork
 
 
-def cuda_is_lost() -> bool:
-    """Return whether this process is a fork of one that had called CUDA's runtime. Without CUDA it is False."""
-    return is_in_bad_fork()
-
-
 def has_lost_devices() -> bool:
-    """Return whether this machine has CUDA devices that this process cannot use, because it is such a fork.
+    """Return whether this machine has CUDA devices that this process cannot use, as a fork of one that had called CUDA's runtime.
 
-    Counting asks the driver's library (NVML), which survives a fork.
+    Counting the devices asks the driver's library (NVML), which survives a fork.
     """
-    return cuda_is_lost() and torch.cuda.device_count() > 0
+    return is_in_bad_fork() and torch.cuda.device_count() > 0
 
 
 def hide_devices() -> None:
