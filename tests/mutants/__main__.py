@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutants.mutations import KINDS, Mutation, draw, mutations_of
-from tests.mutants.trial import Copy, Trial, read_test_table
+from tests.mutants.pool import run_all
+from tests.mutants.trial import Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -41,7 +40,6 @@ PACKAGES = (
     "checkpoint",
 )
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
-_RETESTED = "tests/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,10 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     reasons = equivalents()
     trials: dict[str, Trial] = {}
     by_identity = {mutation.identity: mutation for mutation in mutants}
-    for trial in run_all(mutants, earlier, args.workers):
+    for trial in run_all(ROOT, mutants, earlier, args.workers):
         trials[trial.identity] = trial
         mutation = by_identity[trial.identity]
-        outcome = f"found by {trial.by}" if trial.killed else "equivalent" if trial.identity in reasons else "SURVIVES"
+        outcome = (
+            f"found by {trial.by or trial.error}" if trial.killed else "equivalent" if trial.identity in reasons else "SURVIVES"
+        )
         print(
             f"{len(trials)}/{len(mutants)} {trial.identity} {mutation.path}:{mutation.line} {mutation.kind}: {outcome}", flush=True
         )
@@ -76,46 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(mutation.diff((ROOT / mutation.path).read_text()))
     print(f"\n{table(mutants, trials, set(reasons))}")
     return 1 if survivors else 0
-
-
-def run_all(mutants: Sequence[Mutation], earlier: dict[str, Trial], workers: int) -> Iterator[Trial]:
-    """Run the tests of every mutant, in several copies of the repository at a time.
-
-    Args:
-        earlier: trials of an earlier run; the test that found a mutant there runs first.
-    """
-    tests = read_test_table(ROOT)
-    context = multiprocessing.get_context("spawn")
-    queue, done = context.Queue(), context.Queue()
-    for mutation in mutants:
-        known = earlier.get(mutation.identity)
-        first = [known.by] if known is not None and known.by.startswith(_RETESTED) else []
-        queue.put((mutation, first, tests[mutation.package]))
-    for _ in range(workers):
-        queue.put(None)
-    processes = [context.Process(target=_work, args=(queue, done)) for _ in range(workers)]
-    for process in processes:
-        process.start()
-    for _ in mutants:
-        yield done.get()
-    for process in processes:
-        process.join()
-
-
-def _work(queue: multiprocessing.Queue, done: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
-    """Run mutants from a queue until it holds None. What all tests import is imported once, before the forks."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import torch._dynamo  # noqa: F401
-    import transformers  # noqa: F401
-
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Copy(ROOT, Path(folder))
-        while (job := queue.get()) is not None:
-            mutation, first, tests = job
-            trial = copy.run(mutation, first) if first else None
-            done.put(trial if trial is not None and trial.killed else copy.run(mutation, tests))
 
 
 def equivalents() -> dict[str, str]:

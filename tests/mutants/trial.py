@@ -24,7 +24,7 @@ TIMEOUT = 900.0
 _TEST_TIMEOUT = 120
 """The same for a single test."""
 _HERE = str(Path(__file__).resolve().parents[2])
-_SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S+.*?)(?: - |$)", re.MULTILINE)
+_SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Trial:
     identity: str
     killed: bool
     by: str
-    """The test that failed first, or why the run ended; empty for a survivor."""
+    """The test that failed first; empty for a survivor, and for a run that ended without a summary."""
+    error: str
+    """The first line of its error."""
     seconds: float
 
 
@@ -83,13 +85,13 @@ class Copy:
         try:
             path.write_text(mutation.apply(source))
             compiled.unlink(missing_ok=True)  # a cache is valid for one second and one size, which two mutants can share
-            killed, by = self._pytest(tests)
+            killed, by, error = self._pytest(tests)
         finally:
             path.write_text(source)
             compiled.unlink(missing_ok=True)
-        return Trial(mutation.identity, killed, by, time.monotonic() - began)
+        return Trial(mutation.identity, killed, by, error, time.monotonic() - began)
 
-    def _pytest(self, tests: Sequence[str]) -> tuple[bool, str]:
+    def _pytest(self, tests: Sequence[str]) -> tuple[bool, str, str]:
         output = self.root.parent / "output"
         child = os.fork()
         if child == 0:
@@ -104,13 +106,13 @@ class Copy:
             os.killpg(child, signal.SIGKILL)
         if not done:
             os.waitpid(child, 0)
-            return True, f"not done after {TIMEOUT:g} s"
+            return True, "", f"not done after {TIMEOUT:g} s"
         code = os.waitstatus_to_exitcode(status)
         text = output.read_text(errors="replace")
         if code == 0:
-            return False, ""
+            return False, "", ""
         failed = _SUMMARY.search(text)
-        return True, failed[1] if failed else f"pytest ended with {code}: {text[-300:]}"
+        return (True, failed[1], failed[2] or "") if failed else (True, "", f"pytest ended with {code}: {text[-300:]}")
 
 
 def _live(root: Path, output: Path, tests: Sequence[str]) -> None:
