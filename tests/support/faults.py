@@ -25,13 +25,15 @@ Replaced = tuple[str, str]
 
 
 class FaultyFunction(NamedTuple):
-    """A function of the framework, and the code that it gets."""
+    """A function of the framework that gets other code."""
 
     module: str
     name: str
     """With the classes around it."""
-    code: bytes
+    faulty: bytes
     """Marshalled, as a code object cannot be pickled."""
+    right: bytes
+    """The code that the source gives it. A process that is forked while a fault is planted has that code from nowhere else."""
 
 
 def faulty_functions(replaced: Sequence[Replaced]) -> list[FaultyFunction]:
@@ -57,12 +59,16 @@ def _texts() -> dict[Path, str]:
 
 def _differing(path: Path, before: str, after: str) -> Iterator[FaultyFunction]:
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    whole = compile(after, str(path), "exec", dont_inherit=True)
+    whole = [compile(text, str(path), "exec", dont_inherit=True) for text in (after, before)]
     for name in _differing_names(ast.parse(before).body, ast.parse(after).body):
-        code = whole
-        for part in name.split("."):
-            (code,) = [each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part]
-        yield FaultyFunction(module, name, marshal.dumps(code))
+        yield FaultyFunction(module, name, *(marshal.dumps(_code(code, name)) for code in whole))
+
+
+def _code(code: types.CodeType, name: str) -> types.CodeType:
+    """The code of a function in that of its module."""
+    for part in name.split("."):
+        (code,) = [each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part]
+    return code
 
 
 def _differing_names(before: Sequence[ast.stmt], after: Sequence[ast.stmt], around: str = "") -> Iterator[str]:
@@ -87,15 +93,14 @@ def planted(faulty: Sequence[FaultyFunction]) -> Iterator[None]:
     What the framework's functions keep of earlier calls is forgotten before and afterwards: it may be of the other code.
     """
     functions = [_function(each) for each in faulty]
-    codes = [function.__code__ for function in functions]
     try:
         for function, each in zip(functions, faulty, strict=True):
-            function.__code__ = marshal.loads(each.code)
+            function.__code__ = marshal.loads(each.faulty)
         _forget_calls()
         yield
     finally:
-        for function, code in zip(functions, codes, strict=True):
-            function.__code__ = code
+        for function, each in zip(functions, faulty, strict=True):
+            function.__code__ = marshal.loads(each.right)
         _forget_calls()
 
 
