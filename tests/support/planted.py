@@ -18,7 +18,7 @@ from tests.support.warm import RankPool
 from tools import verify_layout
 
 FLAGS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 12 --lr 1e-2 "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 "
     "--train-iters 100 --eval-iters 1 --data-path /nowhere/corpus --tokenizer-type NullTokenizer --vocab-size 127 "
     "--make-vocab-size-divisible-by 8"
 )
