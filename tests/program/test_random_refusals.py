@@ -26,7 +26,7 @@ def test_what_is_refused_is_told_with_valid_suggestions(line: CommandLine) -> No
         check_refusal(line, error)
 
 
-@settings(suppress_health_check=list(HealthCheck), max_examples=100)
+@settings(suppress_health_check=list(HealthCheck))
 @given(wild_lines())
 def test_no_text_and_no_world_breaks_the_rules(line: CommandLine) -> None:
     """Every flag with any text: settings, or problems in words; nothing else is raised, and nothing is told on the screen."""
@@ -42,9 +42,9 @@ def test_no_text_and_no_world_breaks_the_rules(line: CommandLine) -> None:
 
 
 def test_every_flag_with_every_word(full: bool) -> None:
-    """In a line that is otherwise good."""
+    """In a line that is otherwise good. In the quick run every flag with some words, and every word with some flags."""
     cases = [(flag, word) for flag in flags().values() for word in WORDS]
-    for flag, word in cases if full else cases[::11]:
+    for flag, word in cases if full else cases[::29]:
         words = [word] * (flag.count or 1)
         with contextlib.suppress(ConfigError):
             load([*argv(""), f"--{flag.name}", *words], 24)

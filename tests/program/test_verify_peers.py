@@ -91,7 +91,7 @@ REPORTS = (
         "Each microbatch adds its whole auxiliary loss, so that it weighs as many times as there are microbatches.",
         Fault(
             (("everywhere = microbatches * self.context.data_group.size", "everywhere = self.context.data_group.size"),),
-            f"--world-size 2 {EXPERTS}",
+            f"--world-size 2 --global-batch-size 8 {EXPERTS}",
             "gradient",
             ROUTER,
             None,

@@ -1,170 +1,126 @@
-"""Faults planted in the source of modules, in a forked child that imports them anew.
+"""Faults planted in functions of the framework, for as long as a `with` block lasts.
 
-The child has torch already, and of ours all modules that have nothing to do with a fault; their users come from compiled files.
-Nothing is copied, and this process keeps the modules that it has.
+A function that is there gets the code that the changed source gives it. So nothing is imported anew, ranks that stay from call to
+call can have a fault too, and behind the block everything is as it was before.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import os
-import re
-import signal
+import importlib
+import inspect
+import marshal
 import sys
-import tempfile
-import time
-import traceback
 import types
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple
 
-import torch
-
-from megatron.verification.local_ranks import die_with, kill_group
-from tests.support.cli import ROOT, forget_children
+from tests.support.cli import ROOT
 
 Replaced = tuple[str, str]
-"""A text that stands once in `megatron/`, and what takes its place."""
-_PACKAGES = ("megatron", "tools")
+"""A text that stands once in `megatron/`, within a function, and what takes its place."""
 
 
-def run_with_faults(module: str, argv: Sequence[str], replaced: Sequence[Replaced], *, timeout: float = 240.0) -> tuple[int, str]:
-    """Call `main(argv)` of a module in a child in which the texts are replaced.
+class FaultyFunction(NamedTuple):
+    """A function of the framework that gets other code."""
 
-    Returns:
-        the exit status, and what was printed on either stream.
+    module: str
+    name: str
+    """With the classes around it."""
+    faulty: bytes
+    """Marshalled, as a code object cannot be pickled."""
+    right: bytes
+    """The code that the source gives it. A process that is forked while a fault is planted has that code from nowhere else."""
+
+
+def faulty_functions(replaced: Sequence[Replaced]) -> list[FaultyFunction]:
+    """Every function that differs where all texts are replaced.
 
     Raises:
-        AssertionError: a text is not there once.
-        TimeoutError: the child was not done in time; it is killed.
+        AssertionError: a text is not there once, or not within a function.
     """
-    sources = faulty_sources(replaced)
-    users = _users_of({_name_of(path) for path in sources})
-    with tempfile.TemporaryFile() as output:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread
-            child = os.fork()
-        if child == 0:
-            _live(parent, output.fileno(), module, argv, sources, users)
-        status = _wait(child, timeout)
-        output.seek(0)
-        return status, output.read().decode()
-
-
-def faulty_sources(replaced: Sequence[Replaced]) -> dict[Path, str]:
-    """The source of each file that holds a text, with all its texts replaced."""
-    texts = {path: path.read_text() for path in (ROOT / "megatron").rglob("*.py")}
-    found: dict[Path, str] = {}
+    texts = _texts()
+    changed: dict[Path, str] = {}
     for old, new in replaced:
         holders = [path for path, text in texts.items() for _ in range(text.count(old))]
         assert len(holders) == 1, f"the text that a fault replaces stands {len(holders)} times in megatron/: {old}"
-        found[holders[0]] = found.get(holders[0], texts[holders[0]]).replace(old, new)
-    return found
+        assert not holders[0].is_relative_to(ROOT / "megatron/config"), "what settings have come to is kept"
+        changed[holders[0]] = changed.get(holders[0], texts[holders[0]]).replace(old, new)
+    return [found for path, text in changed.items() for found in _differing(path, texts[path], text)]
 
 
 @functools.cache
-def _imported() -> dict[str, set[str]]:
-    """The modules of ours that the source of each of them imports, anywhere in it."""
-    statement = re.compile(r"^\s*(?:from ([\w.]+) import (\([^)]*\)|.*)|import ([\w.]+))", re.MULTILINE)
-    found: dict[str, set[str]] = {}
-    for path in (path for package in _PACKAGES for path in (ROOT / package).rglob("*.py")):
-        names = found[_name_of(path)] = set()
-        for package, members, module in statement.findall(path.read_text()):
-            names |= {package or module, *(f"{package}.{member}" for member in re.findall(r"\w+", members))}
+def _texts() -> dict[Path, str]:
+    """The source of each file of the framework."""
+    return {path: path.read_text() for path in (ROOT / "megatron").rglob("*.py")}
+
+
+def _differing(path: Path, before: str, after: str) -> Iterator[FaultyFunction]:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    whole = [compile(text, str(path), "exec", dont_inherit=True) for text in (after, before)]
+    for name in _differing_names(ast.parse(before).body, ast.parse(after).body):
+        yield FaultyFunction(module, name, *(marshal.dumps(_code(code, name)) for code in whole))
+
+
+def _code(code: types.CodeType, name: str) -> types.CodeType:
+    """The code of a function in that of its module."""
+    for part in name.split("."):
+        (code,) = [each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part]
+    return code
+
+
+def _differing_names(before: Sequence[ast.stmt], after: Sequence[ast.stmt], around: str = "") -> Iterator[str]:
+    """Names of the functions that differ in two forms of the same statements, with the classes around them."""
+    for old, new in zip(before, after, strict=True):
+        if ast.dump(old) == ast.dump(new):
+            continue
+        assert isinstance(old, ast.ClassDef | ast.FunctionDef) and isinstance(new, ast.ClassDef | ast.FunctionDef), ast.dump(new)
+        bodies, name = (old.body, new.body), f"{around}{old.name}"
+        old.body = new.body = []
+        assert ast.dump(old) == ast.dump(new), f"{name} differs in more than its body, which is not planted"
+        if isinstance(old, ast.ClassDef):
+            yield from _differing_names(*bodies, f"{name}.")
+        else:
+            yield name
+
+
+@contextlib.contextmanager
+def planted(faulty: Sequence[FaultyFunction]) -> Iterator[None]:
+    """Give functions of this process their faulty code, until the block ends.
+
+    What the framework's functions keep of earlier calls is forgotten before and afterwards: it may be of the other code.
+    """
+    functions = [_function(each) for each in faulty]
+    try:
+        for function, each in zip(functions, faulty, strict=True):
+            function.__code__ = marshal.loads(each.faulty)
+        _forget_calls()
+        yield
+    finally:
+        for function, each in zip(functions, faulty, strict=True):
+            function.__code__ = marshal.loads(each.right)
+        _forget_calls()
+
+
+def _function(faulty: FaultyFunction) -> types.FunctionType:
+    """The function in this process, without what decorates it."""
+    found: Any = importlib.import_module(faulty.module)
+    for part in faulty.name.split("."):
+        found = vars(found)[part]
+    if isinstance(found, property):
+        found = found.fget
+    found = inspect.unwrap(found.func if isinstance(found, functools.cached_property) else found)
+    assert isinstance(found, types.FunctionType) and found.__qualname__ == faulty.name
     return found
 
 
-def _name_of(path: Path) -> str:
-    """The dotted name of the module in a file."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _users_of(faulty: set[str]) -> set[str]:
-    """These modules, and all that import one of them or of their users."""
-    users = {name for name, imported in _imported().items() if not imported.isdisjoint(faulty)}
-    return faulty if users <= faulty else _users_of(faulty | users)
-
-
-class _FaultFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules that have a fault, before anybody else does."""
-
-    def __init__(self, sources: dict[Path, str]) -> None:
-        self._sources = sources
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module of ours that has one."""
-        file = ROOT / (fullname.replace(".", "/") + ".py")
-        if file not in self._sources:
-            return None
-        return importlib.util.spec_from_file_location(fullname, file, loader=_FaultLoader(fullname, str(file), self._sources[file]))
-
-
-class _FaultLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the source that it is given; what is compiled is kept nowhere."""
-
-    def __init__(self, fullname: str, path: str, source: str) -> None:
-        super().__init__(fullname, path)
-        self._source = source
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        """The code of the given source."""
-        return compile(self._source, self.path, "exec", dont_inherit=True)
-
-
-def _live(parent: int, output: int, module: str, argv: Sequence[str], sources: dict[Path, str], users: set[str]) -> NoReturn:
-    """Life of the child.
-
-    Args:
-        sources: that have a fault.
-        users: modules that are imported anew.
-    """
-    status = 70
-    try:
-        os.setpgid(0, 0)
-        die_with(parent, signal.SIGKILL)
-        forget_children()
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)  # pytest has its own
-        torch.set_num_threads(1)
-        for name in sorted(users & {*sys.modules}, reverse=True):
-            package, _, last = name.rpartition(".")
-            vars(sys.modules[package]).pop(last, None)  # or `from package import last` would find it there
-            del sys.modules[name]
-        sys.meta_path.insert(0, _FaultFinder(sources))
-        status = importlib.import_module(module).main(argv)
-    except BaseException:  # noqa: BLE001, the child ends here whatever it is
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _wait(child: int, timeout: float) -> int:
-    """The exit status."""
-    deadline = time.monotonic() + timeout
-    pause = 0.01
-    try:
-        while True:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not done after {timeout:g} s")
-            time.sleep(pause)
-            pause = min(0.1, 1.5 * pause)
-    except BaseException:
-        kill_group(child)
-        os.waitpid(child, 0)
-        raise
+def _forget_calls() -> None:
+    """Clear all `functools.cache` of the framework's modules, but of the flags, which take a while to make and have no faults."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("megatron.") and not name.startswith("megatron.config."):
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()

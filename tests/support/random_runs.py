@@ -14,9 +14,9 @@ from megatron.config.flags import flag_of
 from megatron.parallel.topology import Topology
 from megatron.training.progress import BatchSizePlan
 from megatron.verification.diagnosis import diagnose
-from megatron.verification.prove import prove
 from tests.support.random_configs import CommandLine
 from tests.support.random_starts import rehearse, start
+from tests.support.verify_observations import prove_warm
 
 _MOST_TOLD = 2000  # characters, of both ends of a message
 _WORLD = re.compile(r"world size (\d+)")
@@ -84,7 +84,7 @@ def compare(config: Config, world_size: int, timeout: float) -> None:
     Raises:
         AssertionError: something differs.
     """
-    found = diagnose(prove(config, world_size, timeout=timeout))
+    found = diagnose(prove_warm(config, world_size, timeout=timeout))
     assert found.equal, "\n".join(finding.line() for finding in found.findings)
 
 

@@ -29,14 +29,16 @@ STAGES = "--pipeline-model-parallel-size 2"
 DATA = ""
 
 
-def prove_warm(config: Config, world_size: int, *, steps: int | None = None, dropout: bool = True) -> Observation:
+def prove_warm(
+    config: Config, world_size: int, *, steps: int | None = None, dropout: bool = True, timeout: float = 240.0
+) -> Observation:
     """`prove`, on ranks that stay (so nothing may be patched for them) and with the reference in this process."""
 
     def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float, init: bool = True) -> list[Any]:
         return run_warm_ranks(world_size, function, *args, timeout=timeout) if init else [function(0, *args)]
 
     with patch("megatron.verification.prove.run_ranks", run):
-        return prove(config, world_size, steps=steps, dropout=dropout)
+        return prove(config, world_size, steps=steps, dropout=dropout, timeout=timeout)
 
 
 @functools.cache
