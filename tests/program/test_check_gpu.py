@@ -63,8 +63,8 @@ def in_lasting(lasting: session.Worker, monkeypatch: pytest.MonkeyPatch) -> None
 SMALL_SCRIPT = "rank-8gpu_llama_7b"
 """A check of a launch script that is planned in half a second."""
 FULLEST = {SMALL_SCRIPT: (0, 8, 1), "rank-16nodes_long_llama_70b": (64, 128, 2), "rank-256gpu_deepseek_v3": (19, 256, 61)}
-"""The rank of a launch script that takes most memory, the number of ranks, and layers of the small model. The small models of the last two scripts need care:
-64 ranks share a sequence, and a layout names all layers."""
+"""The rank of a launch script that takes most memory, the number of ranks, and the layers of the small model. The small models of
+the last two scripts need care: 64 ranks share a sequence, and a layout names all layers."""
 
 
 @pytest.mark.usefixtures("in_lasting")
