@@ -82,7 +82,7 @@ def quick_start(command: str, folder: Path, full: bool) -> None:
     if not full:
         write_program(folder / "python", SMALLER.format(python=warm_python()))
         (folder / "data").mkdir()
-        write_corpus(ROOT / "megatron", folder / "data/corpus.jsonl")
+        write_corpus(ROOT / "megatron/training", folder / "data/corpus.jsonl")
     said = shell(f"{command} --short --folder {shlex.quote(str(folder / 'data'))}", folder)
     assert "resuming from" in said
     first, last = re.search(r"training loss (8\.\d+) at iteration 1, ([4-8]\.\d+) at iteration 16", said).groups()  # type: ignore[union-attr]
