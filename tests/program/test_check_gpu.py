@@ -10,33 +10,77 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.verification.local_ranks import run_ranks
 from tests.support.cli import ROOT
 from tools import check_gpu
 from tools.gpu import processes, report, session
 from tools.gpu.checks import CHECKS, LAYOUTS, SCRIPTS, Check
+from tools.gpu.context import CheckContext
+from tools.gpu.jobs import random_batch, run_without_messages, train_step_of
 from tools.gpu.processes import MarkedProcess
+from tools.gpu.scripts import job_of_script
 
 PAGE = (ROOT / "docs/gpu.md").read_text()
 BY_NAME = {check.name: check for check in CHECKS}
 
 
-def test_some_checks_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Among them the two launch scripts whose small models need care: 64 ranks share a sequence, and a layout names all layers."""
+@pytest.fixture(autouse=True)
+def facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session in this process look at the device without another import of torch."""
+    known = json.dumps({"torch": str(torch.__version__), "gpus": 0, "name": None})
+    monkeypatch.setattr(check_gpu, "_LOOK", f"print({known!r})")
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[session.Worker]:
+    """Start a real worker on the CPU, for all tests that leave it usable."""
+    made = session.Worker("cpu", tmp_path_factory.mktemp("worker"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def in_lasting(lasting: session.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sessions in this process use the lasting worker instead of starting and ending workers of their own."""
+
+    class Borrowed:
+        def __init__(self, device: str, folder: Path) -> None:
+            assert device == "cpu" and folder.is_dir()
+
+        run = staticmethod(lasting.run)
+        close = staticmethod(lambda: None)
+
+    monkeypatch.setattr(session, "Worker", Borrowed)
+
+
+SMALL_SCRIPT = "rank-8gpu_llama_7b"
+"""A check of a launch script that is planned in half a second."""
+FULLEST = {SMALL_SCRIPT: (0, 8, 1), "rank-16nodes_long_llama_70b": (64, 128, 2), "rank-256gpu_deepseek_v3": (19, 256, 61)}
+"""The rank of a launch script that takes most memory, the number of ranks, and the layers of the small model. The small models of
+the last two scripts need care: 64 ranks share a sequence, and a layout names all layers."""
+
+
+@pytest.mark.usefixtures("in_lasting")
+def test_some_checks_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], full: bool) -> None:
+    """Two launch scripts take long to plan; they are checked with --full."""
     file = tmp_path / "results/gpu.json"
-    names = ["weight-gradients", "varlen", "float64-windows", "rank-16nodes_long_llama_70b", "rank-256gpu_deepseek_v3"]
+    scripts = [*FULLEST] if full else [SMALL_SCRIPT]
+    names = ["weight-gradients", "varlen", "float64-windows", *scripts]
     assert check_gpu.main(["--device", "cpu", "--only", ",".join(names), "--json", str(file)]) == 0, capsys.readouterr().out
     results = {result["name"]: result for result in json.loads(file.read_text())["checks"]}
     assert list(results) == [check.name for check in CHECKS], "the file names all checks"
     states = {name: results[name]["state"] for name in names}
     assert states == {name: "needs CUDA" if name == "varlen" else "pass" for name in names}
     assert {result["state"] for name, result in results.items() if name not in names} == {"not run"}
-    assert "rank 64 of 128" in results[names[-2]]["figure"] and "of 256" in results[names[-1]]["figure"]
+    for name in scripts:
+        assert results[name]["figure"].startswith("rank {} of {}: ".format(*FULLEST[name]))
     printed = capsys.readouterr().out
     assert all(re.search(rf"^(pass|needs CUDA) +{name} ", printed, re.MULTILINE) for name in names)
     page = tmp_path / "page.md"
@@ -45,30 +89,53 @@ def test_some_checks_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "| varlen | needs CUDA |" in page.read_text() and page.read_text().startswith(PAGE.partition(report.BEGIN)[0])
 
 
-def test_an_interrupted_session_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in FULLEST if name != SMALL_SCRIPT])
+def test_the_fullest_rank_of_a_small_model_makes_a_step(name: str, tmp_path: Path) -> None:
+    """Of scripts whose check takes long to plan: the same step, of fewer microbatches and without the plan."""
+    rank, *sizes = FULLEST[name]
+
+    def steps(_: int) -> list[int]:
+        job = job_of_script(BY_NAME[name].argument, CheckContext("cpu", tmp_path))
+        job = job.of_microbatches(job.topology.pp)
+        with train_step_of(job, rank, torch.device("cpu")) as step:
+            step.prepare(job.topology.pp)
+            run_without_messages(step, random_batch(job, step))
+        return [job.world_size, job.config.model.num_layers]
+
+    assert run_ranks(1, steps, init=False) == [sizes]
+
+
+def test_an_interrupted_session_is_resumed(in_lasting: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM, which `timeout` sends, ends with a complete file and a summary."""
-    file, names = tmp_path / "gpu.json", "device,kill-resume,rank-1gpu_gpt_125m"
-    command = [sys.executable, "tools/check_gpu.py", "--device", "cpu", "--only", names]
-    process = subprocess.Popen([*command, "--json", str(file)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("pass") and " device " in line:
-            break
-    states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
-    assert states["device"] == "pass" and states["kill-resume"] in ("not run", "interrupted"), "the file is complete after each"
-    time.sleep(2.0)  # into the next check
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
+    file, names = tmp_path / "gpu.json", ["varlen", "kill-resume", SMALL_SCRIPT]
+    command = [sys.executable, "tools/check_gpu.py", "--device", "cpu", "--only", ",".join(names), "--json", str(file)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("needs CUDA") and " varlen " in line:
+                    break
+            states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
+            assert states["varlen"] == "needs CUDA" and states["kill-resume"] == "not run", "the file is complete after each"
+            while not list(tmp_path.glob("check_gpu_*/kill-resume/log-*")):
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            printed, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130 and "interrupted: kill-resume" in printed
+    written = json.loads(file.read_text())
+    assert (written["device_name"], written["gpus"], written["torch"]) == ("CPU", 0, torch.__version__)
+    states = {result["name"]: result["state"] for result in written["checks"]}
+    assert [states[name] for name in names] == ["needs CUDA", "interrupted", "not run"]
+    assert check_gpu.main(["--device", "cpu", "--only", f"varlen,{SMALL_SCRIPT}", "--resume", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^pass +{SMALL_SCRIPT}", printed, re.MULTILINE)
+    assert not re.search(r"^needs CUDA +varlen ", printed, re.MULTILINE), "it has its result"
     states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
-    assert [states[name] for name in names.split(",")] == ["pass", "interrupted", "not run"]
-    resumed = [*command[:-1], "device,rank-1gpu_gpt_125m", "--resume", str(file)]
-    done = subprocess.run(resumed, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^pass +rank-1gpu_gpt_125m", done.stdout, re.MULTILINE)
-    assert not re.search(r"^pass +device ", done.stdout, re.MULTILINE), "it has its result"
-    states = {result["name"]: result["state"] for result in json.loads(file.read_text())["checks"]}
-    assert [states[name] for name in names.split(",")] == ["pass", "interrupted", "pass"]
+    assert [states[name] for name in names] == ["needs CUDA", "interrupted", "pass"]
 
 
 def test_a_failed_check_that_is_named_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,30 +239,44 @@ def test_most_checks_fit_into_eight_minutes() -> None:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Any:
-    """A real one, on the CPU."""
+def worker(tmp_path: Path) -> Iterator[session.Worker]:
+    """Start a real worker on the CPU, for a test that ends it."""
     made = session.Worker("cpu", tmp_path)
     yield made
     made.close()
 
 
-def test_an_exception_is_a_crash_with_its_line_and_the_process_goes_on(worker: session.Worker) -> None:
-    result, usable = worker.run(BY_NAME["flash-parts"], {}, 60.0)  # the CPU has no such kernel
+def test_an_exception_is_a_crash_with_its_line_and_the_process_goes_on(lasting: session.Worker) -> None:
+    result, usable = lasting.run(BY_NAME["flash-parts"], {}, 60.0)  # the CPU has no such kernel
     assert result["state"] == "crash" and usable and "flash_parts.py" in result["message"], result
     assert any("in flash_parts" in line for line in result["data"]["log"]), "the traceback"
-    result, usable = worker.run(BY_NAME["cross-entropy"], {}, 60.0)
+    result, usable = lasting.run(BY_NAME["cross-entropy"], {}, 60.0)
     assert result["state"] == "pass" and usable
 
 
-def test_the_end_of_the_process_is_a_crash(worker: session.Worker) -> None:
-    killer = threading.Timer(1.0, worker._process.popen.kill)
+def test_the_end_of_the_process_is_a_crash(worker: session.Worker, tmp_path: Path) -> None:
+    def kill_within_the_check() -> None:
+        while not (tmp_path / "two-ranks-tensor").exists():
+            time.sleep(0.01)
+        worker._process.popen.kill()
+
+    killer = threading.Thread(target=kill_within_the_check, daemon=True)
     killer.start()
     result, usable = worker.run(BY_NAME["two-ranks-tensor"], {}, 60.0)
     killer.join()
     assert (result["state"], usable) == ("crash", False) and "exit status -9" in result["message"]
 
 
-def test_a_time_limit_leaves_no_process(worker: session.Worker) -> None:
+def test_a_time_limit_leaves_no_process(worker: session.Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is over once the check has started two runs."""
+
+    def wait(*streams: Any) -> tuple[list[int], list[int], list[int]]:
+        assert 0.0 < streams[3] <= 6.0
+        while len(list(tmp_path.glob("kill-resume/log-*"))) < 2:
+            time.sleep(0.01)
+        return [], [], []
+
+    monkeypatch.setattr(session.select, "select", wait)
     result, usable = worker.run(BY_NAME["kill-resume"], {}, 6.0)
     assert (result["state"], usable) == ("too slow", False)
     assert any("in kill_and_resume" in line for line in result["data"]["log"]), "where it was"
@@ -345,15 +426,10 @@ def test_a_second_signal_does_not_disturb_the_summary(monkeypatch: pytest.Monkey
     assert "== CPU" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) == before
 
 
-def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/check_gpu.py"],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "torch sees no GPU here" in done.stderr and not done.stdout
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_gpu.main([]) == 2
+    printed = capsys.readouterr()
+    assert "torch sees no GPU here" in printed.err and not printed.out
 
 
 def test_every_script_and_check_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

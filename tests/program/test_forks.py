@@ -1,4 +1,5 @@
-"""Forks and CUDA: a process that has called CUDA's runtime leaves its forks without it."""
+"""Forks and CUDA: a process that has called CUDA's runtime leaves its forks without it. And the other processes of a run start
+wherever it runs."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.runs import arguments, run
+from megatron.config.extras import PACKAGES
+from tests.support.cli import ROOT, spawn_cli
+from tests.support.runs import Ended, arguments, launch, report
+from tests.support.warm_python import warm_python
 
-ROOT = Path(__file__).resolve().parents[2]
 FORKS = {
     "megatron/data/preprocess/engines.py": "workers on text; no torch",
     "megatron/resilience/envoy.py": "from the supervisor, before it has ranks; it forks nothing that uses CUDA",
@@ -37,15 +41,20 @@ def test_every_fork_is_known() -> None:
     assert found == set(FORKS)
 
 
-def test_the_supervisor_calls_no_cuda_before_it_forks_ranks() -> None:
-    """Nor does anything that it imports for them; in CUDA builds torch itself tells a fork."""
+def test_what_a_run_imports_calls_no_cuda_and_needs_only_torch_and_numpy() -> None:
+    """The supervisor imports it before it forks ranks. In CUDA builds torch itself tells a fork."""
     program = f"""
-import os, torch
+import os, sys
+sys.modules.update(dict.fromkeys({list(PACKAGES)}))
+import torch
 def fails(*_): raise AssertionError("CUDA before the fork")
 for name in {RUNTIME}: setattr(torch.cuda, name, fails)
 bad = torch.cuda._is_in_bad_fork
+import megatron.training.trainer, megatron.resilience.supervisor, megatron.checkpoint.keeper, megatron.flight.watcher
+import megatron.checkpoint.writer_main, megatron.data.tokenizers.tokenizer
+for name in {list(PACKAGES)}: del sys.modules[name]
 from megatron.resilience.ranks import import_what_runs_need
-import megatron.resilience.supervisor, megatron.resilience.envoy
+import megatron.resilience.envoy
 import_what_runs_need()
 pid = os.fork()
 if pid == 0: os._exit(bad())
@@ -55,12 +64,18 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
-def test_a_run_forks_nothing_after_it_has_asked_cuda(tmp_path: Path) -> None:
-    """With every feature that starts processes. What is asked in a fork is an error too."""
+@pytest.fixture(scope="module")
+def run_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
+    """Run with every feature that starts processes, in a folder from which no module of the checkout is found.
+
+    What is asked in a fork is an error, and so is a fork after CUDA was asked.
+    """
+    folder, python = tmp_path_factory.mktemp("elsewhere"), warm_python()
 
     def before(rank: int) -> None:
-        import torch
-
+        os.chdir(folder)
+        os.environ.pop("PYTHONPATH", None)
+        sys.executable = python  # for the picture and the report; modules of `megatron` have an interpreter of their own
         owner, fork, asked = os.getpid(), os.fork, list[str]()
 
         def is_available(*_: Any) -> bool:
@@ -76,8 +91,8 @@ def test_a_run_forks_nothing_after_it_has_asked_cuda(tmp_path: Path) -> None:
 
     features: dict[str, Any] = {
         "log_memory": True,
-        "plan_report": tmp_path / "plan.json",
-        "save": tmp_path / "save",
+        "plan_report": "plan.json",
+        "save": "saved",
         "async_save": True,
         "memory_save_interval": 1,
         "save_interval": 2,
@@ -85,11 +100,26 @@ def test_a_run_forks_nothing_after_it_has_asked_cuda(tmp_path: Path) -> None:
         "hang_warn_s": None,
         "no_loss_picture": None,
         "no_report": None,
-        "tensorboard_dir": tmp_path / "tensorboard",
+        "tensorboard_dir": "tensorboard",
         "device": "auto",
     }
-    said = run(arguments(train_iters=3, eval_iters=1, eval_interval=2, **features), before=before)
-    assert "planned: the fullest rank takes" in said and "without a plan" not in said and "not foretold: R" not in said, said
+    (ended,) = launch(arguments(train_iters=3, eval_iters=1, eval_interval=2, **features), before=before)
+    return ended, folder
+
+
+def test_a_run_forks_nothing_after_it_has_asked_cuda(run_elsewhere: tuple[Ended, Path]) -> None:
+    ended, _ = run_elsewhere
+    assert ended.code == 0, report([ended])
+    assert "planned: the fullest rank takes" in ended.stdout, ended.stdout
+    assert "without a plan" not in ended.stdout and "not foretold: R" not in ended.stdout, ended.stdout
+
+
+def test_a_run_of_a_checkout_starts_all_its_processes_from_anywhere(run_elsewhere: tuple[Ended, Path]) -> None:
+    """The watcher of hangs, the writer of checkpoints, the keeper of the state in memory, the plan and the report."""
+    ended, folder = run_elsewhere
+    assert ended.code == 0 and "No module named" not in ended.stderr, report([ended])
+    assert "cannot be made" not in ended.stderr, ended.stderr
+    assert (folder / "saved" / "iter_0000003").is_dir() and (folder / "saved" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(("gpus", "device", "is_refused"), [(1, "auto", True), (1, "cpu", False), (0, "auto", False)])
@@ -100,7 +130,6 @@ def test_the_supervisor_refuses_a_module_that_uses_cuda_when_it_is_imported(
     module = tmp_path / "mine.py"
     module.write_text(f"import torch\n\ntorch.cuda._is_in_bad_fork = lambda: True\ntorch.cuda.device_count = lambda: {gpus}\n")
     words = ["-m", "megatron.resilience.supervisor", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt.py")]
-    argv = arguments(train_iters=1, imports=module, load=tmp_path / "none", device=device)
-    done = subprocess.run([sys.executable, *words, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = spawn_cli([*words, *arguments(train_iters=1, imports=module, load=tmp_path / "none", device=device)], nproc=None)
     assert done.returncode == (2 if is_refused else 0), done.stderr
     assert ("pretrain_gpt.py: a module of --imports uses CUDA while it is imported" in done.stderr) == is_refused

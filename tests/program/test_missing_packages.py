@@ -1,4 +1,5 @@
-"""A checkout where only torch and numpy are installed: what runs, what is refused at its start, and what is said."""
+"""A checkout where only torch and numpy are installed: what runs, what is refused at its start, and what is said.
+test_forks.py imports all modules of a run so."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.extras import PACKAGES, optional
 from megatron.config.flags import flags
 from tests.support.cli import Finished
-from tests.support.runs import arguments
+from tests.support.runs import arguments, launch, report
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("matplotlib", "tokenizers", "transformers", "wandb", "fsspec", "pyarrow", "ray", "zstandard")
@@ -69,14 +70,19 @@ def test_nothing_is_said_where_all_are_there() -> None:
     assert not [note for note in load(arguments(train_iters=1), 1).notes if "not installed" in note]
 
 
-def test_the_dry_run_and_help_need_none_of_them(tmp_path: Path) -> None:
+def test_the_dry_run_and_help_need_none_of_them() -> None:
     """For a GPU too, whose times are in a file of YAML."""
-    plan = bare(tmp_path, [*arguments(train_iters=1, device="cuda", device_memory_gb=0.0004), "--dry-run"], list(PACKAGES))
-    assert plan.returncode == 0 and "What to change is not known without PyYAML" in plan.stdout, plan.stdout + plan.stderr
-    page = bare(tmp_path, ["--help"], list(PACKAGES))
-    assert page.returncode == 0 and all(f"\n--{flag.name}" in page.stdout for flag in flags().values()), page.stderr
-    explained = bare(tmp_path, ["--explain", "lr"], list(PACKAGES))
-    assert explained.returncode == 0 and explained.stdout.startswith("--lr"), explained.stderr
+
+    def said(*argv: str) -> str:
+        (ended,) = launch(argv, before=lambda _: sys.modules.update(dict.fromkeys([*PACKAGES, *OTHERS])))
+        assert ended.code == 0, report([ended])
+        return ended.stdout
+
+    plan = said(*arguments(train_iters=1, device="cuda", device_memory_gb=0.0004), "--dry-run")
+    assert "What to change is not known without PyYAML" in plan, plan
+    page = said("--help")
+    assert all(f"\n--{flag.name}" in page for flag in flags().values())
+    assert said("--explain", "lr").startswith("--lr")
 
 
 @pytest.mark.parametrize(
@@ -105,17 +111,6 @@ def test_a_refusal_ends_the_program_with_one_message(tmp_path: Path) -> None:
     done = bare(tmp_path, arguments(train_iters=1, save=tmp_path / "saved"), list(PACKAGES))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "pretrain_gpt.py: --save needs xxhash, which is not installed.\n  pip install xxhash.\n"
-
-
-def test_no_module_of_a_run_imports_one_at_its_top() -> None:
-    """What the trainer and the processes beside it import."""
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({list(PACKAGES)}))\n"
-        "import megatron.training.trainer, megatron.resilience.supervisor, megatron.checkpoint.keeper, megatron.flight.watcher\n"
-        "import megatron.checkpoint.writer_main, megatron.data.tokenizers.tokenizer\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Processes of ours that run a module of `megatron`: they start from a checkout that is not installed, in any working directory."""
+"""Processes of ours that run a module of `megatron`: they start from a checkout that is not installed, in any working directory.
+test_forks.py has a run that starts them all."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import sys
 from pathlib import Path
 
 from megatron.config.module_start import module_start
-from tests.support.runs import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,28 +33,3 @@ def test_the_command_finds_the_checkout_and_nothing_of_the_working_directory(tmp
     done = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=without_pythonpath(), check=False)
     assert done.returncode == 0
     assert command[1:] == ["-P", "-m", "megatron.config.module_start"]
-
-
-def test_a_run_of_a_checkout_starts_all_its_processes_from_anywhere(tmp_path: Path) -> None:
-    """The watcher of hangs, the writer of checkpoints, the keeper of the state in memory, and the plan."""
-    flags = arguments(
-        train_iters=4,
-        save_interval=2,
-        async_save=True,
-        memory_save_interval=1,
-        log_memory=True,
-        device="cpu",
-        save="saved",
-        hang_warn_s=None,
-    )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags],
-        cwd=tmp_path,
-        env=without_pythonpath(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No module named" not in done.stderr and "planned: the fullest rank takes" in done.stdout, done.stdout + done.stderr
-    assert (tmp_path / "saved" / "iter_0000004").is_dir()

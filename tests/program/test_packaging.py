@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
@@ -40,9 +39,10 @@ def test_requirements_name_what_is_imported() -> None:
     extras = PROJECT["optional-dependencies"]
     optional = {"apex", *extras, *(re.split(r"[\[><=]", text)[0] for name in set(extras) - {"dev"} for text in extras[name])}
     texts = [path.read_text() for path in [*SOURCES, ROOT / "pretrain_gpt.py", *(ROOT / "tools").rglob("*.py")]]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    # The linter allows one statement a line. Lines of docstrings that look like imports name known packages too.
+    lines = [line for text in texts for line in re.findall(r"^ *(?:from [\w.]+ import\b|import [\w., ]+$)", text, re.MULTILINE)]
+    names = [name for line in lines for name in re.findall(r"(?:from |import |, )([\w.]+)", line)]
+    assert {"torch", "numpy", "yaml"} <= {*names}
     found = {name.partition(".")[0] for name in names}
     needed = {
         distributions.get(name, name)

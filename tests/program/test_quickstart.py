@@ -165,9 +165,19 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
+ALONE = """#!/usr/bin/env bash
+one=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-sequence-parallel --no-report --no-loss-picture)
+[[ $2 != torch.distributed.run ]] || set -- "${{@:6}}" "${{one[@]}}"
+exec {python} "$@"
+"""
+"""A python that trains in one process. The layout that the quick start writes down is its own."""
+
+
 def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The commands at the end work as they stand. A call after the run was made longer keeps it."""
-    write_program(tmp_path / "python", SMALLER.format(python=warm_python()))
+    """The commands at the end work as they stand. A call after the run was made longer keeps it. It trains in one process, without
+    pictures: test_readme.py has four."""
+    write_program(tmp_path / "smaller", SMALLER.format(python=warm_python()))
+    write_program(tmp_path / "python", ALONE.format(python=tmp_path / "smaller"))
     call = f"bash examples/quickstart.sh --short --text {shlex.quote(str(own))} --folder {tmp_path}/'my run'"
     said = shell(call, tmp_path)
     for words in ("1 of csv, 4 of text", "left out for no known kind: 1 ending with .png", "latin.txt: not UTF-8", "1 bad lines"):
@@ -175,7 +185,8 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     assert "validation loss at iteration 16" in said
     steps = dict(re.findall(r"^# (\w+).*\n(.+)$", said.partition("== Next steps")[2], re.MULTILINE))
     assert list(steps) == ["Longer", "Bigger", "More", "The", "These", "Up"]
-    longer = shell(f"cd {tmp_path} && {steps['Longer']}", tmp_path)
+    # The path of modules is only for the warm Python, which runs none of another tree.
+    longer = shell(f"cd {tmp_path} && {steps['Longer']}", tmp_path, PYTHONPATH=str(ROOT))
     assert "resuming from" in longer and "done after 48 iterations" in longer
     program = next(word for word in shlex.split(steps["Bigger"]) if word.endswith("pretrain_gpt.py"))
     bigger = shlex.split(steps["Bigger"].partition(program)[2])
