@@ -39,6 +39,7 @@ from megatron.checkpoint.writer_messages import (
     Save,
     part_file,
 )
+from megatron.config.module_start import module_start
 from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     Layout,
@@ -55,6 +56,8 @@ from tests.support.checkpoint_worlds import (
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))
 WAIT_S = 30.0
+ALIVE_EVERY_S = writer_main.LONGEST_PAUSE_S
+"""How often a writer that waits says that it is alive, where a test waits for that."""
 
 
 class Run:
@@ -396,13 +399,21 @@ def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert list(checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
 
 
-def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as there is progress: here it waits for the part of another rank, which comes late."""
-    run = Run(tmp_path, patience_s=writer_main.ALIVE_EVERY_S + 1.0)
+    often = f"from megatron.checkpoint import writer_main; writer_main.ALIVE_EVERY_S = {ALIVE_EVERY_S}; writer_main.main()"
+
+    def start(module: str, *numbers: object) -> tuple[list[str], dict[str, str]]:
+        command, environment = module_start(module, *numbers)
+        at = command.index("-m")
+        return [*command[:at], "-c", often, *command[at + 2 :]], environment
+
+    monkeypatch.setattr(rank_writer, "module_start", start)
+    run = Run(tmp_path, patience_s=ALIVE_EVERY_S + 1.0)
     run.saver._writer._num_ranks = 2
     run.save(1, [])
     storage = run.saver._draft(1).storage
-    threading.Timer(writer_main.ALIVE_EVERY_S + 2.5, storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
+    threading.Timer(ALIVE_EVERY_S + 1.5, storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
     run.finish()
     assert list(checkpoints(tmp_path)) == [1]
 
@@ -466,17 +477,17 @@ def test_what_cannot_be_saved_at_all_is_an_error_at_once(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_to_the_job_are_not_for_the_writer(tmp_path: Path, number: int) -> None:
+def test_signals_to_the_job_are_not_for_the_writer(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1, ones(1.0))
     run.until("saved")
     assert os.getsid(run.pid) == run.pid
-    os.kill(run.pid, number)
     pid = run.pid
-    run.save(2, ones(2.0))
-    run.until(f"saved {tmp_path / 'iter_0000002'}")
-    assert run.pid == pid and value_in(tmp_path / "iter_0000002") == 2.0
+    for iteration, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), 2):
+        os.kill(run.pid, number)
+        run.save(iteration, ones(float(iteration)))
+        run.until(f"saved {tmp_path / f'iter_{iteration:07d}'}")
+        assert run.pid == pid and value_in(tmp_path / f"iter_{iteration:07d}") == iteration, number.name
     run.finish()
 
 
