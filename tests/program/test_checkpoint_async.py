@@ -40,7 +40,6 @@ from megatron.checkpoint.writer_messages import (
     part_file,
 )
 from megatron.config.module_start import module_start
-from megatron.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,
@@ -52,6 +51,7 @@ from tests.support.checkpoint_worlds import (
     save_checkpoint,
     whole,
 )
+from tests.support.warm import run_forked_ranks
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))
@@ -138,7 +138,7 @@ def test_the_same_checkpoint_as_a_save_that_waits(tmp_path: Path) -> None:
         run.finish()
         return run.log
 
-    logs = run_ranks(LAYOUT.world_size, save)
+    logs = run_forked_ranks(LAYOUT.world_size, save)
     direct, background = (tmp_path / name / "iter_0000007" for name in ("direct", "background"))
     assert sorted(file.name for file in direct.iterdir()) == sorted(file.name for file in background.iterdir())
     for file in direct.iterdir():
@@ -175,7 +175,7 @@ def test_other_tensors_are_planned_anew(tmp_path: Path) -> None:
             run.save(iteration, hold(shapes, Layout(2), rank, random_values(shapes, iteration)))
         run.finish()
 
-    run_ranks(2, save)
+    run_forked_ranks(2, save)
     for iteration, rows in ((1, 4), (2, 6), (3, 6)):
         shapes: Shapes = {"up": ((rows, 3), 0)}
         found = hold(shapes, Layout(), 0, None)
@@ -260,7 +260,7 @@ def test_a_process_that_is_killed(tmp_path: Path, victim: int) -> None:
         run.finish()
         return run.log
 
-    first, other = run_ranks(2, train)
+    first, other = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
     assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank {victim}: the process that writes it was killed by signal 9" in line
     assert line.endswith("The last complete one is iter_0000001. Training goes on.") and other == []
@@ -290,7 +290,7 @@ def test_a_rank_that_cannot_even_leave_a_mark(tmp_path: Path, monkeypatch: pytes
         run.finish()
         return run.log
 
-    first, _ = run_ranks(2, train)
+    first, _ = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
     assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank 1: the process that writes it was killed by signal 9" in line
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST}
@@ -323,7 +323,7 @@ def test_a_full_disk(tmp_path: Path, failing: int) -> None:
             run.finish()
         return run.log, str(error.value)
 
-    (first, text), (other, same) = run_ranks(2, train)
+    (first, text), (other, same) = run_forked_ranks(2, train)
     assert text == same and "the run ends without its last checkpoint" in text
     for iteration, line in zip((2, 4), failed_lines(first), strict=True):
         path = tmp_path / f"iter_{iteration:07d}"
@@ -348,7 +348,7 @@ def test_no_memory_for_the_copy(tmp_path: Path, failing: int) -> None:
         run.finish()
         return run.log
 
-    first, _ = run_ranks(2, train)
+    first, _ = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
     assert f"rank {failing}: [Errno 27] no host memory for the copy of 8,000 bytes (--async-save): File too large" in line
     assert "There is no complete checkpoint yet" in line

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.program.test_readme import commands, page_of_a_flag, shell
+from tests.program.test_readme import commands, page_of_a_flag, shell, write_program
 from tests.support.cli import ROOT
+from tests.support.warm_python import warm_python
 from tools import migrate
 
 PAGE = (ROOT / "docs/from_megatron.md").read_text()
@@ -29,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, found in FILES.items():
         shutil.copy(ROOT / "tests/support/foreign" / found, tmp_path / name)
     (tmp_path / "ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}')
+    write_program(tmp_path / "torchrun", f'#!/usr/bin/env bash\nexec {warm_python()} -m torch.distributed.run "$@"\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
