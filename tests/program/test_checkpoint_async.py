@@ -39,7 +39,7 @@ from megatron.checkpoint.writer_messages import (
     Save,
     part_file,
 )
-from megatron.verification.local_ranks import run_ranks
+from megatron.config.module_start import module_start
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,
@@ -51,10 +51,13 @@ from tests.support.checkpoint_worlds import (
     save_checkpoint,
     whole,
 )
+from tests.support.warm import run_forked_ranks
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))
 WAIT_S = 30.0
+ALIVE_EVERY_S = writer_main.LONGEST_PAUSE_S
+"""How often a writer that waits says that it is alive, where a test waits for that."""
 
 
 class Run:
@@ -135,7 +138,7 @@ def test_the_same_checkpoint_as_a_save_that_waits(tmp_path: Path) -> None:
         run.finish()
         return run.log
 
-    logs = run_ranks(LAYOUT.world_size, save)
+    logs = run_forked_ranks(LAYOUT.world_size, save)
     direct, background = (tmp_path / name / "iter_0000007" for name in ("direct", "background"))
     assert sorted(file.name for file in direct.iterdir()) == sorted(file.name for file in background.iterdir())
     for file in direct.iterdir():
@@ -172,7 +175,7 @@ def test_other_tensors_are_planned_anew(tmp_path: Path) -> None:
             run.save(iteration, hold(shapes, Layout(2), rank, random_values(shapes, iteration)))
         run.finish()
 
-    run_ranks(2, save)
+    run_forked_ranks(2, save)
     for iteration, rows in ((1, 4), (2, 6), (3, 6)):
         shapes: Shapes = {"up": ((rows, 3), 0)}
         found = hold(shapes, Layout(), 0, None)
@@ -257,7 +260,7 @@ def test_a_process_that_is_killed(tmp_path: Path, victim: int) -> None:
         run.finish()
         return run.log
 
-    first, other = run_ranks(2, train)
+    first, other = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
     assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank {victim}: the process that writes it was killed by signal 9" in line
     assert line.endswith("The last complete one is iter_0000001. Training goes on.") and other == []
@@ -287,7 +290,7 @@ def test_a_rank_that_cannot_even_leave_a_mark(tmp_path: Path, monkeypatch: pytes
         run.finish()
         return run.log
 
-    first, _ = run_ranks(2, train)
+    first, _ = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
     assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank 1: the process that writes it was killed by signal 9" in line
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST}
@@ -320,7 +323,7 @@ def test_a_full_disk(tmp_path: Path, failing: int) -> None:
             run.finish()
         return run.log, str(error.value)
 
-    (first, text), (other, same) = run_ranks(2, train)
+    (first, text), (other, same) = run_forked_ranks(2, train)
     assert text == same and "the run ends without its last checkpoint" in text
     for iteration, line in zip((2, 4), failed_lines(first), strict=True):
         path = tmp_path / f"iter_{iteration:07d}"
@@ -345,7 +348,7 @@ def test_no_memory_for_the_copy(tmp_path: Path, failing: int) -> None:
         run.finish()
         return run.log
 
-    first, _ = run_ranks(2, train)
+    first, _ = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
     assert f"rank {failing}: [Errno 27] no host memory for the copy of 8,000 bytes (--async-save): File too large" in line
     assert "There is no complete checkpoint yet" in line
@@ -396,13 +399,21 @@ def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert list(checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
 
 
-def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as there is progress: here it waits for the part of another rank, which comes late."""
-    run = Run(tmp_path, patience_s=writer_main.ALIVE_EVERY_S + 1.0)
+    often = f"from megatron.checkpoint import writer_main; writer_main.ALIVE_EVERY_S = {ALIVE_EVERY_S}; writer_main.main()"
+
+    def start(module: str, *numbers: object) -> tuple[list[str], dict[str, str]]:
+        command, environment = module_start(module, *numbers)
+        at = command.index("-m")
+        return [*command[:at], "-c", often, *command[at + 2 :]], environment
+
+    monkeypatch.setattr(rank_writer, "module_start", start)
+    run = Run(tmp_path, patience_s=ALIVE_EVERY_S + 1.0)
     run.saver._writer._num_ranks = 2
     run.save(1, [])
     storage = run.saver._draft(1).storage
-    threading.Timer(writer_main.ALIVE_EVERY_S + 2.5, storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
+    threading.Timer(ALIVE_EVERY_S + 1.5, storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
     run.finish()
     assert list(checkpoints(tmp_path)) == [1]
 
@@ -466,17 +477,17 @@ def test_what_cannot_be_saved_at_all_is_an_error_at_once(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_to_the_job_are_not_for_the_writer(tmp_path: Path, number: int) -> None:
+def test_signals_to_the_job_are_not_for_the_writer(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1, ones(1.0))
     run.until("saved")
     assert os.getsid(run.pid) == run.pid
-    os.kill(run.pid, number)
     pid = run.pid
-    run.save(2, ones(2.0))
-    run.until(f"saved {tmp_path / 'iter_0000002'}")
-    assert run.pid == pid and value_in(tmp_path / "iter_0000002") == 2.0
+    for iteration, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), 2):
+        os.kill(run.pid, number)
+        run.save(iteration, ones(float(iteration)))
+        run.until(f"saved {tmp_path / f'iter_{iteration:07d}'}")
+        assert run.pid == pid and value_in(tmp_path / f"iter_{iteration:07d}") == iteration, number.name
     run.finish()
 
 

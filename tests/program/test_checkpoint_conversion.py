@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,12 +43,23 @@ def tokenizer(tmp_path: Path) -> Path:
     return write_json(tmp_path / "tokenizer", tokenizer_json(BPE, "qwen2"))
 
 
-@pytest.fixture
-def huggingface(tmp_path: Path, tokenizer: Path) -> Path:
-    """A model of transformers with more rows than its tokenizer has ids, and the tokenizer in its folder."""
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers without a tokenizer."""
     pytest.importorskip("transformers")
-    folder = tmp_path / "model"
+    folder = tmp_path_factory.mktemp("qwen2")
     saved("qwen2-tied", folder, vocab_size=400, num_key_value_heads=2, num_hidden_layers=4)
+    return folder
+
+
+LAYOUTS = {"gpt2": {"pipeline_model_parallel_size": 2}, "llama": {"tensor_model_parallel_size": 2}}
+"""Of the runs that are exported; a test below trains at both."""
+
+
+@pytest.fixture
+def huggingface(tmp_path: Path, tokenizer: Path, qwen2: Path) -> Path:
+    """A model of transformers with more rows than its tokenizer has ids, and the tokenizer in its folder."""
+    folder = shutil.copytree(qwen2, tmp_path / "model")
     for file in tokenizer.parent.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
@@ -55,11 +67,10 @@ def huggingface(tmp_path: Path, tokenizer: Path) -> Path:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_run_becomes_a_folder_and_the_folder_a_run(style: str, tmp_path: Path, tokenizer: Path, capsys: Texts) -> None:
-    """Trained at TP=2 and PP=2, exported on one process, verified, imported, and gone on from in one process."""
+    """Trained on two ranks, exported on one process, verified, imported, and gone on from in one process."""
     pytest.importorskip("transformers")
     data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer, "vocab_size": None}
-    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    run(arguments(**QUIET, **STYLES[style], **data, **layout, save=tmp_path / "run"), 4)
+    run(arguments(**QUIET, **STYLES[style], **data, **LAYOUTS[style], save=tmp_path / "run"), 2)
     assert tool("export", tmp_path / "run", tmp_path / "out", "--verify", "--max-shard-size", "20KB") == 0
     told = capsys.readouterr().out
     assert f"as {style};" in told and "Verified: the logits" in told and "gives the same ids" in told
@@ -141,13 +152,12 @@ def test_verify_stops_an_import_of_what_is_computed_otherwise(huggingface: Path,
         compare_logits(source, huggingface, torch.float64)
 
 
-def test_verify_stops_where_transformers_finds_tensors_left_over(huggingface: Path, tmp_path: Path) -> None:
+def test_verify_stops_where_transformers_finds_tensors_left_over(huggingface: Path, qwen2: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     from tools.checkpoints.against_transformers import compare_logits
 
-    other = tmp_path / "other"
-    saved("qwen2-tied", other, vocab_size=400, num_key_value_heads=2, num_hidden_layers=4)
+    other = shutil.copytree(qwen2, tmp_path / "other")
     compare_logits(HuggingFaceFolder(huggingface), other, torch.float32)
     tensors = load_file(other / "model.safetensors") | {"model.layers.0.extra.weight": torch.ones(3)}
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})

@@ -64,7 +64,7 @@ def test_the_page_as_it_is_written(folder: Path, capsys: pytest.CaptureFixture[s
             ranks, words = int(words[1]), words[2:]
         script, *words = words
         if script == "pretrain_gpt.py":
-            run([*words, "--device", "cpu"], ranks)
+            run([*words, "--device", "cpu", "--no-loss-picture", "--no-report"], ranks)
         else:
             assert TOOLS[script](words) == 0, f"{command}\n{capsys.readouterr().err}"
         ran += 1

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.program.test_readme import commands, page_of_a_flag, shell
+from tests.program.test_readme import commands, page_of_a_flag, shell, write_program
 from tests.support.cli import ROOT
+from tests.support.warm_python import warm_python
 from tools import migrate
 
 PAGE = (ROOT / "docs/from_megatron.md").read_text()
@@ -29,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, found in FILES.items():
         shutil.copy(ROOT / "tests/support/foreign" / found, tmp_path / name)
     (tmp_path / "ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}')
+    write_program(tmp_path / "torchrun", f'#!/usr/bin/env bash\nexec {warm_python()} -m torch.distributed.run "$@"\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,7 +44,9 @@ def test_the_commands_of_the_page(folder: Path, capsys: pytest.CaptureFixture[st
             said = capsys.readouterr().out
             if words[2] == "train.sh":
                 assert said == PRINTED
-                (folder / "here.sh").write_text(said.replace("checkpoints", str(folder / "checkpoints")))
+                quick = said.replace(" rope\n", " rope --no-loss-picture --no-report\n", 1)
+                assert quick != said
+                (folder / "here.sh").write_text(quick.replace("checkpoints", str(folder / "checkpoints")))
         elif words == ["bash", "here.sh"]:
             said = shell(f"bash {folder}/here.sh", folder)
             losses = [float(found) for found in re.findall(r"lm loss: (\S+)", said)]

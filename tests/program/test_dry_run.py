@@ -6,11 +6,13 @@ import dataclasses
 import json
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.config.config import Config
 from megatron.config.given import check_output
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
@@ -65,8 +67,7 @@ TRILLION = {
 # ---- jobs that no machine here could run
 
 
-@pytest.mark.parametrize(("world_size", "most"), [(96, 0.008), (384, 0.06)])
-def test_sharded_over_ranks_that_divide_no_dimension(world_size: int, most: float) -> None:
+def test_sharded_over_ranks_that_divide_no_dimension() -> None:
     """A Llama 2 of 7 billion: 4,096 rows over 96 ranks are 42 2/3 each, so 43; over 384 they are 11, and the last 11 have none."""
     model: dict[str, Any] = {
         "hidden_size": 4096,
@@ -81,15 +82,17 @@ def test_sharded_over_ranks_that_divide_no_dimension(world_size: int, most: floa
         "untie_embeddings_and_output_weights": True,
         "bf16": True,
     }
-    one = settings(world_size, **model, **llama, **sharded, vocab_size=31999, seq_length=4096, device=None, global_batch_size=None)
-    (plan,) = plans_of([one])
-    assert sum(kind.ranks for kind in plan.kinds) == world_size
-    assert sum(kind.ranks * kind.parameters for kind in plan.kinds) == world_size * plan.parameters
-    held = sum(kind.ranks * (kind.memory.parameters.total - kind.memory.parameters.padding) for kind in plan.kinds)
-    padding = sum(kind.ranks * kind.memory.parameters.padding for kind in plan.kinds)
-    assert held == 4 * plan.parameters and 0 < padding < most * held
-    last = next(kind for kind in plan.kinds if world_size - 1 in kind.places[0].data)
-    assert last.memory.gradients.total < plan.kinds[0].memory.gradients.total
+    sizes: dict[str, Any] = {"vocab_size": 31999, "seq_length": 4096, "device": None, "global_batch_size": None}
+    most_padding = {96: 0.008, 384: 0.06}
+    jobs = [settings(world_size, **model, **llama, **sharded, **sizes) for world_size in most_padding]
+    for (world_size, most), plan in zip(most_padding.items(), plans_of(jobs), strict=True):
+        assert sum(kind.ranks for kind in plan.kinds) == world_size
+        assert sum(kind.ranks * kind.parameters for kind in plan.kinds) == world_size * plan.parameters
+        held = sum(kind.ranks * (kind.memory.parameters.total - kind.memory.parameters.padding) for kind in plan.kinds)
+        padding = sum(kind.ranks * kind.memory.parameters.padding for kind in plan.kinds)
+        assert held == 4 * plan.parameters and 0 < padding < most * held
+        last = next(kind for kind in plan.kinds if world_size - 1 in kind.places[0].data)
+        assert last.memory.gradients.total < plan.kinds[0].memory.gradients.total
 
 
 def data_size() -> int:
@@ -122,9 +125,13 @@ def test_a_job_of_3072_ranks_on_a_laptop(tmp_path: Path, full: bool) -> None:
     assert f"{said['device_bytes'] / 1e9:.3g} GB of device memory" in done.stdout.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_million_ranks_fall_into_few_kinds(full: bool) -> None:
+    """More ranks than there are elements of the model, so that many keep nothing of the optimizer's state.
+
+    An eighth of a million is enough for that; with --full it is the most that is allowed.
+    """
+    world_size = 2**20 if full else 2**17
+    layouts: list[dict[str, Any]] = [
         {"use_distributed_optimizer": True, "micro_batch_size": 1},
         {
             "tensor_model_parallel_size": 4,
@@ -140,36 +147,38 @@ def test_a_job_of_3072_ranks_on_a_laptop(tmp_path: Path, full: bool) -> None:
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": 0.5,
         },
-    ],
-)
-def test_a_million_ranks_fall_into_few_kinds(changes: dict[str, Any], full: bool) -> None:
-    """More ranks than there are elements of the model, so that many keep nothing of the optimizer's state.
-
-    An eighth of a million is enough for that; with --full it is the most that is allowed.
-    """
-    world_size = 2**20 if full else 2**17
-    one = settings(world_size, **changes, global_batch_size=None)
-    (plan,) = plans_of([one])
-    assert sum(kind.ranks for kind in plan.kinds) == world_size and len(plan.kinds) < 200
-    topology = topology_of(one.config, world_size)
-    for rank in (0, 1, 5, 1000, 4095, 4096, world_size // 2 - 1, world_size // 2, world_size - 1):
-        assert kind_of(plan, topology, rank)
+    ]
+    jobs = [settings(world_size, **layout, global_batch_size=None) for layout in layouts]
+    for job, plan in zip(jobs, plans_of(jobs), strict=True):
+        assert sum(kind.ranks for kind in plan.kinds) == world_size and len(plan.kinds) < 200
+        topology = topology_of(job.config, world_size)
+        for rank in (0, 1, 5, 1000, 4095, 4096, world_size // 2 - 1, world_size // 2, world_size - 1):
+            assert kind_of(plan, topology, rank)
 
 
 # ---- what is simulated and counted
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-def test_idle_time_is_the_simulators(schedule: str) -> None:
+def test_idle_time_is_the_simulators() -> None:
     """With FLOPs for durations: of a stage's layers, and of the loss on the last chunk."""
-    layout: dict[str, Any] = {"num_layers": 8, "pipeline_model_parallel_size": 4, "pipeline_schedule": schedule}
-    one = settings(4, **layout, global_batch_size=32)
-    (plan,) = plans_of([one])
-    model, chunks = one.config.model, 2 if schedule == "zb-v" else 1
+    chunks = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
+    layouts: list[dict[str, Any]] = [
+        {"num_layers": 4 * count, "pipeline_model_parallel_size": 4, "pipeline_schedule": schedule}
+        for schedule, count in chunks.items()
+    ]
+    jobs = [settings(4, **layout, global_batch_size=16) for layout in layouts]
+    for (schedule, count), job, plan in zip(chunks.items(), jobs, plans_of(jobs), strict=True):
+        timeline = simulate(make_schedule(schedule, 4, 8, count), duration_in_flops(job.config))
+        assert plan.work.bubble == pytest.approx(timeline.bubble_share, abs=1e-12) and plan.work.bubble > 0.05, schedule
+
+
+def duration_in_flops(config: Config) -> Callable[[Op], float]:
+    """FLOPs of an operation, counted by hand."""
+    model = config.model
     h, f, s = model.hidden_size, model.ffn_size, model.seq_length
     attention, product = 2 * s * h, 2 * (4 * h * h + 2 * h * f)
     loss = 2 * h * 61
-    table = table_of(model, one.config.parallel, 61)
+    table = table_of(model, config.parallel, 61)
 
     def duration(op: Op) -> float:
         chunk = table[op.chunk]
@@ -182,8 +191,7 @@ def test_idle_time_is_the_simulators(schedule: str) -> None:
         }
         return parts[op.kind]
 
-    timeline = simulate(make_schedule(schedule, 4, 16, chunks), duration)
-    assert plan.work.bubble == pytest.approx(timeline.bubble_share, abs=1e-12) and plan.work.bubble > 0.05
+    return duration
 
 
 def test_work_is_that_of_the_metrics() -> None:
@@ -207,17 +215,13 @@ def test_work_is_that_of_the_metrics() -> None:
 
 
 def test_what_is_measured_of_activations_counts() -> None:
-    """The first stages of 1F1B keep more microbatches, and so are kinds of their own."""
-    (plan,) = plans_of([settings(4, num_layers=4, pipeline_model_parallel_size=4)])
+    """The first stages of 1F1B keep more microbatches, and so are kinds of their own; under GPipe all stages keep all."""
+    stages: dict[str, Any] = {"num_layers": 4, "pipeline_model_parallel_size": 4}
+    plan, of_gpipe = plans_of([settings(4, **stages), settings(4, **stages, pipeline_schedule="gpipe")])
     peaks = [next(kind for kind in plan.kinds if stage in kind.stages).memory.activations.device for stage in range(4)]
     assert [kind.stages for kind in plan.kinds] == [(0,), (1,), (2,), (3,)]
     assert peaks[1] > peaks[2] > 0 and len(set(peaks)) == 4
-
-
-def test_stages_that_look_alike_are_one_kind() -> None:
-    """Under GPipe all stages keep all microbatches."""
-    (plan,) = plans_of([settings(4, num_layers=4, pipeline_model_parallel_size=4, pipeline_schedule="gpipe")])
-    assert [kind.stages for kind in plan.kinds] == [(0,), (1, 2), (3,)]
+    assert [kind.stages for kind in of_gpipe.kinds] == [(0,), (1, 2), (3,)], "stages that look alike are one kind"
 
 
 def test_a_lost_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ PROMPT = "text = 'ü"
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The --save folder of a short run on bytes at TP 2, which learned to predict later tokens too."""
     folder = tmp_path_factory.mktemp("run")
-    data = {**FLAGS, **STYLES["llama"], "data_path": write_bytes(folder / "text"), "train_iters": 12, "save": folder / "save"}
+    data = {**FLAGS, **STYLES["llama"], "data_path": write_bytes(folder / "text"), "train_iters": 6, "save": folder / "save"}
     data["mtp_num_layers"] = 1
     run(arguments(**data, tensor_model_parallel_size=2), 2)
     return folder / "save"
@@ -73,7 +73,7 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 
 def test_greedy_text_of_a_run(trained: Path, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = greedy(SHAPE, saved_tensors(trained, 12), PROMPT, 20)
+    expected = greedy(SHAPE, saved_tensors(trained, 6), PROMPT, 20)
     flags = ("--load", trained, "--temperature", 0, "--max-new-tokens", 20, "--dtype", "float64")
     assert say(*flags, "--prompt", PROMPT) == PROMPT + ByteTokenizer().decode(expected) + "\n"
     (found,) = map(json.loads, say(*flags, "--prompt", PROMPT, "--json").splitlines())
@@ -85,7 +85,7 @@ def test_greedy_text_of_a_run(trained: Path, say: Say, capsys: pytest.CaptureFix
         "ended": len(expected) < 20,
     }
     (found,) = map(json.loads, say(*flags, "--prompt", "", "--json").splitlines())
-    assert found["tokens"] == greedy(SHAPE, saved_tensors(trained, 12), "", 20)
+    assert found["tokens"] == greedy(SHAPE, saved_tensors(trained, 6), "", 20)
 
 
 def test_prompt_from_a_file_and_from_stdin(trained: Path, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

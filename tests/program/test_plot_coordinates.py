@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,14 @@ from tests.support.runs import arguments
 from tools import plot_coordinates
 from tools.coordinates.check import at_width, changes, growth
 
-WIDTHS = (32, 64, 128, 256)
 RUN = {"device": "cpu", "train_iters": 10, "micro_batch_size": 4, "global_batch_size": 4, "lr": 5e-3, "num_layers": 2}
 
 
-def growths(base: int | None, **settings: object) -> dict[str, float]:
+def growths(widths: Sequence[int], base: int | None, **settings: object) -> dict[str, float]:
     """By the name of what is looked at, how it grows with the width."""
     config: Config = parse(arguments(**{**RUN, **settings}))
-    sizes = [changes(at_width(config, width, base), updates=3, seeds=2) for width in WIDTHS]
-    return {name: growth(WIDTHS, [one[name][-1] for one in sizes]) for name in sizes[0]}
+    sizes = [changes(at_width(config, width, base), updates=3, seeds=2) for width in widths]
+    return {name: growth(widths, [one[name][-1] for one in sizes]) for name in sizes[0]}
 
 
 INSIDE = {"attention of the last layer", "MLP of the last layer", "last layer", "logits"}
@@ -28,7 +28,8 @@ INSIDE = {"attention of the last layer", "MLP of the last layer", "last layer", 
 
 @pytest.mark.parametrize("style", [{}, {"untie_embeddings_and_output_weights": True, "swiglu": True, "ffn_hidden_size": 64}])
 def test_with_mup_changes_do_not_grow_with_the_width(style: dict[str, object]) -> None:
-    with_mup, without = growths(32, **style), growths(None, **style)
+    widths = (32, 64, 128)
+    with_mup, without = growths(widths, 32, **style), growths(widths, None, **style)
     assert with_mup.keys() == without.keys() == INSIDE | {"embedding"}
     for name in INSIDE:
         assert abs(with_mup[name]) < 0.4 < 0.6 < without[name], (name, with_mup, without)
@@ -38,7 +39,8 @@ def test_with_mup_changes_do_not_grow_with_the_width(style: dict[str, object]) -
 def test_sgd_has_its_own_column() -> None:
     """Of the rates in table 8 it scales others than Adam does."""
     sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 1.0, "clip_grad": 0.0}
-    with_mup, without = growths(32, **sgd), growths(None, **sgd)
+    widths = (32, 256)
+    with_mup, without = growths(widths, 32, **sgd), growths(widths, None, **sgd)
     assert all(abs(value) < 0.4 for value in with_mup.values()), with_mup
     assert all(without[name] > 0.6 for name in INSIDE), without
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.preprocess import engines
-from megatron.data.preprocess.engines import Engine, run_shard_remotely
-from megatron.data.preprocess.input_shards import InputShard
+from megatron.data.preprocess.engines import Engine
 from megatron.data.preprocess.job import preprocess
-from megatron.data.preprocess.part_files import ShardReport
 from megatron.data.preprocess.shard_work import PreprocessJob
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import spawn_cli
 from tests.support.corpora import JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, written
+from tests.support.remote_shards import elsewhere, lost_at_first, never
 
 RAY = Engine("ray")
 
@@ -41,26 +39,6 @@ def test_the_tool_finds_a_cluster_by_its_address(tmp_path: Path, ray: Any) -> No
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
-def lost_at_first(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
-    """A worker that is lost with its first shard, and meets an error of the file system with the second."""
-    for name, end in (("lost", lambda: os._exit(1)), ("failed", None)):
-        try:
-            os.mkdir(Path(folder).parent / name)
-        except FileExistsError:
-            continue
-        if end:
-            end()
-        raise TimeoutError("stale file handle")
-    return run_shard_remotely(job, shard, folder)
-
-
-def never(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
-    """A task that fails whenever it is tried."""
-    with open(Path(folder).parent / "tries", "a") as file:
-        file.write("x")
-    raise ConnectionError("unreachable")
-
-
 def test_lost_workers_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "run_shard_remotely", lost_at_first)
     preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=Engine("ray", 2), shard_size=1000)
@@ -79,11 +57,6 @@ def test_bad_lines_are_told_as_by_processes_and_not_tried_again(tmp_path: Path) 
     summary = preprocess([source], str(tmp_path / "out"), SKIP, engine=RAY, start="resume")
     assert [line.split(": ")[0] for line in summary.bad_lines] == [f"{source}:41"]
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
-
-
-def elsewhere(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
-    """A node that does not see the folder."""
-    return run_shard_remotely(job, shard, f"/elsewhere{folder}")
 
 
 def test_a_folder_that_is_not_shared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

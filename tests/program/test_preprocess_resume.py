@@ -89,10 +89,10 @@ def test_killed_at_every_change_of_a_name(tmp_path: Path) -> None:
 
 def test_killed_at_random_and_resumed(tmp_path: Path) -> None:
     """The tool with two workers; they end with it."""
-    texts = [f"{number} {text}" for number in range(300) for text in TEXTS]
+    texts = [f"{number} {text}" for number in range(150) for text in TEXTS]
     argv = [sys.executable, "tools/preprocess_data.py", "--input", write_lines(tmp_path / "a.jsonl", texts)]
     argv += [write_gz(tmp_path / "b.jsonl.gz", texts), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
-    argv += ["--tokenizer-type", "ByteTokenizer", "--shard-size", "16K", "--workers", "2", "--resume"]
+    argv += ["--tokenizer-type", "ByteTokenizer", "--shard-size", "8K", "--workers", "2", "--resume"]
     times, kept = random.Random(5), [0]
     for _ in range(3):
         process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL)
