@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +23,9 @@ from megatron.flight.watcher import HANG_EXIT_CODE
 from megatron.parallel.torch_private import get_default_store
 from megatron.pipeline_parallel.p2p import Messenger
 from megatron.spec.operations import Op, OpKind
+from megatron.training import stragglers
 from megatron.training.step import TrainStep
+from megatron.training.stragglers import StragglerReports
 from tests.support import network
 from tests.support.runs import Ended, arguments, launch, read_metrics, report, run
 
@@ -266,20 +269,29 @@ def _is_cut_off(tmp_path: Path, layout: int, culprit: int, iteration: int) -> No
 
 
 def _is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
-    """Though all ranks wait for it, and take as long."""
+    """Though all ranks wait for it, and take as long. A rank's clock counts its processor time, its sleep and its waits, so that
+    other work of the machine makes no rank slow."""
     ranks, flags = LAYOUTS[layout]
 
     def before(rank: int) -> None:
-        if rank == culprit:
-            real = Flight.operation
+        slept, began = [0.0], StragglerReports.before_step
 
-            def operation(self: Flight, op: Op) -> None:
+        def operation(self: Flight, op: Op) -> None:
+            if rank == culprit:
                 time.sleep(0.02)
-                real(self, op)
+                slept[0] += 0.02
+            real(self, op)
 
-            Flight.operation = operation  # type: ignore[method-assign]
+        def before_step(self: StragglerReports, *args: Any) -> None:
+            clock.perf_counter = lambda: time.thread_time() + slept[0] + self._flight.waited_s
+            began(self, *args)
 
-    settings = {**flags, "straggler_interval": 2, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}
+        real, clock = Flight.operation, types.SimpleNamespace()
+        Flight.operation = operation  # type: ignore[method-assign]
+        StragglerReports.before_step = before_step  # type: ignore[method-assign]
+        stragglers.time = clock  # type: ignore[assignment]
+
+    settings = {**flags, "straggler_interval": 2, "global_batch_size": 4, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}
     said = run(arguments(**settings, train_iters=6), ranks, before=before).splitlines()
     told = [line for line in said if "x its peers' time of computing" in line]
     assert [line.split()[-2] for line in told if line.startswith(f"  rank {culprit} (node ")] == ["4", "6"], said
