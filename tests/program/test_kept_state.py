@@ -30,6 +30,7 @@ from megatron.planner.state_report import amount
 from megatron.training import kept_state
 from megatron.training.step import TrainStep
 from tests.program.test_run_spikes import REWINDS, bad_batches
+from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
     arguments,
     at_iteration,
@@ -50,9 +51,14 @@ LAST = 6
 
 
 class Nodes:
-    """Launchers of a job, one a node."""
+    """Launchers of a job, one a node.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        fresh: start keepers and writers in interpreters of their own, as a run does; otherwise as forks.
+    """
+
+    def __init__(self, count: int, fresh: bool) -> None:
+        self._fresh = fresh
         self._sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
 
     def before(self, ranks: int, and_then: Callable[[int], None] | None = None) -> Callable[[int], None]:
@@ -63,6 +69,8 @@ class Nodes:
             os.environ |= {"LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
             pid = self._sleepers[rank // each].pid
             kept_state.launcher = lambda: pid
+            if not self._fresh:
+                fork_modules()
             if and_then is not None:
                 and_then(rank)
 
@@ -97,11 +105,11 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes() -> Iterator[Callable[[int], Nodes]]:
+def nodes() -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
 
-    def make(count: int) -> Nodes:
-        made.append(Nodes(count))
+    def make(count: int, *, fresh: bool = False) -> Nodes:
+        made.append(Nodes(count, fresh))
         return made[-1]
 
     yield make
@@ -131,9 +139,9 @@ def _gone(*folders: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Bit for bit, with nothing on the storage, and nothing stays behind in memory."""
-    node = nodes(1)
+    node = nodes(1, fresh=True)
     run(arguments(train_iters=LAST, save=tmp_path / "whole", **STAGES), 2)
     settings = _killed(tmp_path, node, 2, 6, **STAGES)
     assert complete_checkpoints(tmp_path / "run") == []
@@ -143,7 +151,7 @@ def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[[int], No
     _gone(node.folder(0, tmp_path / "run"))
 
 
-def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Memory keeps one copy, of iteration 6; behind the loss spike of iteration 8 both runs go back to the storage's of 4."""
     node, spike = nodes(1), bad_batches(56)
     flags = {**REWINDS, "save_interval": 4}
@@ -155,7 +163,7 @@ def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: P
     assert digest(tmp_path / "run", 9) == digest(tmp_path / "whole", 9)
 
 
-def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """The checkpoint is the one that a save would have made, and the next launch goes on from it."""
     node = nodes(1)
     run(arguments(train_iters=LAST, exit_interval=4, save=tmp_path / "whole"), 2)
@@ -171,7 +179,7 @@ def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
-def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[[int], Nodes], ranks: int) -> None:
+def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[..., Nodes], ranks: int) -> None:
     """Another node takes its place, or the ranks that are left go on at another layout."""
     pair = nodes(2)
     settings = _killed(tmp_path, pair, 2, 4, replicate_state=1, fp64=True, **TENSOR)
@@ -187,7 +195,7 @@ def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[[int
     assert losses(tmp_path / "metrics") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-10)
 
 
-def test_a_lost_node_without_a_copy_is_told(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_a_lost_node_without_a_copy_is_told(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """The run goes on from the storage."""
     pair = nodes(2)
     settings = _killed(tmp_path, pair, 2, 5, save_interval=3)

@@ -18,6 +18,7 @@ from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.collectives import Pending
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron.training.step import TrainStep
+from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
     Ended,
     arguments,
@@ -179,7 +180,12 @@ def test_a_weight_that_differs_is_named(tmp_path: Path, where: str) -> None:
 def test_nothing_is_saved_that_was_not_compared(tmp_path: Path) -> None:
     """A save between two comparisons makes one; one in the background that has begun before is finished."""
     settings = {"train_iters": 5, "check_replicas_every": 4, "save_interval": 1, "save": tmp_path, "async_save": True}
-    message = failed(launch(arguments(**settings), 2, before=on_rank(1, 3, flip("final_norm.weight"))))
+
+    def before(rank: int) -> None:
+        fork_modules()
+        on_rank(1, 3, flip("final_norm.weight"))(rank)
+
+    message = failed(launch(arguments(**settings), 2, before=before))
     assert "iteration 3: " in message and "(at iteration 2 they did not)" in message and "final_norm.weight: " in message
     assert complete_checkpoints(tmp_path) == ["iter_0000001", "iter_0000002"]
 
