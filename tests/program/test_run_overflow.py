@@ -185,7 +185,9 @@ def test_a_nan_that_does_not_come_again_is_named_where_the_sum_is(layout: str) -
     assert said.count("not finite on rank") == 1
 
 
-REPLICATED: dict[str, dict[str, Any]] = {name: LAYOUTS[name] for name in ("tp2", "optim", "optim, offload", "optim_grads", "optim_grads_params")}
+REPLICATED: dict[str, dict[str, Any]] = {
+    name: LAYOUTS[name] for name in ("tp2", "optim", "optim, offload", "optim_grads", "optim_grads_params")
+}
 """Layouts of two data ranks, of two tensor ranks each; the first without data ranks."""
 SPLIT = {"tensor_model_parallel_size": 2, "global_batch_size": 4}
 

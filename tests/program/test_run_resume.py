@@ -85,12 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """At the layouts of several ranks take few precisions without --full: others have nothing that these or one rank have not."""
     if "precision" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
-        cases = [
-            (ranks, name)
-            for ranks in LAYOUTS
-            for name in PRECISIONS
-            if full or ranks == 1 or name in SEVERAL_RANKS[ranks]
-        ]
+        cases = [(ranks, name) for ranks in LAYOUTS for name in PRECISIONS if full or ranks == 1 or name in SEVERAL_RANKS[ranks]]
         metafunc.parametrize(("world_size", "precision"), cases)
 
 
