@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import keeper
-from megatron.checkpoint.node_storage import FOLDER_VARIABLE, STATE_FOLDER
+from megatron.checkpoint.node_storage import STATE_FOLDER
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
 from megatron.checkpoint.storage import open_storage
@@ -30,6 +30,7 @@ from megatron.planner.state_report import amount
 from megatron.training import kept_state
 from megatron.training.step import TrainStep
 from tests.program.test_run_spikes import REWINDS, bad_batches
+from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
     arguments,
     at_iteration,
@@ -45,12 +46,19 @@ from tests.support.runs import (
 
 STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
+LAST = 6
+"""Steps of a run."""
 
 
 class Nodes:
-    """Launchers of a job, one a node."""
+    """Launchers of a job, one a node.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        fresh: start keepers and writers in interpreters of their own, as a run does; otherwise as forks.
+    """
+
+    def __init__(self, count: int, fresh: bool) -> None:
+        self._fresh = fresh
         self._sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
 
     def before(self, ranks: int, and_then: Callable[[int], None] | None = None) -> Callable[[int], None]:
@@ -61,6 +69,8 @@ class Nodes:
             os.environ |= {"LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
             pid = self._sleepers[rank // each].pid
             kept_state.launcher = lambda: pid
+            if not self._fresh:
+                fork_modules()
             if and_then is not None:
                 and_then(rank)
 
@@ -86,16 +96,20 @@ class Nodes:
 
     def folder(self, node: int, save: Path) -> Path:
         """Where the keeper of a node has its files."""
-        pid = self._sleepers[node].pid
-        return keeper._folder_of(keeper.Keeper(str(save), pid, keeper.process_of(pid), False))
+        return self.folders(save)[node]
+
+    def folders(self, save: Path) -> list[Path]:
+        """Where the keepers of all nodes have their files."""
+        pids = [sleeper.pid for sleeper in self._sleepers]
+        return [keeper._folder_of(keeper.Keeper(str(save), pid, keeper.process_of(pid), False)) for pid in pids]
 
 
 @pytest.fixture
-def nodes() -> Iterator[Callable[[int], Nodes]]:
+def nodes() -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
 
-    def make(count: int) -> Nodes:
-        made.append(Nodes(count))
+    def make(count: int, *, fresh: bool = False) -> Nodes:
+        made.append(Nodes(count, fresh))
         return made[-1]
 
     yield make
@@ -103,18 +117,17 @@ def nodes() -> Iterator[Callable[[int], Nodes]]:
         one.end()
 
 
-def _killed(tmp_path: Path, nodes: Nodes, ranks: int, at: int, **flags: Any) -> dict[str, Any]:
-    """A run whose ranks are killed before a step, when the copy of the one before last is made; returns its settings."""
+def _killed(tmp_path: Path, nodes: Nodes, ranks: int, at: int, last: int = LAST, **flags: Any) -> dict[str, Any]:
+    """A run whose ranks are killed before a step, once all nodes have the newest copy of one before it; returns its settings."""
     settings = {"save": tmp_path / "run", "load": tmp_path / "run", "memory_save_interval": 2, **flags}
 
     def die(step: TrainStep) -> None:
-        folder = Path(os.environ[FOLDER_VARIABLE]) / STATE_FOLDER / checkpoint_name((at - 1) // 2 * 2)
-        while not folder.exists():
+        copy = Path(STATE_FOLDER, checkpoint_name((at - 1) // 2 * 2))
+        while not all((folder / copy).exists() for folder in nodes.folders(tmp_path / "run")):
             time.sleep(0.01)
-        time.sleep(0.2)  # until it has its name on every node
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ended = launch(arguments(train_iters=9, **settings), ranks, before=nodes.before(ranks, lambda rank: at_iteration(at, die)))
+    ended = launch(arguments(train_iters=last, **settings), ranks, before=nodes.before(ranks, lambda rank: at_iteration(at, die)))
     assert [end.code for end in ended] == [-signal.SIGKILL] * ranks, report(ended)
     return settings
 
@@ -126,47 +139,47 @@ def _gone(*folders: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Bit for bit, with nothing on the storage, and nothing stays behind in memory."""
-    node = nodes(1)
-    run(arguments(train_iters=9, save=tmp_path / "whole", **STAGES), 2)
-    settings = _killed(tmp_path, node, 2, 8, **STAGES)
+    node = nodes(1, fresh=True)
+    run(arguments(train_iters=LAST, save=tmp_path / "whole", **STAGES), 2)
+    settings = _killed(tmp_path, node, 2, 6, **STAGES)
     assert complete_checkpoints(tmp_path / "run") == []
-    said = run(arguments(train_iters=9, **settings), 2, before=node.before(2))
-    assert "resuming from nodes://state/iter_0000006 at iteration 6" in said, said
-    assert digest(tmp_path / "run", 9) == digest(tmp_path / "whole", 9)
+    said = run(arguments(train_iters=LAST, **settings), 2, before=node.before(2))
+    assert "resuming from nodes://state/iter_0000004 at iteration 4" in said, said
+    assert digest(tmp_path / "run", LAST) == digest(tmp_path / "whole", LAST)
     _gone(node.folder(0, tmp_path / "run"))
 
 
-def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Memory keeps one copy, of iteration 6; behind the loss spike of iteration 8 both runs go back to the storage's of 4."""
     node, spike = nodes(1), bad_batches(56)
     flags = {**REWINDS, "save_interval": 4}
     run(arguments(**flags, train_iters=9, save=tmp_path / "whole"), 2, before=spike)
-    settings = _killed(tmp_path, node, 2, 7, **flags)
+    settings = _killed(tmp_path, node, 2, 7, last=9, **flags)
     said = run(arguments(train_iters=9, **settings), 2, before=node.before(2, spike))
     assert "resuming from nodes://state/iter_0000006 at iteration 6" in said, said
     assert f"rewound to {checkpoint(tmp_path / 'run', 4)} (iteration 4); samples 32 to 79 are passed over" in said
     assert digest(tmp_path / "run", 9) == digest(tmp_path / "whole", 9)
 
 
-def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """The checkpoint is the one that a save would have made, and the next launch goes on from it."""
     node = nodes(1)
-    run(arguments(train_iters=9, exit_interval=6, save=tmp_path / "whole"), 2)
-    settings = _killed(tmp_path, node, 2, 7)
+    run(arguments(train_iters=LAST, exit_interval=4, save=tmp_path / "whole"), 2)
+    settings = _killed(tmp_path, node, 2, 5)
     folder = node.folder(0, tmp_path / "run")
     node.end()
     _gone(folder)
-    assert complete_checkpoints(tmp_path / "run") == ["iter_0000006"]
-    assert digest(tmp_path / "run", 6) == digest(tmp_path / "whole", 6)
-    assert saved_state(tmp_path / "run", 6) == saved_state(tmp_path / "whole", 6)
-    said = run(arguments(train_iters=9, **settings), 2, before=nodes(1).before(2))
-    assert "iter_0000006 at iteration 6" in said
+    assert complete_checkpoints(tmp_path / "run") == ["iter_0000004"]
+    assert digest(tmp_path / "run", 4) == digest(tmp_path / "whole", 4)
+    assert saved_state(tmp_path / "run", 4) == saved_state(tmp_path / "whole", 4)
+    said = run(arguments(train_iters=LAST, **settings), 2, before=nodes(1).before(2))
+    assert "iter_0000004 at iteration 4" in said
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
-def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[[int], Nodes], ranks: int) -> None:
+def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[..., Nodes], ranks: int) -> None:
     """Another node takes its place, or the ranks that are left go on at another layout."""
     pair = nodes(2)
     settings = _killed(tmp_path, pair, 2, 4, replicate_state=1, fp64=True, **TENSOR)
@@ -176,21 +189,21 @@ def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[[int
         left = nodes(1)
         left._sleepers = [pair._sleepers[1]]
     settings |= {"metrics_file": tmp_path / "metrics", "replicate_state": ranks - 1, "tensor_model_parallel_size": ranks}
-    said = run(arguments(train_iters=9, **settings), ranks, before=left.before(ranks))
+    said = run(arguments(train_iters=LAST, **settings), ranks, before=left.before(ranks))
     assert "resuming from nodes://state/iter_0000002 at iteration 2" in said, said
-    run(arguments(train_iters=9, fp64=True, metrics_file=tmp_path / "whole"), 1)
+    run(arguments(train_iters=LAST, fp64=True, metrics_file=tmp_path / "whole"), 1)
     assert losses(tmp_path / "metrics") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-10)
 
 
-def test_a_lost_node_without_a_copy_is_told(tmp_path: Path, nodes: Callable[[int], Nodes]) -> None:
+def test_a_lost_node_without_a_copy_is_told(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """The run goes on from the storage."""
     pair = nodes(2)
-    settings = _killed(tmp_path, pair, 2, 8, save_interval=3)
+    settings = _killed(tmp_path, pair, 2, 5, save_interval=3)
     pair.lose(1, tmp_path / "run")
-    ended = launch(arguments(train_iters=9, **settings), 2, before=pair.before(2))
+    ended = launch(arguments(train_iters=LAST, **settings), 2, before=pair.before(2))
     assert [end.code for end in ended] == [0, 0], report(ended)
     assert "the state in the memory of the nodes is not whole" in ended[0].stderr
-    assert f"resuming from {tmp_path / 'run' / 'iter_0000006'}" in ended[0].stdout
+    assert f"resuming from {tmp_path / 'run' / 'iter_0000003'}" in ended[0].stdout
 
 
 def test_more_copies_than_nodes_are_refused(tmp_path: Path) -> None:
@@ -210,13 +223,13 @@ def test_the_plan_knows_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
     ]
     for number, style in enumerate(styles):
         save = tmp_path / str(number)
-        flags = arguments(train_iters=1, save=save, async_save=True, memory_save_interval=1, replicate_state=2, **style)
-        run([*flags, "--replicate-state", "0"])
+        run(arguments(train_iters=1, save=save, **style))
         found = sum(
             DTYPES[tensor.dtype].itemsize * box.box.numel
             for tensor in manifest_in(open_storage(checkpoint(save, 1))).tensors.values()
             for box in tensor.boxes
         )
+        flags = arguments(train_iters=1, save=save, async_save=True, memory_save_interval=1, replicate_state=2, **style)
         config = load(flags, 1).config
         assert saved_bytes(config, 61, model_dtype(config.precision)) == found, style
     config = load([*flags, "--global-batch-size", "32"], 16).config

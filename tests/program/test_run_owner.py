@@ -19,9 +19,10 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.owner import ALIVE, Heartbeat, refuse_living_owner
 from megatron.checkpoint.save_folder import RUN
 from megatron.checkpoint.storage import open_storage
+from tests.support.forked_modules import fork_modules
 from tests.support.runs import Ended, arguments, complete_checkpoints, launch, on_rank, report, run
 
-LIVING: dict[str, Any] = {"train_iters": 30, "save_interval": 10}
+LIVING: dict[str, Any] = {"train_iters": 9, "save_interval": 3}
 
 
 def start(folder: Path, **settings: Any) -> Ended:
@@ -41,22 +42,26 @@ def test_a_start_that_is_refused_leaves_a_run_alone(tmp_path: Path, save: str) -
 
     running: list[list[Ended]] = []
 
+    def before(rank: int) -> None:
+        fork_modules()
+        on_rank(0, 5, meanwhile)(rank)
+
     def first() -> None:
         flags = {**LIVING, "save": tmp_path, "async_save": save == "async"}
-        running.append(launch(arguments(**flags), before=on_rank(0, 15, meanwhile)))
+        running.append(launch(arguments(**flags), before=before))
 
     thread = threading.Thread(target=first)
     thread.start()
     while not complete_checkpoints(tmp_path):
         time.sleep(0.05)
     marks.append((tmp_path / RUN).read_bytes())
-    others: list[dict[str, Any]] = [{"lr": 0.5}, {"ckpt_step": 3}, {"hidden_size": 64}]
+    others: list[dict[str, Any]] = [{"lr": 0.5}, {"ckpt_step": 2}, {"hidden_size": 64}]
     told += [start(tmp_path, **other) for other in others]
     marks.append((tmp_path / RUN).read_bytes())
     (tmp_path / "others have ended").touch()
     thread.join()
     assert [end.code for end in running[0]] == [0], report(running[0])
-    assert complete_checkpoints(tmp_path) == [f"iter_{number:07d}" for number in (10, 20, 30)]
+    assert complete_checkpoints(tmp_path) == [f"iter_{number:07d}" for number in (3, 6, 9)]
     assert marks[0] == marks[1] == (tmp_path / RUN).read_bytes()
     for end in told:
         assert end.code == 1 and "saves there and is alive" in end.stderr and "--take-over" in end.stderr, report([end])

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import multiprocessing.process
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
+import torch.distributed.run
 
 from megatron.checkpoint.save_folder import LATEST
 from megatron.data.indexed_writer import write_dataset
-from tests.support.cli import ROOT, ranks_of, spawn_cli
+from tests.support.cli import ROOT, forget_children, ranks_of, spawn_cli
 from tests.support.runs import arguments, digest, run
 from tests.support.warm_python import warm_python
 
@@ -47,69 +52,100 @@ def test_torchrun_ends_all_ranks_of_a_run_that_fails(tmp_path: Path, full: bool)
     assert [path.name for path in (tmp_path / "save").glob("*.json")] == ["run.json"]
 
 
+def _start_torchrun(words: list[str], python: str, said: TextIO) -> multiprocessing.process.BaseProcess:
+    """Start a torchrun as a fork of this process, in which torch is imported already. Its ranks are its children, as always.
+
+    Args:
+        words: its command line.
+        python: what it starts the ranks with.
+        said: file for what it and the ranks write.
+    """
+
+    def life() -> None:
+        forget_children()
+        for number in (1, 2):
+            os.dup2(said.fileno(), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        logging.getLogger().handlers.clear()  # pytest's
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        os.environ |= {"PYTHON_EXEC": python, "PYTHONPATH": str(ROOT)}
+        os.chdir(Path(said.name).parent)
+        torch.distributed.run.main(words)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
+        process = multiprocessing.get_context("fork").Process(target=life)
+        process.start()
+    return process
+
+
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     """They save first, and none is left."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / SCRIPT)]
+    words = ["--standalone", "--nproc-per-node=2", str(ROOT / SCRIPT)]
     job = arguments(train_iters=100_000, log_interval=100_000, save=tmp_path / "save", save_interval=50_000)
     said = (tmp_path / "said").open("w+")
     # The ranks are not warm: those are children of another process.
-    process = subprocess.Popen([sys.executable, *words, *job], cwd=tmp_path, stdout=said, stderr=said)
+    process = _start_torchrun([*words, *job], sys.executable, said)
     ranks: list[int] = []
     try:
         until = time.monotonic() + 60
         while "iteration        1/" not in Path(said.name).read_text():
-            assert time.monotonic() < until and process.poll() is None, Path(said.name).read_text()
+            assert time.monotonic() < until and process.is_alive(), Path(said.name).read_text()
             time.sleep(0.1)
-        ranks = ranks_of(process.pid)
+        ranks = ranks_of(process.pid or 0)
         assert len(ranks) == 2
         process.kill()
-        process.wait()
+        process.join()
         until = time.monotonic() + 20
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):
             assert time.monotonic() < until, Path(said.name).read_text()
             time.sleep(0.05)
         assert (tmp_path / "save" / LATEST).exists() and "exiting on SIGTERM" in Path(said.name).read_text()
     finally:
-        for pid in (*ranks, process.pid):
+        for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.join()
         said.close()
-
-
-def _warm_ranks() -> dict[str, str]:
-    """Variables for a torchrun whose ranks begin with torch imported; no PYTHONPATH, or torchrun would be warm too."""
-    return {**os.environ, "PYTHON_EXEC": warm_python(), "PYTHONPATH": ""}
 
 
 def test_a_node_that_is_asked_to_stop_is_no_success_for_the_others(tmp_path: Path) -> None:
     """Of two nodes: a signal to the rank of one. Both torchruns end at once, and not with 0, after which one would wait 300 s."""
-    words = ["-m", "torch.distributed.run", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=stops", "--nproc-per-node=1"]
+    words = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=stops", "--nproc-per-node=1"]
     words += [f"--rdzv-endpoint=localhost:{21000 + os.getpid() % 10000}", str(ROOT / SCRIPT)]
     job = arguments(train_iters=100_000, log_interval=100_000, save=tmp_path / "save", save_interval=5, keep_last=1)
     files = [(tmp_path / f"{node}").open("w+") for node in range(2)]
-    nodes = [
-        subprocess.Popen([warm_python(), *words, *job], env=_warm_ranks(), cwd=tmp_path, stdout=file, stderr=file) for file in files
-    ]
+    nodes = [_start_torchrun([*words, *job], warm_python(), file) for file in files]
     try:
         until = time.monotonic() + 60
         while not (tmp_path / "save" / LATEST).exists():
-            assert time.monotonic() < until and all(node.poll() is None for node in nodes), files[0].read()
+            assert time.monotonic() < until and all(node.is_alive() for node in nodes), files[0].read()
             time.sleep(0.1)
-        (rank,) = ranks_of(nodes[1].pid)
+        (rank,) = ranks_of(nodes[1].pid or 0)
         os.kill(rank, signal.SIGTERM)
-        assert [node.wait(60) for node in nodes] == [1, 1]
+        for node in nodes:
+            node.join(60)
+        assert [node.exitcode for node in nodes] == [1, 1]
         said = "".join(Path(file.name).read_text() for file in files)
         assert said.count("exitcode  : 85") == 2 and "exiting on" in said
     finally:
         for node, file in zip(nodes, files, strict=True):
-            for pid in ranks_of(node.pid):
+            for pid in ranks_of(node.pid or 0):
                 os.kill(pid, signal.SIGKILL)
             node.kill()
-            node.wait()
+            node.join()
             file.close()
 
 
-@pytest.mark.parametrize("module", ["megatron.config.config", "torch.cuda", "megatron.training.loop"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Interrupt imports of torch itself with --full alone: they lie between the other two."""
+    if "module" in metafunc.fixturenames:
+        within_torch = ["torch.cuda"] if metafunc.config.getoption("--full") else []
+        metafunc.parametrize("module", ["megatron.config.config", *within_torch, "megatron.training.loop"])
+
+
 def test_ctrl_c_while_starting_leaves_no_traceback(module: str) -> None:
     """When a module has been imported: among those of the settings, of torch, and of the run."""
     words = [sys.executable, "-X", "importtime", str(ROOT / SCRIPT), *arguments(train_iters=10**6)]

@@ -55,32 +55,37 @@ SCALER_AT_STOP = {
     "float16, growing": {"clean_steps": 2, "hysteresis_left": 0},
     "float16, shrinking": {"clean_steps": 2, "hysteresis_left": 1},
 }
-# Partial sums of two tensor ranks overflow earlier than the whole.
+# For batches as large as in one process. Partial sums of two tensor ranks overflow earlier than the whole.
 GROWING_SCALE = {1: 2**21, 2: 2**21, 4: 2**19}
 OVERFLOWS = (2, STOP + 1)
+
+WHOLE = {"global_batch_size": 8, "rampup_batch_size": EVERYTHING["rampup_batch_size"]}
+HALF = {"global_batch_size": 4, "rampup_batch_size": (2, 2, 10)}
+"""Half of the samples, for a layout at which one data rank computes them all."""
 
 LAYOUTS: dict[int, dict[str, Any]] = {
     1: {},
     2: {  # a way for each layer; of the made-up tokens every tenth ends a document
+        "micro_batch_size": 1,
+        "global_batch_size": 2,
+        "rampup_batch_size": (1, 1, 5),
         "num_layers": 3,
         "context_parallel_size": 2,
         "cp_comm_type": ("p2p", "all_gather", "a2a"),
         "reset_attention_mask": True,
     },
-    4: {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    4: {**HALF, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
 }
 
 
+SEVERAL_RANKS = {2: ["bfloat16"], 4: ["bfloat16, 8 bits", "float16, shrinking"]}
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """At the layouts of several ranks float64 and float32 have nothing that bfloat16 has not: those are for --full."""
+    """At the layouts of several ranks take few precisions without --full: others have nothing that these or one rank have not."""
     if "precision" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
-        cases = [
-            (ranks, name)
-            for ranks in LAYOUTS
-            for name in PRECISIONS
-            if full or ranks == 1 or (ranks == 4 and "16" in name) or name == "bfloat16"
-        ]
+        cases = [(ranks, name) for ranks in LAYOUTS for name in PRECISIONS if full or ranks == 1 or name in SEVERAL_RANKS[ranks]]
         metafunc.parametrize(("world_size", "precision"), cases)
 
 
@@ -89,7 +94,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, world_size: int, 
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     settings = {**EVERYTHING, **PRECISIONS[precision], **LAYOUTS[world_size]}
     if precision == "float16, growing":
-        settings["initial_loss_scale"] = GROWING_SCALE[world_size]
+        settings |= {"initial_loss_scale": GROWING_SCALE[world_size], **WHOLE}
 
     def before(rank: int) -> None:
         if precision == "float16, shrinking" and rank == world_size - 1:
@@ -125,7 +130,7 @@ def test_a_run_goes_on_with_8_bits_and_without(tmp_path: Path) -> None:
 )
 def test_a_run_goes_on_at_another_layout(tmp_path: Path, eight: dict[str, Any], then: dict[str, Any]) -> None:
     """In float64: begun at TP 2, continued at PP 2 x DP 2 or PP 2 x CP 2, it ends as the run of one process does."""
-    settings = {"fp64": True, "train_iters": STEPS, "lr_decay_style": "cosine", **eight}
+    settings = {"fp64": True, "train_iters": STEPS, "global_batch_size": 4, "lr_decay_style": "cosine", **eight}
     run(arguments(**settings, save=tmp_path / "one", metrics_file=tmp_path / "one.jsonl"))
     run(
         arguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,30 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+TOGETHER: dict[str, dict[str, Any]] = {
+    "many loader threads, overlap, waiting for messages": {
+        **CHANGES["many loader threads"],
+        **CHANGES["overlap"],
+        **CHANGES["waiting for messages"],
+    },
+    "no loader threads, late weight gradients": {**CHANGES["no loader threads"], **CHANGES["late weight gradients"]},
+}
+"""All of these changes in two runs."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Take each change, layout or pair alone with --full, and without it a few that have all settings."""
+    full = metafunc.config.getoption("--full")
+    if "change" in metafunc.fixturenames:
+        changes = CHANGES if full else TOGETHER
+        metafunc.parametrize("change", changes.values(), ids=changes)
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", [name for name in LAYOUTS if full or LAYOUTS[name][0] == 4])
+    if "sequence_parallel" in metafunc.fixturenames:
+        pairs = itertools.product((False, True), (1, 2))
+        metafunc.parametrize(("sequence_parallel", "stages"), [pair for pair in pairs if full or pair in ((True, 1), (False, 2))])
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The run that others are compared with, and its settings."""
@@ -50,11 +75,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, settings
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_bit_for_bit_the_same(base: tuple[Path, dict[str, Any]], tmp_path: Path, change: str) -> None:
+def test_bit_for_bit_the_same(base: tuple[Path, dict[str, Any]], tmp_path: Path, change: dict[str, Any]) -> None:
     """Every weight, moment and logged number of two pipeline stages and two data ranks, with dropout, in bfloat16."""
     folder, settings = base
-    run(arguments(**{**settings, **CHANGES[change]}, save=tmp_path / "save", metrics_file=tmp_path / "metrics"), 4)
+    run(arguments(**{**settings, **change}, save=tmp_path / "save", metrics_file=tmp_path / "metrics"), 4)
     assert timeless(tmp_path / "metrics") == timeless(folder / "metrics")
     assert digest(tmp_path / "save", STEPS) == digest(folder / "save", STEPS)
 
@@ -99,6 +123,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-dp2": (4, {"pipeline_model_parallel_size": 2}),
     "pp2-dp2, ranks of a pipeline side by side": (4, {"pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": True}),
 }
+STAGE_OF_RANK = {"pp2-dp2": [0, 0, 1, 1], "pp2-dp2, ranks of a pipeline side by side": [0, 1, 0, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -109,21 +134,28 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_is_the_same_over_pipeline_and_data_ranks(one_rank: Path, tmp_path: Path, layout: str) -> None:
-    """In float64, since sums over ranks are made in another order."""
+    """In float64, since sums over ranks are made in another order. The ranks of a pipeline are two apart, or side by side."""
     world_size, flags = LAYOUTS[layout]
     settings = {**DROPOUT, **flags, "fp64": True, "train_iters": STEPS}
-    run(arguments(**settings, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size)
+
+    def before(rank: int) -> None:
+        at_iteration(1, lambda step: print(f"layers of rank {rank}: {list(step.model.chunks)}", flush=True))
+
+    ended = launch(arguments(**settings, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size, before=before)
+    assert [end.code for end in ended] == [0] * world_size, report(ended)
     assert not number_differences("losses", losses(tmp_path / "metrics"), losses(one_rank / "metrics"), 1e-10)
     assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(one_rank, STEPS), what="weights")
+    for rank, stage in enumerate(STAGE_OF_RANK.get(layout, ())):
+        assert f"layers of rank {rank}: [{stage}]" in ended[rank].stdout, report(ended)
 
 
 def test_context_ranks_share_a_sequence_in_any_way(tmp_path: Path) -> None:
     """Each --cp-comm-type, and another for each layer, gives the run of one process, evaluations too, where documents end within
     samples. (The ring has its own communicators.)"""
     settings: dict[str, Any] = {"num_layers": 3, "train_iters": STEPS, "eval_iters": 1, "eval_interval": 2, "fp64": True}
-    settings |= {"position_embedding_type": "rope", "reset_position_ids": True, "reset_attention_mask": True}
+    settings |= {"micro_batch_size": 1, "global_batch_size": 2, "position_embedding_type": "rope"}
+    settings |= {"reset_position_ids": True, "reset_attention_mask": True}
     run(arguments(**settings, metrics_file=tmp_path / "one"))
 
     def numbers(name: str) -> list[float]:
@@ -154,31 +186,15 @@ def test_no_two_microbatches_have_the_same_masks() -> None:
     assert len(keys) == len(set(keys)) == 3 * 4, report(ended)  # steps x microbatches of both ranks
 
 
-def test_both_numberings_of_the_ranks() -> None:
-    """The ranks of a pipeline are two apart, or side by side."""
-
-    def before(rank: int) -> None:
-        at_iteration(1, lambda step: print(f"layers of rank {rank}: {list(step.model.chunks)}", flush=True))
-
-    for mapping, stages in ((False, [0, 0, 1, 1]), (True, [0, 1, 0, 1])):
-        settings = {"train_iters": 1, "pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": mapping}
-        ended = launch(arguments(**settings), 4, before=before)
-        for rank, stage in enumerate(stages):
-            assert f"layers of rank {rank}: [{stage}]" in ended[rank].stdout, report(ended)
-
-
-@pytest.mark.parametrize(
-    "flags", [{"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}]
-)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_replicas_stay_equal(flags: dict[str, Any], sequence_parallel: bool) -> None:
+def test_replicas_stay_equal(sequence_parallel: bool, stages: int) -> None:
     """What several ranks hold of a parameter is the same bit for bit after some steps, with dropout and in bfloat16."""
     lines = []
 
     def before(rank: int) -> None:
         at_iteration(STEPS, _print_parameters)
 
-    settings = {**DROPOUT, **flags, "bf16": True, "sequence_parallel": sequence_parallel, "train_iters": STEPS}
+    settings = {**DROPOUT, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": stages, "bf16": True}
+    settings |= {"sequence_parallel": sequence_parallel, "train_iters": STEPS}
     for end in launch(arguments(**settings), 4, before=before):
         lines += [line for line in end.stdout.splitlines() if line.startswith("parameter ")]
     parts = {line.rpartition(" ")[0] for line in lines}

@@ -15,8 +15,10 @@ from tests.support.kills import lose_some
 from tests.support.runs import arguments, digest, run, saved_tensors
 from tests.support.supervised import Job, check_samples
 
-STEPS = 32
-SETTINGS: dict[str, Any] = {"save_interval": 4, "fp64": True, "micro_batch_size": 1, "lr_decay_style": "constant", "lr": 1e-3}
+STEPS = 24
+SETTINGS: dict[str, Any] = {"num_layers": 1, "save_interval": 4, "fp64": True, "micro_batch_size": 1}
+SETTINGS |= {"lr_decay_style": "constant", "lr": 1e-3}
+STEP_S = 0.1
 ENDLESS = {**SETTINGS, "train_iters": 100_000}
 
 
@@ -32,7 +34,7 @@ def assert_same_run(job: Job, whole: Path) -> None:
 def test_killed_ranks_are_started_again(tmp_path: Path) -> None:
     """At the same layout: bit for bit the run that nobody disturbed."""
     run(arguments(**SETTINGS, train_iters=STEPS, save=tmp_path / "whole"), 2)
-    with Job(tmp_path) as job:
+    with Job(tmp_path, STEP_S) as job:
         node = job.node("--nproc-per-node", "2", **SETTINGS, train_iters=STEPS)
         for rank, after in ((1, 4), (0, 12)):
             node.wait_for(lambda after=after: job.saved() >= after)  # type: ignore[misc]
@@ -48,7 +50,7 @@ def test_killed_ranks_are_started_again(tmp_path: Path) -> None:
 def test_a_broken_place_is_left_out_and_tried_again(tmp_path: Path) -> None:
     """Four data ranks; one fails twice without a step, and two go on with the same global batch (three do not divide it). When
     one of them fails, there are four again."""
-    with Job(tmp_path) as job:
+    with Job(tmp_path, STEP_S) as job:
         node = job.node("--nproc-per-node", "4", "--elastic", "2:4", **ENDLESS)
         node.wait_for(lambda: job.saved() >= 4)
         node.kill_rank(3, node.kill_rank(3))
@@ -67,7 +69,7 @@ def test_a_broken_place_is_left_out_and_tried_again(tmp_path: Path) -> None:
 
 def test_nodes_are_lost_and_join(tmp_path: Path) -> None:
     """The store is apart. Of two nodes the first is lost, and the other goes on; a third joins at once; then the other leaves."""
-    with Job(tmp_path) as job:
+    with Job(tmp_path, STEP_S) as job:
         job.serve()
         own = ("--nnodes", "1:2", *job.meet, "--last-call-s", "60", "--join-at-once", "--leave-on-signal")
         nodes = [job.node(*own, **ENDLESS) for _ in range(2)]
@@ -95,7 +97,7 @@ def test_nodes_are_lost_and_join(tmp_path: Path) -> None:
 def test_what_is_not_started_again(tmp_path: Path) -> None:
     """A job that was asked to stop; one with wrong settings, or such that do not go with its checkpoint, which starts no ranks; and
     one whose numbers are no longer finite."""
-    with Job(tmp_path) as job:
+    with Job(tmp_path, STEP_S) as job:
         node = job.node("--nproc-per-node", "2", **ENDLESS)
         node.wait_for(lambda: job.saved() >= 4)
         node.tell(signal.SIGTERM)
@@ -122,7 +124,7 @@ def test_a_run_that_always_fails_is_given_up(tmp_path: Path, broken: int) -> Non
         for document in range(60):
             writer.add_documents(np.full(17, 99 if document == broken else 7))
     data = {"mock_data": None, "data_path": tmp_path / "ids", "split": "1,0,0", "train_iters": 20}
-    with Job(tmp_path) as job:
+    with Job(tmp_path, STEP_S) as job:
         node = job.node("--nproc-per-node", "2", "--max-restarts", "1", **{**SETTINGS, **data, "save_interval": 100})
         assert node.ended() == 1, node.said()
         said = node.said()

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from megatron.resilience import supervisor
+from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import die_with, free_port
 from tests.support.cli import ROOT, forget_children
 from tests.support.runs import arguments, complete_checkpoints, read_metrics
@@ -33,15 +34,27 @@ def writers_to(file: Path) -> dict[int, str]:
     return found
 
 
+def _sleep_in_steps(step_s: float) -> None:
+    """In this process and its forks, sleep before each step."""
+    original = TrainStep.run
+
+    def slowed(self: TrainStep, *args: Any, **named: Any) -> Any:
+        time.sleep(step_s)
+        return original(self, *args, **named)
+
+    TrainStep.run = slowed  # type: ignore[method-assign]
+
+
 class Node:
     """A supervisor, forked from the test's process, in which torch is imported already.
 
     Args:
         said: file for what it and its ranks write.
         words: its command line.
+        step_s: seconds that each step of its ranks sleeps.
     """
 
-    def __init__(self, said: Path, words: Sequence[str]) -> None:
+    def __init__(self, said: Path, words: Sequence[str], step_s: float = 0.0) -> None:
         self.said_in = said
         self.signals = 0
         """How many it and its ranks were sent from here."""
@@ -52,9 +65,9 @@ class Node:
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
             self.pid = os.fork()
         if self.pid == 0:
-            self._become_supervisor(words, parent)
+            self._become_supervisor(words, parent, step_s)
 
-    def _become_supervisor(self, words: Sequence[str], parent: int) -> NoReturn:
+    def _become_supervisor(self, words: Sequence[str], parent: int, step_s: float) -> NoReturn:
         code = 70
         try:
             os.setsid()
@@ -69,6 +82,8 @@ class Node:
             os.environ |= {"GLOO_SOCKET_IFNAME": "lo", MARK: str(self.said_in)}
             sys.path.insert(0, "")
             os.chdir(ROOT)
+            if step_s:
+                _sleep_in_steps(step_s)
             code = supervisor.main(words)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
@@ -138,10 +153,14 @@ class Node:
 
 
 class Job:
-    """All supervisors of a test, in a folder of its own; nothing of them is left behind."""
+    """All supervisors of a test, in a folder of its own; nothing of them is left behind.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        step_s: seconds that each step sleeps, so that a run without an end takes little processor time while the test waits.
+    """
+
+    def __init__(self, folder: Path, step_s: float = 0.0) -> None:
+        self.folder, self.step_s = folder, step_s
         folder.mkdir(parents=True, exist_ok=True)
         self.nodes: list[Node] = []
         self.port = free_port()
@@ -168,7 +187,7 @@ class Job:
         """
         save = self.folder / "save"
         run = {"save": save, "load": save, "metrics_file": self.folder / "metrics", **settings}
-        self.nodes.append(Node(self.folder / f"node-{len(self.nodes)}", [*own, "pretrain_gpt.py", *arguments(**run)]))
+        self.nodes.append(Node(self.folder / f"node-{len(self.nodes)}", [*own, "pretrain_gpt.py", *arguments(**run)], self.step_s))
         return self.nodes[-1]
 
     def serve(self) -> Node:

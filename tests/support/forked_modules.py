@@ -1,0 +1,103 @@
+"""Helper processes of a run as forks of its ranks, for tests that are not about their start.
+
+A writer of checkpoints and a keeper of state import their modules anew, which takes longer than what they do in a test. A fork of a
+rank has the modules already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import IO, NoReturn
+
+from megatron.checkpoint import keeper, rank_writer
+
+
+def fork_modules() -> None:
+    """In this process, start keepers and writers as forks from now on."""
+    for starter in (keeper, rank_writer):
+        starter.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _Forked})  # type: ignore[attr-defined]
+
+
+class _Forked:
+    """Stand-in for `subprocess.Popen` with a command of `module_start`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        start_new_session: bool,
+        stdin: int,
+        stdout: int,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        assert start_new_session and stdout in (subprocess.DEVNULL, 2)
+        reads, writes = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
+        said = os.open(os.devnull, os.O_WRONLY) if stdout == subprocess.DEVNULL else os.dup(stdout)
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(command[command.index("-m") + 1 :], env, {0: reads, 1: said}, pass_fds)
+        os.close(reads)
+        os.close(said)
+        self.stdin: IO[bytes] | None = None if writes is None else os.fdopen(writes, "wb")
+
+    def poll(self) -> int | None:
+        """Exit code, None while the process runs."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code, once the process has ended. A timeout is given only after a kill, and does not matter then."""
+        code = self._wait(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, options)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def _run(words: Sequence[str], env: Mapping[str, str], streams: Mapping[int, int], pass_fds: Sequence[int]) -> NoReturn:
+    """Life of a fork: that of a fresh interpreter which runs a module."""
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for number, stream in streams.items():
+            os.dup2(stream, number)
+        kept = sorted({0, 1, 2, *pass_fds})
+        for low, high in zip(kept, [*kept[1:], 4096], strict=True):
+            os.closerange(low + 1, high)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+        sys.argv = [*words]
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - shown as an interpreter shows it
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
