@@ -117,12 +117,6 @@ def _assert_weights_without_moments(saved: Path, folder: Path, iteration: int) -
     assert saved_state(folder, iteration)["optimizer_updates"] == 0
 
 
-def test_no_save_optim(tmp_path: Path) -> None:
-    """Weights only."""
-    _load_and_save(tmp_path, "--no-save-optim", train_iters=1)
-    assert saved_tensors(tmp_path, 1) and not saved_tensors(tmp_path, 1, "exp_avg")
-
-
 def test_the_shape_comes_from_the_checkpoint(saved: Path, tmp_path: Path) -> None:
     """--use-checkpoint-args: without the model's flags and the tokenizer's, the run goes on as with them."""
     settings: dict[str, Any] = {"train_iters": 4, "load": saved, "lr_decay_style": "constant"}
