@@ -22,7 +22,14 @@ from tests.support.runs import arguments, launch, losses, on_rank, read_metrics,
 from tools import plot_loss
 from tools import report as report_of
 
-KEPT: dict[str, Any] = {"train_iters": 8, "log_interval": 3, "eval_iters": 1, "eval_interval": 4, "save_interval": 3}
+KEPT: dict[str, Any] = {
+    "train_iters": 8,
+    "log_interval": 3,
+    "eval_iters": 1,
+    "eval_interval": 4,
+    "save_interval": 3,
+    "micro_batch_size": 4,
+}
 
 
 def test_the_record_goes_on_after_a_stop(tmp_path: Path) -> None:
