@@ -15,7 +15,7 @@ from megatron.spec.operations import OpKind
 from megatron.training import rehearsal
 from tests.support.runs import arguments, launch, report, run, timeless
 
-STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "device": "cpu"}
+STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "device": "cpu"}
 NUMBER = r"([\d.]+ [a-zA-Z]+(?: - [\d.]+ [a-zA-Z]+)?)"
 
 
@@ -112,7 +112,7 @@ def exhausted(kind: OpKind, microbatch: int, error: BaseException) -> Any:
 def test_a_rank_without_memory_says_what_took_it_and_what_to_change() -> None:
     """One message, on that rank; no traceback, and the other one ends too."""
     lost = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB")
-    argv = arguments(**STAGES | {"num_layers": 2}, train_iters=1, log_memory=True, device_memory_gb=0.0003)
+    argv = arguments(**STAGES, train_iters=1, log_memory=True, device_memory_gb=0.0003)
     ended = launch(argv, 2, before=exhausted(OpKind.BACKWARD, 1, lost))
     assert [end.code for end in ended] == [1, 1] and "Traceback" not in ended[1].stderr, report(ended)
     said = ended[1].stderr.splitlines()
@@ -130,7 +130,7 @@ def test_a_rank_without_memory_says_what_took_it_and_what_to_change() -> None:
 @pytest.mark.parametrize(
     ("shape", "beyond", "where"),
     [
-        ({"hidden_size": 4096, "num_layers": 8}, 300e6, "while the model's state is allocated, at "),
+        ({"hidden_size": 4096, "num_layers": 2}, 300e6, "while the model's state is allocated, at "),
         ({"seq_length": 4096, "micro_batch_size": 8, "hidden_size": 128}, 300e6, "in the forward of chunk 0, microbatch 0"),
     ],
 )

@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4": (4, {"micro_batch_size": 1}),
     "tp2": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (4, {"pipeline_model_parallel_size": 2, "num_layers": 2}),
-    "cp2": (4, {"context_parallel_size": 2, "mtp_num_layers": 1, **PACKED}),
+    "cp2": (4, {"context_parallel_size": 2, "mtp_num_layers": 1, "seq_length": 8, **PACKED}),
     "ep2": (2, {"num_experts": 4, "expert_model_parallel_size": 2, "disable_bias_linear": True}),
     "optim_grads_params": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
 }

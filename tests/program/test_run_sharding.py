@@ -47,12 +47,17 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "optim_grads_params, replicas": (4, {**ZERO3, "fsdp_shard_size": 2}),
     "optim_grads_params, host, once": (4, {**ZERO3, **STAGED, "fsdp_params_cpu": True, "fsdp_reduce_once": True}),
     "host memory": (2, {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True, **OVERLAP}),
+    "optim_grads_params, never, half in host memory": (
+        2,
+        {**ZERO3, "fsdp_reshard_after_forward": "never", "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    ),
     "half in host memory": (2, {**ZERO3, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}),
 }
 TRACED = (
     "distributed optimizer, tensor",
     "optim_grads, ranks of a pipeline side by side",
     "optim_grads_params, replicas",
+    "optim_grads_params, never, half in host memory",
     "half in host memory",
 )
 
@@ -61,10 +66,9 @@ QUICK = (
     "distributed optimizer, tensor",
     "optim, pipeline",
     "optim_grads, ranks of a pipeline side by side",
-    "optim_grads_params, never",
     "optim_grads_params, replicas",
     "optim_grads_params, host, once",
-    "half in host memory",
+    "optim_grads_params, never, half in host memory",
 )
 """Every strategy beside other axes, every setting once."""
 
