@@ -33,9 +33,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor_model_parallel_size": 2}),
     "pipeline, tied": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "micro_batch_size": 1}),
     "data": (2, {}),
+    "context": (2, {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}),
     "context, data": (4, {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}),
 }
-"""Without sharding; traces of sharded runs are compared in tests/program/test_run_sharding.py."""
+"""Without sharding; traces of sharded runs on several data ranks are compared in tests/program/test_run_sharding.py."""
+QUICK = ("tensor", "pipeline, tied", "context")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", LAYOUTS if metafunc.config.getoption("--full") else QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,6 @@ def assert_same(found: TraceRun, wanted: TraceRun) -> None:
         assert_near(step.weights, other.weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_the_same_at_every_layout(one_process: Path, tmp_path: Path, layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     run(arguments(**{**BASE, **flags}, save_trace=tmp_path / "trace"), world_size)
@@ -108,7 +114,7 @@ def test_it_tells_what_the_run_has(one_process: Path) -> None:
 def test_gradients_are_unscaled_and_steps_without_an_update_have_none(tmp_path: Path) -> None:
     """With float16's loss scale; a step that overflows, and one that is left out, which has no line."""
     flags = {"hysteresis": 1, "initial_loss_scale": 2.0**22, "train_iters": 5, "iterations_to_skip": (2,), "trace_steps": 5}
-    run(arguments(**flags, fp16=True, save_trace=tmp_path / "fp16"), 2)
+    run(arguments(**flags, fp16=True, save_trace=tmp_path / "fp16"))
     steps = read_trace(tmp_path / "fp16")[0].steps
     assert [step.iteration for step in steps] == [1, 3, 4, 5]
     assert steps[0].skipped and not steps[0].gradients and not steps[-1].skipped
@@ -121,14 +127,14 @@ def test_gradients_are_unscaled_and_steps_without_an_update_have_none(tmp_path: 
 def test_a_resumed_run_appends_and_stops_after_its_steps(tmp_path: Path) -> None:
     """In bfloat16, where the weights of a trace are the main parameters, as those of a checkpoint."""
     flags = {
-        **BASE,
-        "fp64": None,
+        "lr_decay_style": "constant",
         "bf16": True,
         "save": tmp_path,
         "load": tmp_path,
         "save_trace": tmp_path / "trace",
         "trace_steps": 2,
         "exit_interval": 3,
+        "global_batch_size": 4,
     }
     for iterations in (6, 6):
         run(arguments(**{**flags, "train_iters": iterations}))
@@ -194,17 +200,15 @@ def test_the_folder_of_a_trace_is_made(tmp_path: Path) -> None:
     assert len(read_trace(tmp_path / "new" / "folder" / "trace")[0].steps) == 1
 
 
-def test_weights_that_were_spoilt_show_in_the_step_after(tmp_path: Path) -> None:
+def test_weights_that_were_spoilt_show_in_the_step_after(one_process: Path, tmp_path: Path) -> None:
     """What the trace is for: the first step and parameter where two runs part."""
 
     def spoil(step: TrainStep) -> None:
         shard = next(shard for shard in step.optimizer.shards if shard.record.name == "layers.1.mlp.up.weight")
         shard.main[5] += 1e-3
 
-    settings = {**BASE, "train_iters": 2}
-    run(arguments(**settings, save_trace=tmp_path / "well"))
-    run(arguments(**settings, save_trace=tmp_path / "ill"), before=on_rank(0, 2, spoil))
-    (well,), (ill,) = read_trace(tmp_path / "well"), read_trace(tmp_path / "ill")
+    run(arguments(**BASE, save_trace=tmp_path / "ill"), before=on_rank(0, 2, spoil))
+    (well,), (ill,) = read_trace(one_process / "trace"), read_trace(tmp_path / "ill")
     assert well.weights == ill.weights and well.steps[0] == ill.steps[0] and well.steps[1].loss != ill.steps[1].loss
     one, other = (torch.tensor(trace.steps[1].weights["layers.1.mlp.up.weight"][1:]) for trace in (well, ill))
     assert (one - other).abs().max() > 1e-4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import itertools
 import os
 import re
 import shutil
@@ -29,6 +29,7 @@ from tests.support.runs import (
     on_rank,
     report,
     run,
+    saved_tensors,
 )
 
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
@@ -96,8 +97,9 @@ def test_a_bad_data_file(tmp_path: Path, text: str, damage: str) -> None:
     else:
         path = tokens if damage == "truncated .bin" else index
         os.truncate(path, path.stat().st_size - 100)
-    argv = arguments(**FLAGS, **PP2, train_iters=1, data_path=text, save=tmp_path / "save")
-    _refused(argv, 2, word[damage], text)
+    layout, ranks = (PP2, 2) if damage == "truncated .bin" else ({}, 1)
+    argv = arguments(**FLAGS, **layout, train_iters=1, data_path=text, save=tmp_path / "save")
+    _refused(argv, ranks, word[damage], text)
     assert not (tmp_path / "save").exists()
 
 
@@ -116,15 +118,27 @@ def test_a_split_that_is_too_short(tmp_path: Path, text: str) -> None:
     _refused(argv, 2, "the validation split of", "one sample takes 17", "--split")
 
 
-@pytest.mark.parametrize("settings", [{}, PP2, {"num_workers": 2}])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Settings in a few of their combinations, unless all are asked for."""
+    full = metafunc.config.getoption("--full")
+    if metafunc.function is test_a_token_beyond_the_vocabulary:
+        metafunc.parametrize("settings", [{}, PP2, {"num_workers": 2}] if full else [PP2, {"num_workers": 2}])
+    if metafunc.function is test_a_rank_that_dies:
+        # Ranks that talk to the one that died and ranks that do not; the first and the last.
+        cases = itertools.product(LAYOUTS, (0, -1)) if full else [("tp2-pp2", -1), ("dp2", 0)]
+        metafunc.parametrize(("layout", "victim"), cases)
+    if metafunc.function is test_special_files_are_refused_by_every_flag:
+        metafunc.parametrize(("words", "kind"), _special(full))
+
+
 def test_a_token_beyond_the_vocabulary(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Only the ranks that read it notice; the others end too."""
     prefix = tmp_path / "ids"
     with write_dataset(str(prefix), np.uint16) as writer:
-        for document in range(40):
-            writer.add_documents(np.arange(33) if document != 30 else np.full(33, 99))
+        for document in range(10):
+            writer.add_documents(np.arange(33) if document != 7 else np.full(33, 99))
     data = {"mock_data": None, "data_path": prefix, "split": "1,0,0"}
-    ended = launch(arguments(**{**data, **settings}, train_iters=20, save=tmp_path / "save", save_interval=1), 2)
+    ended = launch(arguments(**{**data, **settings}, train_iters=5, save=tmp_path / "save", save_interval=1), 2)
     assert all(end.code == 1 for end in ended), report(ended)
     assert any("token id 99" in end.stderr and "61 ids" in end.stderr for end in ended), report(ended)
     assert all("token id 99" in end.stderr or "lost contact" in end.stderr for end in ended), report(ended)
@@ -140,36 +154,36 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"hidden_size": 64}, ["--hidden-size 32 there, 64 here"]),
-        ({"num_layers": 4, "swiglu": True}, ["--num-layers 2 there, 4 here", "--swiglu False there, True here"]),
-        ({"vocab_size": 61}, ["vocabulary 61 there, 62 here"]),
-        ({"untie_embeddings_and_output_weights": True}, ["--untie-embeddings-and-output-weights False there, True here"]),
-        ({"seq_length": 8}, ["--max-position-embeddings 16 there, 8 here"]),  # as many as the sequence is long, by default
-    ],
-)
-def test_a_checkpoint_of_another_model(saved: Path, settings: dict[str, Any], words: list[str]) -> None:
+def test_a_checkpoint_of_another_model(saved: Path) -> None:
     """Each setting that differs is named."""
-    _refused(arguments(**settings, train_iters=3, load=saved), 2, "holds another model", "--use-checkpoint-args", *words)
+    settings = {"hidden_size": 64, "num_layers": 4, "swiglu": True, "vocab_size": 61, "seq_length": 8}
+    words = [
+        "--hidden-size 32 there, 64 here",
+        "--num-layers 2 there, 4 here",
+        "--swiglu False there, True here",
+        "vocabulary 61 there, 62 here",
+        "--untie-embeddings-and-output-weights False there, True here",
+        "--max-position-embeddings 16 there, 8 here",  # as many as the sequence is long, by default
+    ]
+    argv = arguments(**settings, untie_embeddings_and_output_weights=True, train_iters=3, load=saved)
+    _refused(argv, 2, "holds another model", "--use-checkpoint-args", *words)
 
 
 def test_another_schedule(saved: Path, tmp_path: Path) -> None:
     """Of learning rate or weight decay: one must say which counts."""
     settings = {"load": saved, "train_iters": 4, "lr": 5e-3, "lr_decay_iters": 4}
-    _refused(arguments(**settings), 2, "lr: 0.01 there, 0.005 here", "--override-opt-param-scheduler", "--use-checkpoint-opt-param")
+    _refused(arguments(**settings), 1, "lr: 0.01 there, 0.005 here", "--override-opt-param-scheduler", "--use-checkpoint-opt-param")
 
 
 def test_another_optimizer(saved: Path, tmp_path: Path) -> None:
     """Its state cannot be taken over, its weights can."""
     again = arguments(load=saved, train_iters=3, optimizer="sgd", override_opt_param_scheduler=True)
-    _refused(again, 2, "--optimizer adam", "--no-load-optim")
+    _refused(again, 1, "--optimizer adam", "--no-load-optim")
     assert "moments start from zero" in run([*again, "--no-load-optim"])
 
 
 def test_a_longer_run_changes_a_schedule_that_follows_its_length(saved: Path, tmp_path: Path) -> None:
-    """A linear decay over the whole run does; a constant rate does not."""
+    """A rate that decays over the whole run does, and a growing weight decay; a constant rate does not (test_run_flags.py)."""
     said = _refused(arguments(load=saved, train_iters=4), 1, "decay_samples: 16 there, 32 here")
     assert "\n  --train-iters 2 in the checkpoint, 4 here\n" in said
     (rehearsed,) = launch([*arguments(load=saved, train_iters=4), "--dry-run"], 1)
@@ -179,12 +193,10 @@ def test_a_longer_run_changes_a_schedule_that_follows_its_length(saved: Path, tm
     for word, rate in rates.items():
         longer = arguments(load=saved, train_iters=4, resume_schedule=word, log_interval=1)
         assert "iteration        3/       4" in (told := run(longer)) and f"learning rate: {float(rate):.6E}" in told
-    constant = {"lr_decay_style": "constant", "save": tmp_path, "load": tmp_path}
-    run(arguments(**constant, train_iters=1))
-    run(arguments(**constant, train_iters=2))
     growing = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
-    run(arguments(**constant, **growing, train_iters=3, override_opt_param_scheduler=True))
-    _refused(arguments(**constant, **growing, train_iters=4), 1, "total_samples: 24 there, 32 here")
+    growing |= {"lr_decay_style": "constant", "save": tmp_path, "load": tmp_path}
+    run(arguments(**growing, train_iters=1))
+    _refused(arguments(**growing, train_iters=2), 1, "total_samples: 8 there, 16 here")
 
 
 @pytest.mark.parametrize("flag", ["save", "metrics_file", "tensorboard_dir", "profile_dir"])
@@ -193,8 +205,9 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").write_text("in the way")
     profile = {"profile": True, "profile_step_start": 1} if flag == "profile_dir" else {}
     argv = arguments(train_iters=1, **profile, **{flag: tmp_path / "file" / "folder"})
-    ended = launch(argv, 2)
-    assert [end.code for end in ended] == [1, 1] and ended[1].stderr == "", report(ended)
+    ranks = 2 if flag in ("save", "metrics_file") else 1
+    ended = launch(argv, ranks)
+    assert [end.code for end in ended] == [1] * ranks and all(end.stderr == "" for end in ended[1:]), report(ended)
     assert f"--{flag.replace('_', '-')}" in ended[0].stderr and "Traceback" not in ended[0].stderr, report(ended)
     assert "] iteration" not in ended[0].stdout
 
@@ -209,44 +222,32 @@ def test_a_flipped_byte_in_a_checkpoint(saved: Path, tmp_path: Path) -> None:
         data[position] ^= 1
         path.write_bytes(data)
         # A manifest is read when a checkpoint is looked for, so that with --ckpt-step there is no other to fall back to.
-        _refused(arguments(load=folder, ckpt_step=2, train_iters=4, lr_decay_iters=2), 2, str(checkpoint(folder, 2)))
+        _refused(arguments(load=folder, ckpt_step=2, train_iters=4, lr_decay_iters=2), 1, str(checkpoint(folder, 2)))
 
 
-def test_an_incomplete_checkpoint_is_passed_over(saved: Path, tmp_path: Path) -> None:
-    """The last complete one is taken, and the log says so."""
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    (checkpoint(tmp_path, 2) / "rank_00000.safetensors").unlink()
-    said = run(arguments(load=tmp_path, train_iters=2, save=tmp_path / "again"), 2)
-    assert f"resuming from {checkpoint(tmp_path, 1)} at iteration 1" in said
-    assert "rank_00000.safetensors is missing" in said
-
-
-def test_nothing_to_resume_from(saved: Path, tmp_path: Path) -> None:
-    """An empty folder starts the run, and the log says so, unless it must not; a step that is not there is an error."""
-    assert "holds no checkpoint: the run begins at iteration 0" in run(arguments(load=tmp_path, train_iters=1))
-    _refused(arguments(load=tmp_path, train_iters=1, exit_on_missing_checkpoint=True), 2, "holds no checkpoint")
-    _refused(arguments(load=saved, ckpt_step=7, train_iters=1), 2, "--ckpt-step 7", "2, 1")
+def test_a_step_that_is_not_there(saved: Path) -> None:
+    """Named with those that are."""
+    _refused(arguments(load=saved, ckpt_step=7, train_iters=1), 1, "--ckpt-step 7", "2, 1")
 
 
 def test_a_checkpoint_without_optimizer_state(tmp_path: Path) -> None:
-    """Refused by default; --no-load-optim takes the weights and the counts."""
+    """Of --no-save-optim, which holds weights only: refused by default; --no-load-optim takes the weights and the counts."""
     run([*arguments(train_iters=2, save=tmp_path, exit_interval=1), "--no-save-optim"])
+    assert saved_tensors(tmp_path, 1) and not saved_tensors(tmp_path, 1, "exp_avg")
     again = arguments(train_iters=2, load=tmp_path, save=tmp_path)
-    _refused(again, 2, "without optimizer state", "--no-load-optim", "--finetune")
+    _refused(again, 1, "without optimizer state", "--no-load-optim", "--finetune")
     assert "moments start from zero" in run([*again, "--no-load-optim"])
 
 
 LAYOUTS = {"tp2": (2, TP2), "pp2": (2, PP2), "dp2": (2, {}), "tp2-pp2": (4, {**TP2, **PP2})}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("victim", [0, -1])
 def test_a_rank_that_dies(tmp_path: Path, layout: str, victim: int) -> None:
     """Killed without a word in the middle of the run: the other ranks end by themselves and say with whom they lost contact."""
     world_size, settings = LAYOUTS[layout]
     victim %= world_size
     ended = launch(
-        arguments(**settings, train_iters=1000, save=tmp_path, save_interval=2, hang_warn_s=60),
+        arguments(**settings, train_iters=1000, save=tmp_path, save_interval=2, hang_warn_s=60, global_batch_size=4),
         world_size,
         before=on_rank(victim, 3, lambda _: os.kill(os.getpid(), signal.SIGKILL)),
     )
@@ -280,32 +281,14 @@ def test_a_rank_that_dies_while_saving(saved: Path, tmp_path: Path, victim: int)
     _assert_survivors_say_so(ended, victim)
     assert complete_checkpoints(tmp_path) == ["iter_0000001", "iter_0000002"]
     assert digest(tmp_path, 2) == digest(saved, 2)
-    said = run(arguments(load=tmp_path, save=tmp_path, train_iters=3, lr_decay_iters=2), 2)
+    said = run(arguments(load=tmp_path, save=tmp_path, train_iters=3, lr_decay_iters=2))
     assert f"resuming from {checkpoint(tmp_path, 2)}" in said
     assert complete_checkpoints(tmp_path)[-1] == "iter_0000003" and not list(tmp_path.glob(".iter*"))
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """On one rank, in the middle of a run: all ranks stop with its reason, and nothing half-written is left."""
-
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank_00001.safetensors")
-
-    def before(rank: int) -> None:
-        if rank == 1:
-            save_module.write_part = full  # type: ignore[assignment]
-
-    ended = launch(arguments(**TP2, train_iters=3, save=tmp_path, save_interval=2), 2, before=before)
-    assert [end.code for end in ended] == [1, 1], report(ended)
-    said = ended[0].stderr
-    assert "cannot save" in said and "No space left" in said and "rank 1" in said and "Traceback" not in said, report(ended)
-    assert ended[1].stderr == ""
-    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "history.jsonl"}
-
-
 def test_a_rank_that_dies_in_an_evaluation(tmp_path: Path) -> None:
     """Forward passes only: a stage waits for the one before it."""
-    argv = arguments(**PP2, train_iters=4, eval_iters=2, eval_interval=1, save=tmp_path)
+    argv = arguments(**PP2, train_iters=2, eval_iters=1, eval_interval=1, global_batch_size=4, save=tmp_path)
     ended = launch(argv, 2, before=_dies_in(TrainStep, "evaluate", 0))
     _assert_survivors_say_so(ended, 0)
     assert complete_checkpoints(tmp_path) == []
@@ -328,23 +311,35 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "loop"])
-def test_special_files_are_refused_by_every_flag(kind: str, tmp_path: Path) -> None:
+KINDS = ("pipe", "device", "loop")
+FEW_SPECIAL = [
+    ("--config {}", "device"),
+    ("--config {}", "loop"),
+    ("--data-path {} --no-mock-data", "device"),
+    ("--tokenizer-type TikTokenizer --tokenizer-model {}", "device"),
+    ("--load {}", "loop"),
+]
+"""Beside every flag with a pipe."""
+
+
+def _special(full: bool) -> list[tuple[str, str]]:
+    cases = [case for case in itertools.product(SPECIAL, KINDS) if case != ("--config {}", "pipe")]
+    return [case for case in cases if full or case[1] == "pipe" or case in FEW_SPECIAL]
+
+
+def test_special_files_are_refused_by_every_flag(words: str, kind: str, tmp_path: Path) -> None:
     """At once: a pipe that nobody writes to, a device that has no end, a link to itself. (--config reads pipes: of a shell.)"""
     place = tmp_path / "special"
     if kind == "pipe":
         os.mkfifo(place)
     else:
         place.symlink_to("/dev/zero" if kind == "device" else place)
-    for words in SPECIAL:
-        if kind == "pipe" and words.startswith("--config"):
-            continue
-        given = words.format(place, place, folder=tmp_path).split()
-        settings = {"train_iters": 1, **({"tokenizer_type": None} if "--tokenizer-type" in words else {})}
-        (ended,) = launch([*arguments(**settings), *given], timeout=20)
-        assert ended.code in (1, 2), (words, report([ended]))
-        assert "Traceback" not in ended.stderr, (words, ended.stderr)
-        assert str(place) in ended.stderr, (words, ended.stderr)
+    given = words.format(place, place, folder=tmp_path).split()
+    settings = {"train_iters": 1, **({"tokenizer_type": None} if "--tokenizer-type" in words else {})}
+    (ended,) = launch([*arguments(**settings), *given], timeout=20)
+    assert ended.code in (1, 2), report([ended])
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert str(place) in ended.stderr, ended.stderr
 
 
 def test_a_tensor_that_no_memory_holds() -> None:

@@ -20,11 +20,31 @@ from tools.checkpoints.stream import write_checkpoint
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
 
 
+FOREIGN = {
+    "face": "Hugging Face",
+    "legacy": "Megatron-LM",
+    "release": "Megatron-LM",
+    "dist": "torch_dist",
+    "file": "is a file",
+}
+"""Words for each of what other programs leave."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("--full")
+    if "world_size" in metafunc.fixturenames:
+        metafunc.parametrize("world_size", LAYOUTS if full else [1])  # tests/program/test_run_damage.py has two ranks
+    if "program" in metafunc.fixturenames:
+        cases = [(program, flag) for program in FOREIGN for flag in ("load", "pretrained_checkpoint")]
+        # By turns: who finds no checkpoint asks the same question at both flags.
+        metafunc.parametrize(("program", "flag"), cases if full else [*cases[::4], *cases[3::4], ("file", "pretrained_checkpoint")])
+
+
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of iterations 2, 4 and 6 of a run of 6."""
+    """Checkpoints of iterations 1, 2 and 3 of a run of 3."""
     folder = tmp_path_factory.mktemp("original") / "run"
-    run(arguments(train_iters=6, save=folder, save_interval=2, lr_decay_style="cosine"))
+    run(arguments(train_iters=3, save=folder, save_interval=1, lr_decay_style="cosine"))
     return folder
 
 
@@ -54,45 +74,30 @@ def refused(argv: list[str], *words: str, world_size: int = 1) -> None:
         assert word in ended[0].stderr, report(ended)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
 def test_damage_that_only_a_full_read_finds(saved: Path, tmp_path: Path, world_size: int) -> None:
     """Two in a row: the last good one is taken on all ranks, and the log says what is wrong with which file."""
-    flip_a_weight(checkpoint(saved, 6))
-    flip(checkpoint(saved, 4) / "state.json")
-    settings = {"train_iters": 6, "lr_decay_style": "cosine", **LAYOUTS[world_size]}
+    flip_a_weight(checkpoint(saved, 3))
+    flip(checkpoint(saved, 2) / "state.json")
+    settings = {"train_iters": 3, "lr_decay_style": "cosine", **LAYOUTS[world_size]}
     said = run(arguments(**settings, load=saved, save=tmp_path / "on"), world_size)
-    assert f"resuming from {checkpoint(saved, 2)} at iteration 2" in said
+    assert f"resuming from {checkpoint(saved, 1)} at iteration 1" in said
     (told,) = [line for line in said.splitlines() if "WARNING: taking" in line]
-    assert f"taking {checkpoint(saved, 2)}, because" in told
-    assert "rank_00000.safetensors: the data of" in said and f"{checkpoint(saved, 4) / 'state.json'} was altered" in said
+    assert f"taking {checkpoint(saved, 1)}, because" in told
+    assert "rank_00000.safetensors: the data of" in said and f"{checkpoint(saved, 2) / 'state.json'} was altered" in said
     if world_size == 1:
-        assert digest(tmp_path / "on", 6) == digest(saved, 6)  # trained again, to the same bits
-
-
-def test_no_sound_checkpoint_is_an_error_that_names_all(saved: Path, tmp_path: Path) -> None:
-    before = sorted(path.name for path in saved.iterdir())
-    for iteration in (2, 4, 6):
-        flip_a_weight(checkpoint(saved, iteration))
-    argv = arguments(train_iters=8, load=saved, override_opt_param_scheduler=True)
-    refused(argv, "holds no complete checkpoint", *(str(checkpoint(saved, iteration)) for iteration in (2, 4, 6)))
-    assert sorted(path.name for path in saved.iterdir()) == before
-
-
-def test_a_step_that_was_asked_for_is_not_exchanged_for_another(saved: Path) -> None:
-    flip_a_weight(checkpoint(saved, 4))
-    refused(arguments(train_iters=6, load=saved, ckpt_step=4, lr_decay_style="cosine"), "the data of", "was altered (checksum)")
+        assert digest(tmp_path / "on", 3) == digest(saved, 3)  # trained again, to the same bits
 
 
 @pytest.mark.parametrize("single", [False, True])
 def test_weights_of_another_run(saved: Path, tmp_path: Path, single: bool) -> None:
     """A new run at another layout, without the old one's counts and moments; of a folder or of one checkpoint in it."""
-    base = checkpoint(saved, 4) if single else saved
+    base = checkpoint(saved, 2) if single else saved
     new = arguments(train_iters=1, iterations_to_skip=(1,), lr=0.5, pretrained_checkpoint=base, save=tmp_path / "new", **LAYOUTS[2])
     said = run(new, 2)
-    taken = checkpoint(saved, 4 if single else 6)
+    taken = checkpoint(saved, 2 if single else 3)
     assert f"weights of {taken}; counting starts from iteration 0 (--pretrained-checkpoint)" in said
     assert f"(content digest of the checkpoint: {read_manifest(taken).content_digest[:16]})" in said  # type: ignore[index]
-    wanted = saved_tensors(saved, 4 if single else 6)
+    wanted = saved_tensors(saved, 2 if single else 3)
     assert_equal_tensors(saved_tensors(tmp_path / "new", 1), wanted, tolerance=0.0, what="weights")
     assert not any(tensor.any() for tensor in saved_tensors(tmp_path / "new", 1, "exp_avg").values())
     assert saved_state(tmp_path / "new", 1)["progress"]["consumed_samples"] == 8
@@ -101,17 +106,17 @@ def test_weights_of_another_run(saved: Path, tmp_path: Path, single: bool) -> No
 def test_a_run_that_began_with_other_weights_goes_on_from_its_own(saved: Path, tmp_path: Path) -> None:
     """The same command again: --load holds a checkpoint now. A base that is damaged is passed over, or an error."""
     argv = arguments(train_iters=2, load=tmp_path / "new", save=tmp_path / "new", pretrained_checkpoint=saved, exit_interval=1)
-    flip_a_weight(checkpoint(saved, 6))
+    flip_a_weight(checkpoint(saved, 3))
     first, second = run(argv), run(argv)
-    assert f"weights of {checkpoint(saved, 4)}" in first and "was altered (checksum)" in first
+    assert f"weights of {checkpoint(saved, 2)}" in first and "was altered (checksum)" in first
     assert f"resuming from {checkpoint(tmp_path / 'new', 1)} at iteration 1" in second and "weights of" not in second
-    refused(arguments(train_iters=1, pretrained_checkpoint=checkpoint(saved, 6)), "the data of", "was altered (checksum)")
+    refused(arguments(train_iters=1, pretrained_checkpoint=checkpoint(saved, 3)), "the data of", "was altered (checksum)")
     refused(arguments(train_iters=1, pretrained_checkpoint=tmp_path / "none"), "--pretrained-checkpoint", "holds no checkpoint")
 
 
 def test_a_checkpoint_of_weights_alone(saved: Path, tmp_path: Path) -> None:
     """As an import writes it: with --finetune, not as the state of a run."""
-    source = StoredCheckpoint(checkpoint(saved, 6))
+    source = StoredCheckpoint(checkpoint(saved, 3))
     weights = {name: tensor for name, tensor in source.tensors.items() if name.startswith("model.")}
     write_checkpoint(tmp_path / "weights", 0, weights, source.read_stored, source.config, {"has_optimizer": False})
     settings = {"train_iters": 1, "load": tmp_path / "weights"}
@@ -136,22 +141,28 @@ def test_a_missing_checkpoint_is_told(tmp_path: Path) -> None:
     assert "holds no checkpoint: the run begins at iteration 0" in said and "WARNING: --load" not in said
 
 
-def test_folders_of_other_programs_are_no_checkpoints(tmp_path: Path) -> None:
-    face, legacy, release, dist, file = (tmp_path / name for name in ("face", "legacy", "release", "dist", "file"))
-    face.mkdir()
-    (face / "config.json").write_text('{"model_type": "llama"}')
-    for folder, inner in ((legacy, "iter_0000100"), (release, "release")):
-        (folder / inner / "mp_rank_00").mkdir(parents=True)
-        (folder / inner / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"x")
-        (folder / "latest_checkpointed_iteration.txt").write_text(inner.removeprefix("iter_0000"))
-    (dist / "iter_0000100").mkdir(parents=True)
-    for name in ("metadata.json", "common.pt", ".metadata"):
-        (dist / "iter_0000100" / name).write_text("x")
-    file.write_text("x")
-    others = ((face, "Hugging Face"), (legacy, "Megatron-LM"), (release, "Megatron-LM"), (dist, "torch_dist"), (file, "is a file"))
-    for folder, word in others:
-        for flag in ("load", "pretrained_checkpoint"):
-            refused(arguments(train_iters=1, **{flag: folder}), str(folder), word)
+def _of_another_program(folder: Path, program: str) -> Path:
+    place = folder / program
+    if program == "face":
+        place.mkdir()
+        (place / "config.json").write_text('{"model_type": "llama"}')
+    elif program in ("legacy", "release"):
+        inner = "release" if program == "release" else "iter_0000100"
+        (place / inner / "mp_rank_00").mkdir(parents=True)
+        (place / inner / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"x")
+        (place / "latest_checkpointed_iteration.txt").write_text(inner.removeprefix("iter_0000"))
+    elif program == "dist":
+        (place / "iter_0000100").mkdir(parents=True)
+        for name in ("metadata.json", "common.pt", ".metadata"):
+            (place / "iter_0000100" / name).write_text("x")
+    else:
+        place.write_text("x")
+    return place
+
+
+def test_folders_of_other_programs_are_no_checkpoints(tmp_path: Path, program: str, flag: str) -> None:
+    place = _of_another_program(tmp_path, program)
+    refused(arguments(train_iters=1, **{flag: place}), str(place), FOREIGN[program])
 
 
 def test_a_run_goes_on_with_fewer_depths(tmp_path: Path) -> None:
@@ -174,7 +185,7 @@ def test_a_run_goes_on_with_fewer_depths(tmp_path: Path) -> None:
 
 
 def test_what_differs_and_may_is_listed(saved: Path, tmp_path: Path) -> None:
-    settings = {"lr_decay_style": "cosine", "train_iters": 7, "override_opt_param_scheduler": True}
+    settings = {"lr_decay_style": "cosine", "train_iters": 4, "override_opt_param_scheduler": True}
     changes = {"clip_grad": 0.5, "seq_length": 8, "max_position_embeddings": 16, "adam_beta2": 0.9, "bf16": True, "seed": 5}
     said = run(arguments(**settings, **changes, load=saved, **LAYOUTS[2]), 2)
     told = [line.partition("differs from the checkpoint: ")[2] for line in said.splitlines() if "differs from" in line]
@@ -186,7 +197,7 @@ def test_what_differs_and_may_is_listed(saved: Path, tmp_path: Path) -> None:
         "--seed 1234 there, 5 here",
         "--tensor-model-parallel-size 1 there, 2 here",
         "--sequence-parallel False there, True here",
-        "--train-iters 6 there, 7 here",
+        "--train-iters 3 there, 4 here",
     } == set(told)
     refused(
         arguments(**settings, load=saved, hidden_size=16, ffn_hidden_size=8, swiglu=True),

@@ -1,4 +1,7 @@
-"""Whole runs on damaged checkpoints and full disks: always found out and said, and the last good checkpoint is gone on from."""
+"""Damaged checkpoints and full disks: always found out and said, and the last good checkpoint is gone on from.
+
+Every damage is looked for in this process, and a few in whole runs; `--full` takes whole runs of all.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.content_sums import Checksum
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.manifest import Manifest, StoredFile
-from megatron.checkpoint.save_folder import manifest_in
+from megatron.checkpoint.save_folder import LATEST, manifest_in, note_damaged
 from megatron.checkpoint.storage import MANIFEST, open_storage
+from megatron.config.cli import load
+from megatron.training.resume import look_in
 from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
-STEPS, INTERVAL, STOP = 6, 2, 4
+STEPS, INTERVAL, STOP = 3, 1, 2
 SETTINGS: dict[str, Any] = {
     "train_iters": STEPS,
     "save_interval": INTERVAL,
@@ -34,18 +40,25 @@ DATA = "rank_00001.safetensors"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of the last checkpoint of a run that goes through, on two data ranks."""
+def run_to_the_end(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that goes through, on two data ranks. Not to be changed."""
     folder = tmp_path_factory.mktemp("whole")
     run(arguments(**SETTINGS, save=folder), 2)
-    return digest(folder, STEPS)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one that was stopped with checkpoints of iterations 2 and 4."""
-    folder = tmp_path_factory.mktemp("stopped")
-    run(arguments(**SETTINGS, save=folder, exit_interval=STOP), 2)
+def whole(run_to_the_end: Path) -> str:
+    """Digest of its last checkpoint."""
+    return digest(run_to_the_end, STEPS)
+
+
+@pytest.fixture(scope="module")
+def stopped(run_to_the_end: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder as it was before the last checkpoint: with those of iterations 1 and 2."""
+    folder = Path(shutil.copytree(run_to_the_end, tmp_path_factory.mktemp("stopped") / "run"))
+    shutil.rmtree(checkpoint(folder, STEPS))
+    (folder / LATEST).write_text(f"{STOP}\n")
     return folder
 
 
@@ -65,7 +78,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "the last bit of the weights": (lambda path: flip(path / "rank_00000.safetensors", 1.0), "rank_00000.safetensors"),
     "a bit of the header": (lambda path: flip(path / DATA, 0.0), DATA),
     "weights truncated": (lambda path: truncate(path / DATA), DATA),
-    "weights deleted": (lambda path: (path / DATA).unlink(), DATA),
+    "weights deleted": (lambda path: (path / DATA).unlink(), f"{DATA} is missing"),
     "a bit of the state": (lambda path: flip(path / "state.json", 0.5), "state.json"),
     "settings deleted": (lambda path: (path / "config.json").unlink(), "config.json"),
     "a bit of the manifest": (lambda path: flip(path / MANIFEST, 0.5), MANIFEST),
@@ -126,7 +139,40 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+IN_RUNS = ("a bit of the weights", "weights deleted", "a bit of the state")
+"""Found by reading the weights, by looking at the files, and by reading the state."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_a_damaged_checkpoint_is_passed_over:
+        metafunc.parametrize("what", DAMAGES if metafunc.config.getoption("--full") else IN_RUNS)
+    if "failing" in metafunc.fixturenames:
+        metafunc.parametrize("failing", [0, 1] if metafunc.config.getoption("--full") else [1])
+
+
 @pytest.mark.parametrize("what", DAMAGES)
+def test_every_damage_is_found(tmp_path: Path, stopped: Path, what: str) -> None:
+    """By who looks for a checkpoint to resume from, or else by who reads its tensors; the one before is taken then."""
+    folder = copied(stopped, tmp_path)
+    damage, named = DAMAGES[what]
+    damage(checkpoint(folder, STOP))
+    config = load(arguments(**SETTINGS, load=folder), 1).config
+    damaged: dict[int, str] = {}
+    chosen = look_in(config, str(folder), None, 61, damaged, goes_on=True)
+    assert chosen is not None
+    if Path(chosen.path) == checkpoint(folder, STOP):
+        with pytest.raises(DamagedCheckpointError) as found:
+            for kind in ("model", "exp_avg", "exp_avg_sq"):
+                saved_tensors(folder, STOP, kind)
+        note_damaged(chosen.path, found.value, damaged, may_fall_back=True)
+        chosen = look_in(config, str(folder), None, 61, damaged, goes_on=True)
+        assert chosen is not None
+    assert Path(chosen.path) == checkpoint(folder, INTERVAL)
+    (warning,) = (note for note in chosen.notes if "WARNING" in note)
+    assert f"taking {checkpoint(folder, INTERVAL)}" in warning
+    assert str(checkpoint(folder, STOP)) in warning and named in warning
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, stopped: Path, whole: str, what: str) -> None:
     """All ranks go back together to the one before, say why, and end where they would have ended."""
     folder = copied(stopped, tmp_path)
@@ -157,13 +203,15 @@ def test_all_are_damaged(tmp_path: Path, stopped: Path) -> None:
     truncate(checkpoint(folder, INTERVAL) / DATA)
     said = refused(folder)
     assert all(str(checkpoint(folder, iteration) / DATA) in said for iteration in (INTERVAL, STOP))
+    assert "holds no complete checkpoint" in said
 
 
 def test_the_step_asked_for_is_damaged(tmp_path: Path, stopped: Path) -> None:
     """Nothing else is taken in its place."""
     folder = copied(stopped, tmp_path)
     flip(checkpoint(folder, STOP) / DATA, 0.6)
-    assert str(checkpoint(folder, STOP) / DATA) in refused(folder, ckpt_step=STOP)
+    said = refused(folder, ckpt_step=STOP)
+    assert str(checkpoint(folder, STOP) / DATA) in said and "the data of" in said and "was altered (checksum)" in said
 
 
 # ---- full disks
@@ -174,7 +222,6 @@ def small_files(most: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_write_in_the_background(tmp_path: Path, whole: str, failing: int) -> None:
     """Training goes on, and each failure is told; at the end it is an error, for the last weights are on no disk."""
     ended = launch(
@@ -188,7 +235,7 @@ def test_a_rank_that_cannot_write_in_the_background(tmp_path: Path, whole: str, 
     assert f"iteration {STEPS}" in said or f"{STEPS}/" in said, "training went on"
     assert "File too large" in ended[0].stderr and f"iter_{STEPS:07d}" in ended[0].stderr
     assert complete_checkpoints(tmp_path) == []
-    run(arguments(**SETTINGS, save=tmp_path, load=tmp_path, async_save=True), 2)
+    run(arguments(**SETTINGS, save=tmp_path, load=tmp_path), 2)
     assert digest(tmp_path, STEPS) == whole
 
 
@@ -199,7 +246,9 @@ def test_a_rank_that_cannot_write(tmp_path: Path, stopped: Path, whole: str) -> 
         arguments(**SETTINGS, save=folder, load=folder), 2, before=lambda rank: small_files(20_000) if rank == 1 else None
     )
     assert all(end.code == 1 for end in ended), report(ended)
-    assert "rank 1: " in ended[0].stderr and "File too large" in ended[0].stderr
+    said = ended[0].stderr
+    assert "cannot save" in said and "rank 1: " in said and "File too large" in said and "Traceback" not in said, report(ended)
+    assert ended[1].stderr == "" and not list(folder.glob(".iter*"))
     assert complete_checkpoints(folder) == [checkpoint(folder, iteration).name for iteration in (INTERVAL, STOP)]
     run(arguments(**SETTINGS, save=folder, load=folder), 2)
     assert digest(folder, STEPS) == whole
@@ -232,7 +281,7 @@ def test_a_full_disk(tmp_path: Path, stopped: Path, whole: str, in_background: b
         ended = launch(arguments(**settings), 2)
         there = sorted(path.name for path in tmp_path.iterdir())
         mount(tmp_path, size * 10, _MS_REMOUNT)
-        run(arguments(**settings), 2)
+        run(arguments(**settings | {"async_save": False}), 2)
         return ended, there, digest(tmp_path, STEPS)
 
     (outcome,) = run_ranks(1, body, init=False)
@@ -241,7 +290,7 @@ def test_a_full_disk(tmp_path: Path, stopped: Path, whole: str, in_background: b
     ended, there, last = outcome
     assert all(end.code == 1 for end in ended), report(ended)
     assert "No space left on device" in ended[0].stderr
-    assert there == ["history.jsonl", "iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt", "run.json"]
+    assert there == ["history.jsonl", "iter_0000001", "iter_0000002", LATEST, "run.json"]
     assert last == whole
 
 
@@ -270,9 +319,9 @@ def test_outputs_that_fail_do_not_end_a_run(tmp_path: Path, closed: bool) -> Non
 
     folder = tmp_path / "run"
     outputs = {"metrics_file": "/dev/full", "save_trace": "/dev/full", "tensorboard_dir": tmp_path / "board"}
-    (ended,) = launch(arguments(train_iters=4, save=folder, **outputs), before=before)
+    (ended,) = launch(arguments(train_iters=3, save=folder, **outputs), before=before)
     assert ended.code == 0, report([ended])
-    assert complete_checkpoints(folder) == ["iter_0000004"]
+    assert complete_checkpoints(folder) == ["iter_0000003"]
     said = ended.stderr.splitlines()
     for name in ("stdout", "--metrics-file /dev/full", "--save-trace /dev/full", "--tensorboard-dir"):
         assert sum(line.startswith(name) and "training goes on" in line for line in said) == 1, ended.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,6 @@ def test_which_stages_read_samples(flags: list[str], expected: dict[str, list[in
         assert found == expected[schedule]
 
 
-@pytest.mark.parametrize("packed", [False, True])
 def test_a_stage_that_needs_no_samples_opens_no_data(packed: bool, tmp_path: Path) -> None:
     def before(rank: int) -> None:
         make = MockDataset.__init__
@@ -56,19 +57,74 @@ def test_a_stage_that_needs_no_samples_opens_no_data(packed: bool, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"opened-{rank}" for rank in ((0, 1, 2) if packed else (0, 2))]
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "tp2-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("--full")
+    if metafunc.function is test_a_stage_that_needs_no_samples_opens_no_data:
+        metafunc.parametrize("packed", [False, True] if full else [False])
+    if metafunc.function is test_throughput_counts_the_attention_of_documents:
+        few = [("one", False), ("dp2", True)]  # packed at one rank and at four: test_packed_runs_are_the_same_at_every_layout
+        metafunc.parametrize(("layout", "packed"), itertools.product(LAYOUTS, (False, True)) if full else few)
+
+
+def notes_attention(folder: Path) -> Callable[[int], None]:
+    """For `before`: each rank writes into the folder how many sequences of full attention the last step was worth."""
+
+    def before(rank: int) -> None:
+        plain = TrainStep.run
+
+        def noting(self: TrainStep, *args: Any, **settings: Any) -> StepResult:
+            result = plain(self, *args, **settings)
+            (folder / str(rank)).write_text(json.dumps(result.attended_sequences))
+            return result
+
+        TrainStep.run = noting  # type: ignore[method-assign]
+
+    return before
+
+
+def assert_attention(folder: Path, world_size: int, expected: float | None) -> None:
+    found = [json.loads((folder / str(rank)).read_text()) for rank in range(world_size)]
+    assert found == ([None] * world_size if expected is None else pytest.approx([expected] * world_size, rel=1e-12))
+
+
+def expected_attention(step: int) -> float:
+    """That of the documents of a step's samples."""
+    source = MockDataset(split=0, seed=1234, seq_length=16, vocab_size=61, eod=60)
+    expected = 0.0
+    for tokens in source.samples(8 * step, 8)[:, :-1].tolist():
+        lengths, start = [], 0
+        for at, token in enumerate(tokens, start=1):
+            if token == 60 or at == 16:
+                lengths.append(at - start)
+                start = at
+        expected += sum(length**2 for length in lengths) / 16**2
+    return expected
+
+
 def test_packed_runs_are_the_same_at_every_layout(tmp_path: Path) -> None:
     """Made-up data ends a document at every tenth token. Workers change no bit, layouts only the last ones."""
-    settings: dict[str, Any] = {**RESETS, "fp64": True, "train_iters": 4, "eval_iters": 0, "position_embedding_type": "rope"}
+    settings: dict[str, Any] = {**RESETS, "fp64": True, "train_iters": 2, "eval_iters": 0, "position_embedding_type": "rope"}
 
-    def curve(name: str, world_size: int = 1, **changes: Any) -> list[float]:
-        run(arguments(**{**settings, **changes}, metrics_file=tmp_path / name), world_size)
-        return losses(tmp_path / name)
+    def curve(name: str, layout: str = "one", **changes: Any) -> list[float]:
+        world_size, flags = LAYOUTS[layout]
+        folder = tmp_path / name
+        folder.mkdir()
+        argv = arguments(**{**settings, **flags, **changes}, metrics_file=folder / "metrics")
+        run(argv, world_size, before=notes_attention(folder))
+        assert_attention(folder, world_size, expected_attention(1) if name != "not packed" else None)
+        return losses(folder / "metrics")
 
     one = curve("one")
-    assert len(one) == 4
+    assert len(one) == 2
     assert curve("workers", num_workers=4) == one
-    split = curve("split", 4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True, num_workers=2)
-    assert split == pytest.approx(one, rel=1e-12)
+    assert curve("split", "tp2-pp2", num_workers=2) == pytest.approx(one, rel=1e-12)
     assert curve("not packed", **dict.fromkeys(RESETS, False)) != pytest.approx(one, rel=1e-3)
 
 
@@ -90,37 +146,9 @@ def test_waiting_for_data_is_a_line_of_the_timers() -> None:
     assert "batch-generator" not in run(arguments(train_iters=1))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [(1, {}), (2, {}), (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True})],
-    ids=["one", "dp2", "tp2-pp2"],
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_throughput_counts_the_attention_of_documents(
-    world_size: int, layout: dict[str, Any], packed: bool, tmp_path: Path
-) -> None:
+def test_throughput_counts_the_attention_of_documents(layout: str, packed: bool, tmp_path: Path) -> None:
     """The work of a step is that of its documents, at every layout."""
-
-    def before(rank: int) -> None:
-        plain = TrainStep.run
-
-        def noting(self: TrainStep, *args: Any, **settings: Any) -> StepResult:
-            result = plain(self, *args, **settings)
-            (tmp_path / str(rank)).write_text(json.dumps(result.attended_sequences))
-            return result
-
-        TrainStep.run = noting  # type: ignore[method-assign]
-
-    flags = {"reset_attention_mask": True} if packed else {}
-    run(arguments(train_iters=1, **layout, **flags), world_size, before=before)
-    source = MockDataset(split=0, seed=1234, seq_length=16, vocab_size=61, eod=60)
-    expected = 0.0
-    for tokens in source.samples(0, 8)[:, :-1].tolist():
-        lengths, start = [], 0
-        for at, token in enumerate(tokens, start=1):
-            if token == 60 or at == 16:
-                lengths.append(at - start)
-                start = at
-        expected += sum(length**2 for length in lengths) / 16**2
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(world_size)]
-    assert found == pytest.approx([expected] * world_size, rel=1e-12) if packed else found == [None] * world_size
+    world_size, flags = LAYOUTS[layout]
+    resets = {"reset_attention_mask": True} if packed else {}
+    run(arguments(train_iters=1, **flags, **resets), world_size, before=notes_attention(tmp_path))
+    assert_attention(tmp_path, world_size, expected_attention(0) if packed else None)

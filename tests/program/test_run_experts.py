@@ -12,7 +12,7 @@ from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, digest, read_metrics, run, timeless
 from tools.checkpoint import main
 
-STEPS, STOP = 4, 2
+STEPS, STOP = 3, 1
 SETTINGS: dict[str, Any] = {
     "num_layers": 2,
     "fp64": True,
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_expert_capacity_factor": 1.25,
     "eval_iters": 1,
-    "eval_interval": 2,
+    "eval_interval": 3,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert 2": (2, {"expert_model_parallel_size": 2}),
@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "expert_tensor_parallel_size": 1,
         },
     ),
+    "pipeline 2": (2, {"pipeline_model_parallel_size": 2}),
     "context 2, gathered": (
         2,
         {"context_parallel_size": 2, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"},
@@ -51,8 +52,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"data_parallel_sharding_strategy": "optim_grads_params", "fsdp_shard_size": 2, "check_replicas_every": 1},
     ),
+    "sharded in two copies, compared, expert 2": (
+        4,
+        {
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "fsdp_shard_size": 2,
+            "check_replicas_every": 1,
+            "expert_model_parallel_size": 2,
+        },
+    ),
     "sharded": (4, {"data_parallel_sharding_strategy": "optim_grads_params", "expert_model_parallel_size": 2}),
 }
+QUICK = ("pipeline 2", "expert tensor 1 beside tensor 2", "context 2, gathered", "sharded in two copies, compared, expert 2")
 NUMBERS = ("lm_loss", "grad_norm", "load_balancing_loss", "moe_z_loss", "busiest_expert", "dropped_share", "validation_loss")
 
 
@@ -73,11 +84,15 @@ def numbers(path: Path) -> list[float]:
     return found
 
 
-def test_a_checkpoint_goes_on_at_any_layout_of_the_experts(one: Path, tmp_path: Path) -> None:
-    for name, (ranks, layout) in LAYOUTS.items():
-        metrics = tmp_path / name.replace(" ", "-")
-        run(arguments(**SETTINGS, **layout, load=one, ckpt_step=STOP, metrics_file=metrics), ranks)
-        assert not number_differences(name, numbers(metrics), numbers(one / "metrics"), 1e-10)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", LAYOUTS if metafunc.config.getoption("--full") else QUICK)
+
+
+def test_a_checkpoint_goes_on_at_any_layout_of_the_experts(one: Path, tmp_path: Path, layout: str) -> None:
+    ranks, flags = LAYOUTS[layout]
+    run(arguments(**SETTINGS, **flags, load=one, ckpt_step=STOP, metrics_file=tmp_path / "metrics"), ranks)
+    assert not number_differences(layout, numbers(tmp_path / "metrics"), numbers(one / "metrics"), 1e-10)
 
 
 def test_and_at_the_same_bit_for_bit(tmp_path: Path) -> None:

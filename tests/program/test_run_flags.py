@@ -25,6 +25,12 @@ from tests.support.runs import (
 )
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "unit" in metafunc.fixturenames:
+        cases = [(unit, batch) for unit in ("train_iters", "train_samples") for batch in (4, 16)]
+        metafunc.parametrize(("unit", "batch"), cases if metafunc.config.getoption("--full") else [cases[0], cases[3]])
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints of iterations 1, 2 and 3."""
@@ -40,11 +46,12 @@ def _load_and_save(folder: Path, *switches: str, **settings: Any) -> None:
 
 def test_a_run_counted_in_samples(tmp_path: Path) -> None:
     """--train-samples gives the same run as --train-iters; what is left over for no whole batch is dropped."""
-    run(arguments(train_iters=5, save=tmp_path / "iters", lr_warmup_iters=2))
-    run(arguments(train_samples=40, save=tmp_path / "samples", lr_warmup_samples=16))
-    assert digest(tmp_path / "iters", 5) == digest(tmp_path / "samples", 5)
-    run(arguments(train_samples=47, save=tmp_path / "more"))
-    assert complete_checkpoints(tmp_path / "more") == ["iter_0000005"]
+    run(arguments(train_iters=3, save=tmp_path / "iters", lr_warmup_iters=1, lr_decay_iters=3))
+    run(arguments(train_samples=31, save=tmp_path / "samples", lr_warmup_samples=8, lr_decay_samples=24))
+    assert complete_checkpoints(tmp_path / "samples") == ["iter_0000003"]
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        wanted = saved_tensors(tmp_path / "iters", 3, kind)
+        assert all(torch.equal(found, wanted[name]) for name, found in saved_tensors(tmp_path / "samples", 3, kind).items())
 
 
 def test_the_batch_grows(tmp_path: Path) -> None:
@@ -71,8 +78,6 @@ def test_the_batch_grows_by_a_schedule(tmp_path: Path) -> None:
     assert [line["learning_rate"] for line in lines] == pytest.approx(rates, rel=1e-12)
 
 
-@pytest.mark.parametrize("batch", [4, 16])
-@pytest.mark.parametrize("unit", ["train_iters", "train_samples"])
 def test_a_batch_of_another_size_after_a_resume(saved: Path, tmp_path: Path, batch: int, unit: str) -> None:
     """Smaller or larger, the run goes on where the data was left, until its iterations are made or its samples are used up."""
     length = 5 if unit == "train_iters" else 24 + 2 * batch
@@ -115,12 +120,6 @@ def _assert_weights_without_moments(saved: Path, folder: Path, iteration: int) -
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(moment.any() for moment in saved_tensors(folder, iteration, "exp_avg_sq").values())
     assert saved_state(folder, iteration)["optimizer_updates"] == 0
-
-
-def test_no_save_optim(tmp_path: Path) -> None:
-    """Weights only."""
-    _load_and_save(tmp_path, "--no-save-optim", train_iters=1)
-    assert saved_tensors(tmp_path, 1) and not saved_tensors(tmp_path, 1, "exp_avg")
 
 
 def test_the_shape_comes_from_the_checkpoint(saved: Path, tmp_path: Path) -> None:

@@ -77,7 +77,9 @@ def test_the_log_line_and_the_metrics_file_agree(tmp_path: Path) -> None:
 
 def test_fields_that_are_not_asked_for_are_left_out(tmp_path: Path) -> None:
     """Also the loss and the norm of an iteration that made no step."""
-    left_out, made = _log_lines(run(arguments(train_iters=2, iterations_to_skip=(1,))))
+    said = run(arguments(train_iters=2, iterations_to_skip=(1,)))
+    assert "across ranks" not in said, "timers of level 0, the default"
+    left_out, made = _log_lines(said)
     assert left_out["loss"] is left_out["norm"] is None and left_out["skipped"] == "  1"
     assert made["loss"] and made["norm"] and made["skipped"] == "  0"
     assert made["tflops"] is made["zeros"] is made["params"] is None
@@ -167,38 +169,42 @@ def test_timers_of_all_ranks(option: str) -> None:
     assert all(f"{name}" in said for name in ("grads-reduce", "optimizer", "batch-generator"))
 
 
-def test_no_timers_unless_asked_for() -> None:
-    """Level 0, the default."""
-    assert "across ranks" not in run(arguments(train_iters=1))
-
-
 def test_a_profile_of_some_steps_on_some_ranks(tmp_path: Path) -> None:
     """A Chrome trace from each rank that is named; the run goes on after the window."""
-    window = {"profile": True, "profile_step_start": 2, "profile_step_end": 4, "profile_ranks": (1,), "profile_dir": tmp_path}
-    said = run(arguments(train_iters=5, **window, num_workers=2), 2)
-    assert "done after 5 iterations" in said
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["trace_rank1_step2-4.json"]
-    events = json.loads((tmp_path / "trace_rank1_step2-4.json").read_text())["traceEvents"]
+    window = {"profile": True, "profile_step_start": 2, "profile_step_end": 3, "profile_ranks": (1,), "profile_dir": tmp_path}
+    said = run(arguments(train_iters=3, **window, num_workers=2), 2)
+    assert "done after 3 iterations" in said
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["trace_rank1_step2-3.json"]
+    events = json.loads((tmp_path / "trace_rank1_step2-3.json").read_text())["traceEvents"]
     names = {event.get("name", "") for event in events}
     assert any("addmm" in name or "aten::mm" in name for name in names)
     assert any("all_reduce" in name or "allreduce" in name for name in names), "communication is part of a step"
 
 
-def test_norms_at_a_parallel_layout_are_those_of_one_rank(tmp_path: Path) -> None:
-    """Parameters, zeros of the gradient (without padding), and each layer's norms; the parts' squares add up to the whole's."""
+def test_norms_and_the_z_loss_at_a_parallel_layout_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Parameters, zeros of the gradient (without padding), and each layer's norms; the parts' squares add up to the whole's.
+
+    So is the z-loss, which has a field of its own; the loss beside it is the cross entropy.
+    """
     switches = {"fp64": True, "train_iters": 2, "log_params_norm": True, "log_layer_norms": True, "log_num_zeros_in_grad": True}
     # Untied, so that the gradient of a token that does not occur is exactly zero; no key biases, whose gradient is almost zero.
-    switches |= {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True, "seq_length": 8}
+    switches |= {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True, "seq_length": 8, "z_loss_coeff": 0.01}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
-    run(arguments(**switches, metrics_file=tmp_path / "one"))
-    said = run(arguments(**switches, **layout, tp_comm_overlap=True, metrics_file=tmp_path / "four"), 4)
+    said = run(arguments(**switches, metrics_file=tmp_path / "one"))
+    z_loss = read_metrics(tmp_path / "one")[0]["z_loss"]
+    assert f"| z loss: {z_loss:.6E} |" in said
+    run(arguments(**switches | {"z_loss_coeff": 0.0, "train_iters": 1}, metrics_file=tmp_path / "without"))
+    said = run(arguments(**switches, **layout, loss_chunk_tokens=3, tp_comm_overlap=True, metrics_file=tmp_path / "four"), 4)
     why = "symmetric memory needs CUDA, and the device is cpu"
     assert f"tensor ranks communicate beside products by pieces that go round a ring: {why}" in said
     one, four = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "four")
     assert one[0].keys() == four[0].keys()
+    (without,) = read_metrics(tmp_path / "without")
+    assert "z_loss" not in without and one[0]["lm_loss"] == without["lm_loss"]
     names = [name for name in one[0] if "norm" in name]
     assert {"params_norm", "grad_norm", "grad-norm/layers.1", "weight-norm/output", "weight-norm/final_norm"} <= set(names)
     for a, b in zip(one, four, strict=True):
+        assert b["z_loss"] == pytest.approx(a["z_loss"], rel=1e-12) and b["lm_loss"] == pytest.approx(a["lm_loss"], rel=1e-12)
         assert not number_differences("norms", [b[name] for name in names], [a[name] for name in names], 1e-10)
         assert a["num_zeros"] == b["num_zeros"] and a["num_zeros"] % TINY["hidden_size"] == 0 and a["num_zeros"] > 0
         for total, part in (("grad_norm", "grad-norm/"), ("params_norm", "weight-norm/")):
@@ -215,16 +221,3 @@ def test_norms_do_not_depend_on_the_loss_scale(tmp_path: Path) -> None:
     names = [name for name in single if "norm" in name]
     assert "grad_norm" in names and "grad-norm/embedding" in names
     assert [half[name] for name in names] == pytest.approx([single[name] for name in names], rel=0.01)
-
-
-def test_the_z_loss_has_a_field_of_its_own(tmp_path: Path) -> None:
-    """Of a layout with chunks as of one rank; the loss beside it is the cross entropy."""
-    switches = {"fp64": True, "train_iters": 1, "seq_length": 8, "z_loss_coeff": 0.01}
-    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "loss_chunk_tokens": 3}
-    said = run(arguments(**switches, metrics_file=tmp_path / "one"))
-    run(arguments(**switches, **layout, metrics_file=tmp_path / "four"), 4)
-    run(arguments(**switches | {"z_loss_coeff": 0.0}, metrics_file=tmp_path / "without"))
-    one, four, without = (read_metrics(tmp_path / name)[0] for name in ("one", "four", "without"))
-    assert "z_loss" not in without and one["lm_loss"] == without["lm_loss"]
-    assert four["z_loss"] == pytest.approx(one["z_loss"], rel=1e-12) and four["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-12)
-    assert f"| z loss: {one['z_loss']:.6E} |" in said

@@ -39,6 +39,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+QUICK = {"gpt2": ("dp2", "tp2-pp2"), "llama": ("tp2", "pp2-dp2")}
+"""Every size of every axis, every flag and every kind of model; the other cases are for --full."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        cases = [(style, layout) for style in STYLES for layout in LAYOUTS if full or layout in QUICK[style]]
+        metafunc.parametrize(("reference", "layout"), cases, indirect=["reference"], scope="module")
+
+
 def _batches(prefix: str, split: int, count: int) -> list[Batch]:
     """Global batches of a split in the order of the run, with masks made here: nothing follows the end of a document."""
     dataset = IndexedDataset(prefix)
@@ -71,7 +82,7 @@ def _settings(style: str, prefix: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=STYLES)
+@pytest.fixture(scope="module")
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prefix: str
 ) -> tuple[str, ReferenceRun, float]:
@@ -92,7 +103,6 @@ def test_the_masks_are_unequal(prefix: str) -> None:
     assert len(counts) > 3 and min(counts) <= 0.9 * max(counts)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_logged_loss_is_the_true_one(
     reference: tuple[str, ReferenceRun, float], tmp_path: Path, prefix: str, layout: str
 ) -> None:

@@ -15,7 +15,7 @@ from megatron.spec.operations import OpKind
 from megatron.training import rehearsal
 from tests.support.runs import arguments, launch, report, run, timeless
 
-STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "num_layers": 4, "device": "cpu"}
+STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "device": "cpu"}
 NUMBER = r"([\d.]+ [a-zA-Z]+(?: - [\d.]+ [a-zA-Z]+)?)"
 
 
@@ -28,28 +28,36 @@ def reports(said: str) -> list[dict[str, tuple[str, str]]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {**STAGES, "bf16": True, "data_parallel_sharding_strategy": "optim_grads", "ddp_bucket_size": 3000},
-        {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, "device": "cpu"},
-        {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, "device": "cpu", "fsdp_params_cpu": True},
-        {"cpu_offload_activations": True, "device": "cpu"},
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "device": "cpu"},
-    ],
-)
-def test_state_is_measured_as_planned(layout: dict[str, Any]) -> None:
+ZERO3: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads_params", "bf16": True, "device": "cpu"}
+HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "device": "cpu"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline": (4, {**STAGES, "bf16": True, "data_parallel_sharding_strategy": "optim_grads", "ddp_bucket_size": 3000}),
+    "optim_grads_params": (2, ZERO3),
+    "optim_grads_params, host": (2, {**ZERO3, "fsdp_params_cpu": True}),
+    "activations on the host": (2, {"cpu_offload_activations": True, "device": "cpu"}),
+    "half of the moments on the host": (2, HALF),
+    "activations and half of the moments on the host": (1, {"cpu_offload_activations": True, **HALF}),
+}
+QUICK = ("pipeline", "optim_grads_params, host", "activations and half of the moments on the host")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize("layout", LAYOUTS if metafunc.config.getoption("--full") else QUICK)
+
+
+def test_state_is_measured_as_planned(layout: str) -> None:
     """Parameter by parameter, on all ranks; after the first step and at intervals."""
-    world_size = 4 if "pipeline_model_parallel_size" in layout else 2
-    said = run(arguments(**layout, train_iters=5, log_memory_interval=2), world_size)
-    assert re.findall(r"memory after iteration (\d)", said) == ["1", "2", "4"]
-    first, *_, last = reports(said)
+    world_size, flags = LAYOUTS[layout]
+    said = run(arguments(**flags, train_iters=3, log_memory_interval=2), world_size)
+    assert re.findall(r"memory after iteration (\d)", said) == ["1", "2"]
+    first, last = reports(said)
     assert first == last or set(first) == set(last)
     state = {name: row for name, row in first.items() if not name.startswith(("activations", "Python", "the process", "buffers"))}
-    where = " on the host" if layout.get("fsdp_params_cpu") else ""
+    where = " on the host" if flags.get("fsdp_params_cpu") else ""
     assert {f"parameters{where}", f"gradients{where}"} < set(state) and ("moments" in state or "moments on the host" in state)
     assert all(measured == planned for measured, planned in state.values()), state
-    if "cpu_offload_activations" in layout:
+    if "cpu_offload_activations" in flags:
         measured, planned = first["activations on the host"]
         assert measured == planned, first
     assert first["activations and the rest"][1] != "-" and first["the process at its peak"][1] == "-"
@@ -66,11 +74,11 @@ def test_a_report_disturbs_nothing(tmp_path: Path) -> None:
     runs = []
     for number, flags in enumerate(({}, {"log_memory": True})):
         runs.append(tmp_path / str(number))
-        said = run(arguments(**STAGES, **flags, train_iters=3, metrics_file=runs[-1]), 2)
+        said = run(arguments(**STAGES, **flags, train_iters=2, metrics_file=runs[-1]), 2)
         assert ("memory after" in said) == bool(flags)
     plain, lines = timeless(runs[0]), timeless(runs[1])
     memory = [line for line in lines if "memory/parameters" in line]
-    assert plain == [line for line in lines if line not in memory] and [line["iteration"] for line in memory] == [1, 2, 3]
+    assert plain == [line for line in lines if line not in memory] and [line["iteration"] for line in memory] == [1, 2]
 
     def before(rank: int) -> None:
         def fails(*_: Any) -> None:
@@ -78,7 +86,7 @@ def test_a_report_disturbs_nothing(tmp_path: Path) -> None:
 
         rehearsal.make_plan = fails  # type: ignore[assignment]
 
-    said = run(arguments(**STAGES, train_iters=1, log_memory=True), 2, before=before)
+    said = run(arguments(device="cpu", train_iters=1, log_memory=True), before=before)
     assert "memory is reported without a plan: ValueError: no such plan" in said
     assert {planned for _, planned in reports(said)[0].values()} == {"-"}
 
@@ -104,12 +112,12 @@ def exhausted(kind: OpKind, microbatch: int, error: BaseException) -> Any:
 def test_a_rank_without_memory_says_what_took_it_and_what_to_change() -> None:
     """One message, on that rank; no traceback, and the other one ends too."""
     lost = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB")
-    argv = arguments(**STAGES, train_iters=2, log_memory=True, device_memory_gb=0.0004)
-    ended = launch(argv, 2, before=exhausted(OpKind.BACKWARD, 3, lost))
+    argv = arguments(**STAGES, train_iters=1, log_memory=True, device_memory_gb=0.0003)
+    ended = launch(argv, 2, before=exhausted(OpKind.BACKWARD, 1, lost))
     assert [end.code for end in ended] == [1, 1] and "Traceback" not in ended[1].stderr, report(ended)
     said = ended[1].stderr.splitlines()
     assert said[0] == (
-        "pretrain_gpt.py: rank 1: out of memory in the backward of chunk 1, microbatch 3 on stage 1: 2.00 GiB more were asked for."
+        "pretrain_gpt.py: rank 1: out of memory in the backward of chunk 1, microbatch 1 on stage 1: 2.00 GiB more were asked for."
     )
     assert re.search(r"allocated: parameters (\S+ kB) \(planned \1\), gradients (\S+ kB) \(planned \2\), moments", said[1])
     assert "activations and the rest" in said[1] and said[2] == "  What to change, the cheapest first:"
@@ -122,7 +130,7 @@ def test_a_rank_without_memory_says_what_took_it_and_what_to_change() -> None:
 @pytest.mark.parametrize(
     ("shape", "beyond", "where"),
     [
-        ({"hidden_size": 4096, "num_layers": 8}, 300e6, "while the model's state is allocated, at "),
+        ({"hidden_size": 4096, "num_layers": 2}, 300e6, "while the model's state is allocated, at "),
         ({"seq_length": 4096, "micro_batch_size": 8, "hidden_size": 128}, 300e6, "in the forward of chunk 0, microbatch 0"),
     ],
 )

@@ -19,10 +19,18 @@ from megatron.training import loss_picture
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import arguments, launch, losses, on_rank, read_metrics, report, run, spoil
+from tests.support.warm_python import warm_python
 from tools import plot_loss
 from tools import report as report_of
 
-KEPT: dict[str, Any] = {"train_iters": 8, "log_interval": 3, "eval_iters": 1, "eval_interval": 4, "save_interval": 3}
+KEPT: dict[str, Any] = {
+    "train_iters": 8,
+    "log_interval": 3,
+    "eval_iters": 1,
+    "eval_interval": 4,
+    "save_interval": 3,
+    "micro_batch_size": 4,
+}
 
 
 def test_the_record_goes_on_after_a_stop(tmp_path: Path) -> None:
@@ -61,13 +69,20 @@ def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
     """Of a run that stops early, and of one whose numbers are not finite any more, whose end is in the record; that one has only
     --tensorboard-dir. Without any folder nothing is kept, and the log says what would keep it."""
     kept = {**KEPT, "train_iters": 4, "no_loss_picture": False, "no_report": False}
-    said = run(arguments(**kept, exit_interval=2, save=tmp_path / "stopped"))
+    python = warm_python()
+
+    def draws_warmly(rank: int) -> None:
+        sys.executable = python
+
+    def spoils(rank: int) -> None:
+        draws_warmly(rank)
+        on_rank(0, 3, spoil(float("nan")))(rank)
+
+    said = run(arguments(**kept, exit_interval=2, save=tmp_path / "stopped"), before=draws_warmly)
     assert (
         f"the record of the run is {tmp_path}/stopped/{HISTORY}, its picture is loss.png there and report.html at the end" in said
     )
-    nan = launch(
-        arguments(**kept | {"save_interval": None}, tensorboard_dir=tmp_path / "nan"), before=on_rank(0, 3, spoil(float("nan")))
-    )
+    nan = launch(arguments(**kept | {"save_interval": None}, tensorboard_dir=tmp_path / "nan"), before=spoils)
     assert nan[0].code == 1, report(nan)
     end = read_history(tmp_path / "nan").events[-1]
     assert end["event"] == "end" and "gradient" in end["words"] and len(read_history(tmp_path / "nan").steps) == 2

@@ -47,14 +47,38 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "optim_grads_params, replicas": (4, {**ZERO3, "fsdp_shard_size": 2}),
     "optim_grads_params, host, once": (4, {**ZERO3, **STAGED, "fsdp_params_cpu": True, "fsdp_reduce_once": True}),
     "host memory": (2, {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True, **OVERLAP}),
+    "optim_grads_params, never, half in host memory": (
+        2,
+        {**ZERO3, "fsdp_reshard_after_forward": "never", "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    ),
     "half in host memory": (2, {**ZERO3, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}),
 }
 TRACED = (
     "distributed optimizer, tensor",
     "optim_grads, ranks of a pipeline side by side",
     "optim_grads_params, replicas",
+    "optim_grads_params, never, half in host memory",
     "half in host memory",
 )
+
+
+QUICK = (
+    "distributed optimizer, tensor",
+    "optim, pipeline",
+    "optim_grads, ranks of a pipeline side by side",
+    "optim_grads_params, replicas",
+    "optim_grads_params, host, once",
+    "optim_grads_params, never, half in host memory",
+)
+"""Every strategy beside other axes, every setting once."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("--full")
+    if metafunc.function is test_losses_are_those_of_one_process:
+        metafunc.parametrize("name", RUNS if full else QUICK)
+    if metafunc.function is test_the_start_up_log_tells_what_is_kept_and_sent:
+        metafunc.parametrize("strategy", PER_PARAMETER if full else ("no_shard", "optim_grads_params"))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +98,6 @@ def told(said: str) -> list[str]:
     return re.findall(r"lm loss(?: value)?: (\d\.\d{6}E[+-]\d\d)", said)
 
 
-@pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_one_process(one_process: dict[int, Path], tmp_path: Path, name: str) -> None:
     """As printed, and in full digits; so are norms, the weights, and of some the traces."""
     world_size, flags = RUNS[name]
@@ -96,11 +119,14 @@ def test_losses_are_those_of_one_process(one_process: dict[int, Path], tmp_path:
         assert found.header.parameters == expected_trace.header.parameters
 
 
-def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path) -> None:
+def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path, full: bool) -> None:
     """Those of tokens that the batch does not have, in the table of an untied embedding; padding is none of them."""
     flags = {"untie_embeddings_and_output_weights": True, "vocab_size": 500, "log_num_zeros_in_grad": True, "fp64": True}
     found = []
-    for number, strategy in enumerate(("no_shard", "no_shard", "optim", "optim_grads", "optim_grads_params")):
+    # Without sharding, tensor and pipeline ranks count in tests/program/test_run_log.py.
+    strategies = ("no_shard", *(["no_shard"] if full else []), "optim", "optim_grads", "optim_grads_params")
+    beside, ranks = (SPLIT, 4) if full else ({}, 2)
+    for number, strategy in enumerate(strategies):
         settings = {
             **flags,
             "train_iters": 1,
@@ -108,8 +134,7 @@ def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path) -> None:
             "ddp_bucket_size": 5000,
             "data_parallel_sharding_strategy": strategy,
         }
-        split = SPLIT if number else {}
-        run(arguments(**settings, **split, metrics_file=tmp_path / str(number)), 4 if number else 1)
+        run(arguments(**settings, **(beside if number else {}), metrics_file=tmp_path / str(number)), ranks if number else 1)
         found.append(timeless(tmp_path / str(number))[0]["num_zeros"])
     assert found[0] > 32 * 300
     assert found == pytest.approx([found[0]] * len(found), abs=8)  # others may be zero by chance
@@ -127,7 +152,6 @@ SENT = {"no_shard": 4.0, "optim": 3.0, "optim_grads": 2 * 2 + 1.0, "optim_grads_
 """Bytes for each parameter over two data ranks in a step of two microbatches: half of what is reduced (4 each) or gathered (2)."""
 
 
-@pytest.mark.parametrize("strategy", PER_PARAMETER)
 def test_the_start_up_log_tells_what_is_kept_and_sent(strategy: str) -> None:
     flags: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "untie_embeddings_and_output_weights": True}
     sizes = {"hidden_size": 128, "vocab_size": 511, "train_iters": 1, "bf16": True}

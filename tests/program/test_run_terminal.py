@@ -82,8 +82,8 @@ def test_warnings_are_told_once_and_kept(tmp_path: Path) -> None:
         said = run(arguments(**settings, log_interval=100, eval_iters=1, global_batch_size=2), before=before)
         return [line.strip().removeprefix("WARNING: ") for line in said.splitlines() if "WARNING" in line]
 
-    rate, rises = warnings(train_iters=62, lr=3.0, lr_decay_style="constant", clip_grad=100.0, save=tmp_path)
-    assert "--lr 3 is" in rate and "what AdamW usually takes" in rate
+    rate, rises = warnings(train_iters=62, lr=1.0, lr_decay_style="constant", clip_grad=100.0, save=tmp_path)
+    assert "--lr 1 is" in rate and "what AdamW usually takes" in rate
     assert "above its start for 50 iterations" in rises
     (above,) = warnings(far_above, train_iters=12, eval_interval=4, save=tmp_path / "other")
     assert "the validation loss, 1000000.00, is far above that of training" in above
