@@ -10,19 +10,29 @@ import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
 from megatron.config.lora import LoraTarget
-from megatron.model.build import Model
+from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.state_size import stage_size
 from megatron.parallel.context import ParallelContext
-from megatron.planner.plan import Plan
+from megatron.planner.plan import RankKind
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import count_parameters
 from megatron.spec.weights import model_weights
 from megatron.training.providers import make_providers
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
-from tests.support.planned import kind_of, plans_of, real_context, real_model, real_step, settings, topology_of
-from tests.support.warm import run_forked_ranks
+from tests.support.planned import (
+    kind_among,
+    kind_of,
+    plans_of,
+    real_context,
+    real_model,
+    real_step,
+    settings,
+    topology_of,
+    untraced_kinds_of,
+)
+from tests.support.warm import run_warm_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PARTS = ("parameters", "gradients", "main_params", "moments", "averages")
@@ -132,27 +142,32 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
     }
 
 
-def compare(cases: list[LoadedConfig], world_size: int, *, staged: bool = False) -> list[Plan]:
-    """The plans of all cases, each right for every rank of its world."""
+def kept_of_each(rank: int, cases: list[LoadedConfig], world_size: int, staged: bool) -> list[dict[str, tuple[int, int]]]:
+    """Return the bytes that this rank keeps in each case."""
+    found = [kept(real_context(one.config, rank, world_size), one, staged=staged) for one in cases]
+    dist.barrier()
+    return found
 
-    def rank_run(rank: int) -> list[dict[str, tuple[int, int]]]:
-        found = [kept(real_context(one.config, rank, world_size), one, staged=staged) for one in cases]
-        dist.barrier()
-        return found
 
-    plans = plans_of(cases)
-    ranks = run_forked_ranks(world_size, rank_run)
-    for number, (one, plan) in enumerate(zip(cases, plans, strict=True)):
+def compare(cases: list[LoadedConfig], world_size: int, full: bool, *, staged: bool = False) -> list[tuple[RankKind, ...]]:
+    """Return the planned kinds of ranks of all cases, each right for every rank of its world.
+
+    Args:
+        full: trace chunks as a plan does. What a trace finds is no state, and takes most of the time.
+    """
+    planned_kinds = [plan.kinds for plan in plans_of(cases)] if full else untraced_kinds_of(cases)
+    ranks = run_warm_ranks(world_size, kept_of_each, cases, world_size, staged)
+    for number, (one, kinds) in enumerate(zip(cases, planned_kinds, strict=True)):
         topology = topology_of(one.config, world_size)
-        assert sum(kind.ranks for kind in plan.kinds) == world_size
+        assert sum(kind.ranks for kind in kinds) == world_size
         for rank in range(world_size):
-            memory = kind_of(plan, topology, rank).memory
+            memory = kind_among(kinds, topology, rank).memory
             planned = {name: (getattr(memory, name).device, getattr(memory, name).host) for name in PARTS}
             assert ranks[rank][number] == planned, (one.config.parallel, rank)
-    return plans
+    return planned_kinds
 
 
-def test_every_rank_of_four_keeps_what_is_planned() -> None:
+def test_every_rank_of_four_keeps_what_is_planned(full: bool) -> None:
     """Pairs of layouts, strategies, dtypes, offloading, ties and remainders of the vocabulary."""
     cases = covering(AXES, seed=1, valid=possible)
     assert len(cases) > 20
@@ -160,11 +175,11 @@ def test_every_rank_of_four_keeps_what_is_planned() -> None:
     alike: Case = {**cases[0], "style": "tied", "optimizer": "adam8bit", "offload": 0.3, "ddp_bucket_size": 1500, "dtype": "fp64"}
     whole = {"fsdp_shard_size": None, "fsdp_params_cpu": False, "fsdp_reduce_once": False}
     cases += [{**alike, **whole, "groups": "pp, uneven", "data_parallel_sharding_strategy": one} for one in STRATEGIES[:2]]
-    plans = compare([loaded(case, 4) for case in cases], 4)
-    assert max(len(plan.kinds) for plan in plans) == 4, "of four ranks"
+    kinds_of_cases = compare([loaded(case, 4) for case in cases], 4, full)
+    assert max(map(len, kinds_of_cases)) == 4, "of four ranks"
 
 
-def test_every_rank_of_eight_keeps_what_is_planned() -> None:
+def test_every_rank_of_eight_keeps_what_is_planned(full: bool) -> None:
     """All three axes at once, with both numberings of the ranks."""
     grid: dict[str, Any] = {
         "tensor_model_parallel_size": 2,
@@ -177,10 +192,10 @@ def test_every_rank_of_eight_keeps_what_is_planned() -> None:
         for style in STYLES
         for strategy in STRATEGIES
     ]
-    compare(cases, 8)
+    compare(cases, 8, full)
 
 
-def test_the_last_stage_keeps_depths_and_an_embedding() -> None:
+def test_the_last_stage_keeps_depths_and_an_embedding(full: bool) -> None:
     """Multi-token prediction, tied and untied, with experts and without, at each place of the last chunk."""
     depths = {"num_layers": 4, "mtp_num_layers": 2, "bf16": True, "ddp_bucket_size": 1500}
     cases = [
@@ -194,10 +209,10 @@ def test_the_last_stage_keeps_depths_and_an_embedding() -> None:
             STYLES, (STRATEGIES[number % 3], "optim_grads" if "V" in group else "optim_grads_params"), strict=True
         )
     ]
-    compare(cases, 4)
+    compare(cases, 4, full)
 
 
-def test_beside_adapters_a_model_keeps_its_weights_alone() -> None:
+def test_beside_adapters_a_model_keeps_its_weights_alone(full: bool) -> None:
     """No gradients, main parameters or moments of what LoRA leaves as it is: at each place of four ranks."""
     adapters = {"num_layers": 4, "lora_rank": 3, "bf16": True, "ddp_bucket_size": 400}
     places = ("dp", "tp, sequence", "pp, virtual", "pp, V", "pp, uneven")
@@ -208,13 +223,13 @@ def test_beside_adapters_a_model_keeps_its_weights_alone() -> None:
             places, itertools.cycle(STYLES), itertools.cycle(STRATEGIES[:3]), itertools.cycle(targets), strict=False
         )
     ]
-    for one, plan in zip(cases, compare(cases, 4), strict=True):
-        trained = sum(weight.numel for weight in model_weights(one.config.model, plan.job.vocab_size) if not weight.frozen)
-        for kind in plan.kinds:
+    for one, kinds in zip(cases, compare(cases, 4, full), strict=True):
+        trained = sum(w.numel for w in model_weights(one.config.model, planned_rows(one.config.data)) if not w.frozen)
+        for kind in kinds:
             assert kind.memory.gradients.total < min(8 * trained + 1024, kind.memory.parameters.total / 2)
 
 
-def test_host_memory_of_a_device_is_apart() -> None:
+def test_host_memory_of_a_device_is_apart(full: bool) -> None:
     """Where the device is no CPU, offloaded main parameters lie in host memory though they have the parameters' dtype."""
     layouts: list[dict[str, Any]] = [{"data_parallel_sharding_strategy": "optim"}, {"pipeline_model_parallel_size": 2}]
     cases = [
@@ -223,13 +238,15 @@ def test_host_memory_of_a_device_is_apart() -> None:
         for fraction in (0.4, 1.0)
         for changes in layouts
     ]
-    for plan in compare(cases, 2, staged=True):
-        assert all(kind.memory.main_params.host > 0 for kind in plan.kinds)
+    for kinds in compare(cases, 2, full, staged=True):
+        assert all(kind.memory.main_params.host > 0 for kind in kinds)
 
 
-def elements(model: Model, context: ParallelContext) -> int:
-    """Without padding."""
-    return sum(entry.record.held_box(context.axis_sizes, context.coordinates).numel for entry in model.params)
+def elements(rank: int, one: LoadedConfig) -> int:
+    """Return how many elements a rank of four has, without padding."""
+    context = real_context(one.config, rank, 4)
+    params = real_model(one.config, context).params
+    return sum(entry.record.held_box(context.axis_sizes, context.coordinates).numel for entry in params)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -238,13 +255,8 @@ def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
     grid: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     one = settings(4, **STYLES[style], **grid, num_layers=3, decoder_first_pipeline_num_layers=1)
     (plan,) = plans_of([one])
-
-    def rank_run(rank: int) -> int:
-        context = real_context(one.config, rank, 4)
-        return elements(real_model(one.config, context), context)
-
     topology = topology_of(one.config, 4)
-    assert run_forked_ranks(4, rank_run) == [kind_of(plan, topology, rank).parameters for rank in range(4)]
+    assert run_warm_ranks(4, elements, one) == [kind_of(plan, topology, rank).parameters for rank in range(4)]
     assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)
     first, second = (kind_of(plan, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
     assert first > second

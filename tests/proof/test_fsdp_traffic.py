@@ -221,10 +221,12 @@ def test_published_weights_are_used_whatever_a_forward_left_gathered() -> None:
         assert found["never"][0] > 0 and found["never"][1:] == (0, True)
 
 
-def test_the_model_of_these_tests_is_sharded_as_a_whole() -> None:
-    def of_rank(context: ParallelContext) -> tuple[int, int]:
-        model = build(context)
-        return sum(s.weights.numel() for group in shard(model, context).groups for s in group.shards), numel(model)
+def elements(context: ParallelContext) -> tuple[int, int]:
+    """Elements of this rank's shards, and of the whole model."""
+    model = build(context)
+    return sum(s.weights.numel() for group in shard(model, context).groups for s in group.shards), numel(model)
 
-    (first, whole), (second, _) = in_world(Topology(dp=2), of_rank)
+
+def test_the_model_of_these_tests_is_sharded_as_a_whole() -> None:
+    (first, whole), (second, _) = in_world(Topology(dp=2), elements)
     assert first == second == whole // 2

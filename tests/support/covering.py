@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 Case = dict[str, Any]
 
@@ -32,22 +33,28 @@ def covering(
     """
     candidates = product(cases_by_axis, valid)
     random.Random(seed).shuffle(candidates)
-    numbers = {axis: {setting: place for place, setting in enumerate(settings)} for axis, settings in cases_by_axis.items()}
-    first = dict(zip(numbers, itertools.accumulate((len(known) for known in numbers.values()), initial=0), strict=False))
-    pairs = [_pairs([first[axis] + numbers[axis][setting] for axis, setting in case.items()]) for case in candidates]
-    missing = set().union(*pairs)
-    # Bounds from above on what each case brings, since that only shrinks: most cases need no second look.
-    bounds = [(-len(found), i) for i, found in enumerate(pairs)]
-    heapq.heapify(bounds)
+    if len(cases_by_axis) == 1 or not candidates:
+        return candidates
+    numbers = [{setting: place for place, setting in enumerate(settings)} for settings in cases_by_axis.values()]
+    columns = [
+        np.array([known[setting] for setting in column], dtype=np.int32)
+        for known, column in zip(numbers, zip(*(case.values() for case in candidates), strict=True), strict=True)
+    ]
+    # For each two axes the number of the pair in each candidate, and which pairs no case taken has.
+    pairs = [one * len(known) + other for (_, one), (known, other) in itertools.combinations(zip(numbers, columns, strict=True), 2)]
+    missing = [np.zeros(found.max() + 1, dtype=bool) for found in pairs]
+    for lacking, found in zip(missing, pairs, strict=True):
+        lacking[found] = True
     chosen: list[Case] = []
-    while missing:
-        bound, i = heapq.heappop(bounds)
-        new = len(pairs[i] & missing)
-        if new < -bound:
-            heapq.heappush(bounds, (-new, i))
-        else:
-            chosen.append(candidates[i])
-            missing -= pairs[i]
+    while any(lacking.any() for lacking in missing):
+        new = np.zeros(len(candidates), dtype=np.int32)
+        for lacking, found in zip(missing, pairs, strict=True):
+            if lacking.any():
+                new += lacking[found]
+        best = int(new.argmax())
+        chosen.append(candidates[best])
+        for lacking, found in zip(missing, pairs, strict=True):
+            lacking[found[best]] = False
     return chosen
 
 
@@ -60,10 +67,3 @@ def every_setting_once(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
         missing -= left.pop(best)
         chosen.add(best)
     return [name for name in cases if name in chosen]
-
-
-def _pairs(settings: Sequence[int]) -> set[int]:
-    """Settings, by number, two by two, a number for each pair; of a single axis, the setting alone."""
-    if len(settings) < 2:
-        return set(settings)
-    return {one << 16 | other for one, other in itertools.combinations(settings, 2)}

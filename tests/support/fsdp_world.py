@@ -25,11 +25,11 @@ from megatron.model.init import fill
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
-from megatron.verification.local_ranks import run_ranks
 from megatron.verification.reference.shape import ReferenceShape
 from tests.support.layout import microbatches, model_config
 from tests.support.lone_rank import CPU
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches
+from tests.support.warm import run_warm_ranks
 
 SEED = 1
 MICROBATCHES = 2
@@ -70,14 +70,14 @@ def shard(model: Model, context: ParallelContext, reshard: FsdpReshard = "always
 
 
 def in_world(topology: Topology, function: Callable[[ParallelContext], Any], fsdp_shard_size: int | None = None) -> list[Any]:
-    """What a function gives on every rank."""
+    """Return the result of a function, which can be pickled, on every rank. Over gloo, since `Trace` sees only groups of torch."""
+    return run_warm_ranks(topology.world_size, _on_rank, topology, function, fsdp_shard_size, timeout=60.0, backend="gloo")
 
-    def rank_runs(rank: int) -> Any:
-        found = function(make_context(topology, rank, CPU, fsdp_shard_size=fsdp_shard_size))
-        dist.barrier()
-        return found
 
-    return run_ranks(topology.world_size, rank_runs, timeout=60.0)
+def _on_rank(rank: int, topology: Topology, function: Callable[[ParallelContext], Any], fsdp_shard_size: int | None) -> Any:
+    found = function(make_context(topology, rank, CPU, fsdp_shard_size=fsdp_shard_size))
+    dist.barrier()
+    return found
 
 
 def inputs(context: ParallelContext) -> list[ModelInputs]:

@@ -13,9 +13,11 @@ from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from megatron.planner.chunk_trace import Traces
+from megatron.planner.chunk_trace import ChunkTrace, Traces
 from megatron.planner.dry_run import Planner
 from megatron.planner.plan import Plan, RankKind
+from megatron.planner.storages import MemorySpan
+from megatron.spec.operations import OpKind
 from megatron.spec.schedules import SCHEDULES
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
@@ -45,6 +47,34 @@ def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
     return list(plans)
 
 
+class UntracedChunks(Traces):
+    """Stand-ins for the traces of all chunks, in which operations take and send nothing.
+
+    For tests that look at the state of ranks alone: it depends on no trace, and traces take most of the time of a plan.
+    """
+
+    def __contains__(self, kind: object) -> bool:
+        return True
+
+    def __missing__(self, kind: object) -> ChunkTrace:
+        return ChunkTrace(dict.fromkeys(OpKind, MemorySpan(0, 0)), "", frozenset())
+
+
+def untraced_kinds_of(loaded: Sequence[LoadedConfig]) -> list[tuple[RankKind, ...]]:
+    """Return the kinds of ranks of jobs of at most two stages, without what a trace finds. Made in a process of their own."""
+
+    def make(rank: int) -> list[tuple[RankKind, ...]]:
+        found = []
+        for one in loaded:
+            assert one.dry_run is not None and one.config.parallel.pipeline_model_parallel_size <= 2
+            planner = Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=UntracedChunks())
+            found.append(planner.work().kinds)
+        return found
+
+    (kinds,) = run_ranks(1, make, init=False)
+    return list(kinds)
+
+
 def _what_is_traced(config: Config) -> object:
     """All settings but those that only say who holds what of the state, and which layers a chunk has."""
     parallel = config.parallel
@@ -63,11 +93,16 @@ def _what_is_traced(config: Config) -> object:
 
 def kind_of(plan: Plan, topology: Topology, rank: int) -> RankKind:
     """The only kind that the rank belongs to."""
+    return kind_among(plan.kinds, topology, rank)
+
+
+def kind_among(kinds: Sequence[RankKind], topology: Topology, rank: int) -> RankKind:
+    """Return the only one of these kinds that the rank belongs to."""
     at = topology.coordinates(rank)
     data = at["cp"] + topology.cp * at["dp"]
     (kind,) = [
         kind
-        for kind in plan.kinds
+        for kind in kinds
         if at["pp"] in kind.stages and any(places.tensor == at["tp"] and data in places.data for places in kind.places)
     ]
     return kind

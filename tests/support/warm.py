@@ -22,7 +22,7 @@ shared. After some thousands a call takes several times as long."""
 class RankPool:
     """Ranks that stay from call to call, so that a call costs neither forks nor a first step in a cold process.
 
-    Each call forms a process group of its own, over shared memory. A rank keeps everything else (caches, patched modules), so a
+    Each call forms a process group of its own. A rank keeps everything else (caches, patched modules), so a
     function must change nothing but its own objects. After a failure the next call forks anew.
     """
 
@@ -32,7 +32,9 @@ class RankPool:
         self._calls = 0
         atexit.register(self.close)  # before multiprocessing waits for its processes
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, backend: str = SHARED_MEMORY
+    ) -> list[Any]:
         """`run_ranks` for a function that can be pickled with its arguments.
 
         Its module must have been imported before the ranks were forked, or be on their path.
@@ -44,7 +46,7 @@ class RankPool:
         if self._calls % _CALLS_OF_A_RANK == 0:
             self.close()
         folder = Path(self._folder.name)
-        world = LocalWorld(world_size, folder / f"store-{self._calls}", timeout, SHARED_MEMORY)
+        world = LocalWorld(world_size, folder / f"store-{self._calls}", timeout, backend)
         job = pickle.dumps((function, args))
         try:
             for number in range(len(self._ranks), world_size):
