@@ -36,7 +36,8 @@ PLACES = {
 }
 """What a page says for a large run, and this test for a small one."""
 MODEL = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --position-embedding-type rope
-    --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 1 --device cpu --no-loss-picture --no-report"""
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 1 --device cpu
+    --no-loss-picture --no-report"""
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from tests.support.cli import ROOT
 def test_from_a_model_to_a_job(tmp_path: Path, full: bool) -> None:
     """The script takes what the plan foretold, and the layout that the page proves is the one that the plan chose.
 
-    In the normal run among the layouts of one tensor rank and of one stage, over one step: tests/unit/planner/test_search.py has others.
+    In the normal run among the layouts of one tensor rank and of one stage, over one step. tests/unit/planner/test_search.py has
+    others.
     """
     page = re.sub(r"\b(train\.sh|plan\.html)", rf"{tmp_path}/\1", (ROOT / "docs/planning.md").read_text())
     plan, look, prove = [*commands(page)][:3]
