@@ -84,7 +84,7 @@ COMPARED = [
 def test_checks_find_nothing_and_change_nothing(tmp_path: Path, full: bool, name: str) -> None:
     """Weights, moments and every logged number are those of the run without checks, bit for bit. With dropout."""
     world_size, flags = CLEAN[name]
-    settings = {"train_iters": 2, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.1, "ddp_bucket_size": 5000}
+    settings: dict[str, Any] = {"train_iters": 2, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.1, "ddp_bucket_size": 5000}
     settings |= flags
     on, off = tmp_path / "on", tmp_path / "off"
     said = run(arguments(**settings, **CHECKS, save_trace=on / "trace", save=on, metrics_file=on / "metrics"), world_size)

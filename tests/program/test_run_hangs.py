@@ -288,7 +288,7 @@ def _is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
 
         real, clock = Flight.operation, types.SimpleNamespace()
         Flight.operation = operation  # type: ignore[method-assign]
-        StragglerReports.before_step = before_step  # type: ignore[method-assign]
+        StragglerReports.before_step = before_step  # type: ignore[method-assign, assignment]
         stragglers.time = clock  # type: ignore[assignment]
 
     settings = {**flags, "straggler_interval": 2, "global_batch_size": 4, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}

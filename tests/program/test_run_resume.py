@@ -61,14 +61,12 @@ OVERFLOWS = (2, STOP + 1)
 
 WHOLE = {"global_batch_size": 8, "rampup_batch_size": EVERYTHING["rampup_batch_size"]}
 HALF = {"global_batch_size": 4, "rampup_batch_size": (2, 2, 10)}
-"""Half of the samples, for a layout at which one data rank computes them all."""
+"""Half of the samples, for layouts at which one data rank computes them all."""
 
 LAYOUTS: dict[int, dict[str, Any]] = {
     1: {},
     2: {  # a way for each layer; of the made-up tokens every tenth ends a document
-        "micro_batch_size": 1,
-        "global_batch_size": 2,
-        "rampup_batch_size": (1, 1, 5),
+        **HALF,
         "num_layers": 3,
         "context_parallel_size": 2,
         "cp_comm_type": ("p2p", "all_gather", "a2a"),

@@ -78,11 +78,12 @@ def _run(words: Sequence[str], env: Mapping[str, str], streams: Mapping[int, int
     code = 1
     try:
         os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        for number, stream in streams.items():
-            os.dup2(stream, number)
+        for descriptor, stream in streams.items():
+            os.dup2(stream, descriptor)
         kept = sorted({0, 1, 2, *pass_fds})
         for low, high in zip(kept, [*kept[1:], 4096], strict=True):
             os.closerange(low + 1, high)
