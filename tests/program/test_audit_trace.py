@@ -25,6 +25,7 @@ BASE: dict[str, Any] = {
     "num_layers": 4,
     "mtp_num_layers": 1,
     "train_iters": STEPS,
+    "global_batch_size": 4,
     "lr_decay_style": "constant",
     "ddp_bucket_size": 5000,
     "make_vocab_size_divisible_by": 4,
@@ -103,7 +104,7 @@ def test_it_tells_what_the_run_has(one_process: Path) -> None:
     for step, line in zip(trace.steps, read_metrics(one_process / "metrics"), strict=True):
         assert (step.loss, step.grad_norm, step.consumed_samples) == (line["lm_loss"], line["grad_norm"], line["consumed_samples"])
         assert sum(numbers[0] ** 2 for numbers in step.gradients.values()) ** 0.5 == pytest.approx(step.grad_norm, rel=1e-12)
-        assert step.samples == 8 and step.tokens == 8 * 16
+        assert step.samples == 4 and step.tokens == 4 * 16
         weights = saved_tensors(one_process, step.iteration)
         assert step.weights == {name: named(signature_of(name, weights[name])) for name in step.weights}
         assert set(weights) == set(step.weights)

@@ -99,7 +99,7 @@ def test_and_at_the_same_bit_for_bit(tmp_path: Path) -> None:
     """In bfloat16, with recompute and noise on the routers' inputs; what each layer's experts get is in the metrics file."""
     settings = (
         SETTINGS
-        | {"fp64": False, "bf16": True, "recompute_granularity": "full", "moe_input_jitter_eps": 0.01}
+        | {"fp64": False, "bf16": True, "global_batch_size": 4, "recompute_granularity": "full", "moe_input_jitter_eps": 0.01}
         | LAYOUTS["expert 2"][1]
     )
     run(arguments(**settings, save=tmp_path / "whole", save_interval=STOP, metrics_file=tmp_path / "whole.jsonl"), 2)

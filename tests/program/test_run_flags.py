@@ -46,12 +46,11 @@ def _load_and_save(folder: Path, *switches: str, **settings: Any) -> None:
 
 def test_a_run_counted_in_samples(tmp_path: Path) -> None:
     """--train-samples gives the same run as --train-iters; what is left over for no whole batch is dropped."""
-    run(arguments(train_iters=3, save=tmp_path / "iters", lr_warmup_iters=1, lr_decay_iters=3))
-    run(arguments(train_samples=31, save=tmp_path / "samples", lr_warmup_samples=8, lr_decay_samples=24))
-    assert complete_checkpoints(tmp_path / "samples") == ["iter_0000003"]
-    for kind in ("model", "exp_avg", "exp_avg_sq"):
-        wanted = saved_tensors(tmp_path / "iters", 3, kind)
-        assert all(torch.equal(found, wanted[name]) for name, found in saved_tensors(tmp_path / "samples", 3, kind).items())
+    run(arguments(train_iters=3, save=tmp_path / "iters", lr_warmup_iters=1))
+    run(arguments(train_samples=24, save=tmp_path / "samples", lr_warmup_samples=8))
+    assert digest(tmp_path / "iters", 3) == digest(tmp_path / "samples", 3)
+    run(arguments(train_samples=15, save=tmp_path / "more"))
+    assert complete_checkpoints(tmp_path / "more") == ["iter_0000001"]
 
 
 def test_the_batch_grows(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_state_is_measured_as_planned(layout: str) -> None:
     """Parameter by parameter, on all ranks; after the first step and at intervals."""
     world_size, flags = LAYOUTS[layout]
-    said = run(arguments(**flags, train_iters=3, log_memory_interval=2), world_size)
+    said = run(arguments(**flags, train_iters=3, global_batch_size=4, log_memory_interval=2), world_size)
     assert re.findall(r"memory after iteration (\d)", said) == ["1", "2"]
     first, last = reports(said)
     assert first == last or set(first) == set(last)

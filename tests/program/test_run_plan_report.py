@@ -13,7 +13,7 @@ from megatron.training.plan_report import grouped
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 from tools.cluster.calibration import read_report
 
-BASE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "train_iters": 5, "global_batch_size": 4, "micro_batch_size": 1}
+BASE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "train_iters": 5, "global_batch_size": 2, "micro_batch_size": 1}
 
 
 def test_a_report_of_a_pipeline(tmp_path: Path) -> None:

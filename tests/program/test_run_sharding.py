@@ -18,6 +18,8 @@ STEPS = 2
 BASE: dict[str, Any] = {
     "fp64": True,
     "train_iters": STEPS,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
     "lr_decay_style": "cosine",
     "eval_iters": 1,
     "eval_interval": 1,
@@ -28,7 +30,7 @@ BASE: dict[str, Any] = {
 }
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-STAGED = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "num_layers": 4}
+STAGED = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
