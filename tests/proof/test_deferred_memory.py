@@ -18,7 +18,7 @@ from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
 from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like, random_batches
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 
 SIZES = dict(num_layers=5, hidden=16, ffn=24, heads=4, kv_heads=2, head_size=4, vocab=29, seq=8)
 SHAPES = {
@@ -30,18 +30,19 @@ SHAPES = {
 REMADE = MemoryConfig("selective", recompute_modules=("layernorm", "mlp_act"))
 
 
-def counted(shape: ReferenceShape, layout: Layout) -> list[int]:
-    """Peak of each stage after a training step."""
+def counted_on_rank(rank: int, shape: ReferenceShape, layout: Layout) -> int:
+    """Return the peak of a rank after a training step."""
     recipe = Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, 10, 1, seed=2))
+    context = make_context(Topology(tp=layout.tp, pp=layout.pp), rank, torch.device("cpu"))
+    step = build_step(context, recipe, layout)
+    step.run(microbatches(recipe.batches[0], context, 2), iteration=1, learning_rate=0.1, weight_decay=0.0)
+    dist.barrier()
+    return step.executor.peak_deferred_bytes
 
-    def rank_run(rank: int) -> int:
-        context = make_context(Topology(tp=layout.tp, pp=layout.pp), rank, torch.device("cpu"))
-        step = build_step(context, recipe, layout)
-        step.run(microbatches(recipe.batches[0], context, 2), iteration=1, learning_rate=0.1, weight_decay=0.0)
-        dist.barrier()
-        return step.executor.peak_deferred_bytes
 
-    ranks = run_forked_ranks(layout.world_size, rank_run, timeout=60.0)
+def counted(shape: ReferenceShape, layout: Layout) -> list[int]:
+    """Return the peak of each stage."""
+    ranks = run_warm_ranks(layout.world_size, counted_on_rank, shape, layout)
     return [ranks[stage * layout.tp] for stage in range(layout.pp)]
 
 

@@ -156,7 +156,7 @@ def compare(cases: list[LoadedConfig], world_size: int, full: bool, *, staged: b
         full: trace chunks as a plan does. What a trace finds is no state, and takes most of the time.
     """
     planned_kinds = [plan.kinds for plan in plans_of(cases)] if full else untraced_kinds_of(cases)
-    ranks = run_warm_ranks(world_size, kept_of_each, cases, world_size, staged)
+    ranks = run_warm_ranks(world_size, kept_of_each, cases, world_size, staged, timeout=300.0)
     for number, (one, kinds) in enumerate(zip(cases, planned_kinds, strict=True)):
         topology = topology_of(one.config, world_size)
         assert sum(kind.ranks for kind in kinds) == world_size

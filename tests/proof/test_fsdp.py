@@ -14,7 +14,7 @@ from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, random_batches, train
 
-STEPS = 3
+STEPS, MICROBATCHES = 2, 2
 SHAPES: dict[str, ReferenceShape] = {
     "gpt2": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, seq=8, tied=False),
     "tied": gpt2_like(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, seq=8),
@@ -37,9 +37,9 @@ def reference(name: str, batch: int) -> ReferenceRun:
     return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
 
 
-def run(name: str, layout: Layout, microbatches: int = 3) -> tuple[LayoutRun, ReferenceRun]:
+def run(name: str, layout: Layout) -> tuple[LayoutRun, ReferenceRun]:
     """Also evaluates, on the last step's batch: forwards without gradients between the steps must leave nothing stale."""
-    batch = microbatches * layout.dp
+    batch = MICROBATCHES * layout.dp
     return run_layout(recipe(name, batch), layout, evaluate=recipe(name, batch).batches[-1]), reference(name, batch)
 
 

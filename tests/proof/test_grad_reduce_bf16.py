@@ -23,7 +23,7 @@ from tests.support.bucket_examples import UNTIED, buckets_of, build, gradient, o
 from tests.support.layout import Layout, build_step, context_of, microbatches, model_on_meta, optimizer_config, parallel_config
 from tests.support.lone_rank import CPU
 from tests.support.shared_memory import recorded_calls
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 MICROBATCHES = 3
@@ -70,17 +70,18 @@ def whole_params() -> dict[str, ParamEntry]:
     return {entry.record.name: entry for entry in build(make_context(Topology(), 0, CPU), UNTIED).params}
 
 
+def reduced_in_each_way(rank: int) -> dict[tuple[str, bool], Found]:
+    """Return this rank's part by strategy, with overlap and without."""
+    return {
+        (sharding, overlap): reduced(rank, Topology(dp=2), sharding, grad_reduce_in_bf16=True, overlap_grad_reduce=overlap)
+        for sharding, overlap in itertools.product(STRATEGIES, (False, True))
+    }
+
+
 def test_each_rank_rounds_its_sum_once() -> None:
     """In every strategy, with overlap and without: the same bits, and those of arithmetic."""
-
-    def rank_run(rank: int) -> dict[tuple[str, bool], Found]:
-        cases = itertools.product(STRATEGIES, (False, True))
-        return {
-            (sharding, overlap): reduced(rank, Topology(dp=2), sharding, grad_reduce_in_bf16=True, overlap_grad_reduce=overlap)
-            for sharding, overlap in cases
-        }
-
-    ranks = run_forked_ranks(2, rank_run)
+    ranks = run_warm_ranks(2, reduced_in_each_way)
+    sums = {(name, sharding): expected(name, sharding) for name in whole_params() for sharding in STRATEGIES}
     compared = 0
     for sharding in STRATEGIES:
         for found in ranks:
@@ -88,53 +89,59 @@ def test_each_rank_rounds_its_sum_once() -> None:
             for place, part in found[sharding, True].items():
                 assert torch.equal(part, found[sharding, False][place])
                 name, _, start = place.partition("@")
-                whole = expected(name, sharding)
+                whole = sums[name, sharding]
                 assert torch.equal(part, whole[int(start) : int(start) + part.numel()]), (sharding, place)
                 compared += part.numel()
     assert compared > 3 * sum(entry.param.numel() for entry in whole_params().values())
 
 
+def reduced_over_tensor_ranks(rank: int) -> tuple[Found, Found]:
+    """Return this rank's part with --grad-reduce-in-bf16 and without."""
+    return tuple(reduced(rank, Topology(tp=2), "no_shard", grad_reduce_in_bf16=narrow) for narrow in (True, False))  # type: ignore[return-value]
+
+
 def test_sums_that_no_data_rank_shares_stay_exact() -> None:
     """Those of two tensor ranks over their parts of the sequence, and those of one rank."""
-
-    def rank_run(rank: int) -> tuple[Found, Found]:
-        return tuple(reduced(rank, Topology(tp=2), "no_shard", grad_reduce_in_bf16=narrow) for narrow in (True, False))  # type: ignore[return-value]
-
-    for found, wanted in run_forked_ranks(2, rank_run):
+    for found, wanted in run_warm_ranks(2, reduced_over_tensor_ranks):
         assert all(torch.equal(found[place], wanted[place]) for place in wanted) and wanted
+
+
+Counted = tuple[dict[str, int], dict[str, int], dict[Any, Fraction], dict[Any, Fraction]]
+"""Bytes that a rank keeps, those that are planned, those of gradients that it sends over each group, and those planned."""
+
+
+def counted_on_rank(rank: int, sharding: ShardingStrategy) -> list[Counted]:
+    """Count in a second step: without overlap and with it, each with --grad-reduce-in-bf16 and without."""
+    found = []
+    for overlap, narrow in itertools.product((False, True), (True, False)):
+        layout = Layout(
+            dp=2, pp=2, sharding=sharding, bucket_size=30_000, micro_batch_size=1, overlap=overlap, dtype=torch.bfloat16,
+            grad_reduce_in_bf16=narrow,
+        )  # fmt: skip
+        context, r = context_of(layout, rank), recipe(True, 4)
+        step, inputs = build_step(context, r, layout), microbatches(r.batches[0], context, 1)
+        step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
+        with recorded_calls() as calls:
+            step.run(inputs, iteration=2, learning_rate=0.1, weight_decay=0.1)
+        model, schedule = model_on_meta(context, r, layout), make_schedule("1f1b", 2, len(inputs), 1)
+        report = state_report(model, context, parallel_config(layout), optimizer_config(r, layout), schedule)
+        groups = {"dp": context.group(*GRADIENT_AXES).ranks, "pipeline ends": context.pipeline_ends.ranks}
+        sent: dict[Any, Fraction] = {}
+        for call in calls:
+            if call.what != "send" and KINDS.get(call.what) == "gradients" and call.elements > 100:
+                sent[call.ranks] = sent.get(call.ranks, Fraction()) + call.sent * call.itemsize
+        told = {groups[one.over]: Fraction(one.bytes) for one in report.sent if one.kind == "gradients"}
+        planned = {kind: part.total for kind, part in report.memory.parts.items()}
+        found.append((kept(step), planned, sent, told))
+        dist.barrier()
+    return found
 
 
 @pytest.mark.parametrize("sharding", STRATEGIES)
 def test_memory_and_bytes_are_those_of_the_plan(sharding: ShardingStrategy) -> None:
     """To the byte, with a tie and two stages; gradients over data ranks are half as many bytes as in float32."""
-
-    def rank_run(rank: int) -> list[tuple[dict[str, int], dict[str, int], dict[Any, Fraction], dict[Any, Fraction]]]:
-        found = []
-        for overlap, narrow in itertools.product((False, True), (True, False)):
-            layout = Layout(
-                dp=2, pp=2, sharding=sharding, bucket_size=30_000, micro_batch_size=1, overlap=overlap, dtype=torch.bfloat16,
-                grad_reduce_in_bf16=narrow,
-            )  # fmt: skip
-            context, r = context_of(layout, rank), recipe(True, 4)
-            step, inputs = build_step(context, r, layout), microbatches(r.batches[0], context, 1)
-            step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
-            with recorded_calls() as calls:
-                step.run(inputs, iteration=2, learning_rate=0.1, weight_decay=0.1)
-            model, schedule = model_on_meta(context, r, layout), make_schedule("1f1b", 2, len(inputs), 1)
-            report = state_report(model, context, parallel_config(layout), optimizer_config(r, layout), schedule)
-            groups = {"dp": context.group(*GRADIENT_AXES).ranks, "pipeline ends": context.pipeline_ends.ranks}
-            sent: dict[Any, Fraction] = {}
-            for call in calls:
-                if call.what != "send" and KINDS.get(call.what) == "gradients" and call.elements > 100:
-                    sent[call.ranks] = sent.get(call.ranks, Fraction()) + call.sent * call.itemsize
-            told = {groups[one.over]: Fraction(one.bytes) for one in report.sent if one.kind == "gradients"}
-            planned = {kind: part.total for kind, part in report.memory.parts.items()}
-            found.append((kept(step), planned, sent, told))
-            dist.barrier()
-        return found
-
     assert SEQUENCES // 2 > 1, "several microbatches"
-    for found in run_forked_ranks(4, rank_run):
+    for found in run_warm_ranks(4, counted_on_rank, sharding):
         for held, planned, sent, told in found:
             assert held == {kind: planned[kind] for kind in held}
             assert sent == told

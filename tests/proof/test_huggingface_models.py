@@ -22,7 +22,7 @@ from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
 from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 from tools.checkpoints.huggingface_writer import export
 
 CLOSE = 1e-5
@@ -37,7 +37,7 @@ _GEMMA: dict[str, Any] = {
 }
 SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "gpt2": ("gpt2", gpt2_like(vocab=VOCAB, heads=6, kv_heads=6, hidden=48, ffn=56)),
-    "llama": ("llama", llama_like(vocab=VOCAB, heads=6, kv_heads=3, hidden=48)),
+    "llama": ("llama", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48)),
     "llama3": ("llama", llama_like(heads=6, kv_heads=3, hidden=48, rotary_base=5e5, stretch=RotaryStretch("llama3", 32.0, 8192))),
     "llama-biases": ("llama", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, bias=True, tied=True)),
     "mistral": ("mistral", llama_like(vocab=131, heads=6, kv_heads=3, hidden=32, epsilon=1e-3)),
@@ -121,14 +121,10 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
 """Our models, and the architecture that each must become. Mistral's has heads that do not divide the hidden size."""
 
 
-def our_logits(source: WeightSource, ids: torch.Tensor, layout: Layout = Layout()) -> list[torch.Tensor]:  # noqa: B008
-    """In float32, on every rank."""
-
-    def of_rank(rank: int) -> torch.Tensor:
-        context = context_of(layout, rank)
-        return sequence_logits(model_from(source, context, torch.float32), context, ids)
-
-    return run_forked_ranks(layout.world_size, of_rank)
+def rank_logits(rank: int, folder: Path, ids: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the logits of a rank, in float32."""
+    context = context_of(layout, rank)
+    return sequence_logits(model_from(HuggingFaceFolder(folder), context, torch.float32), context, ids)
 
 
 def one_process(source: WeightSource, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -180,7 +176,7 @@ def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: s
     [
         ("gpt2", {}, Layout(tp=2, pp=2)),
         ("llama-tied-biases-all-heads", {}, Layout(tp=2, pp=2)),
-        ("qwen2-tied", {"num_key_value_heads": 2}, Layout(tp=2, pp=2)),
+        ("qwen2-tied", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
         ("llama", {}, Layout(tp=3)),
         ("qwen3-moe", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
         ("mixtral", {"vocab_size": VOCAB}, Layout(dp=4, ep=2, etp=2)),
@@ -192,7 +188,7 @@ def test_every_layout_reads_its_parts(case: str, changes: dict[str, Any], layout
     theirs = saved(case, tmp_path, num_hidden_layers=4, **changes) if case != "gpt2" else saved(case, tmp_path, n_layer=4)
     ids = some_ids(shape=(1, 24))
     expected = logits(theirs, ids)
-    for found in our_logits(HuggingFaceFolder(tmp_path), ids, layout):
+    for found in run_warm_ranks(layout.world_size, rank_logits, tmp_path, ids, layout):
         torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
 
 

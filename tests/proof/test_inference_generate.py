@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from megatron.verification.reference.shape import LatentShape, ReferenceShape, W
 from tests.support.layout import Layout, context_of
 from tests.support.memory_source import reference_source
 from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 
 VOCAB = 61
 SHAPES = {
@@ -75,16 +76,22 @@ def alone() -> ParallelContext:
     return make_context(Topology(), 0, torch.device("cpu"))
 
 
-def by_recomputation(shape: ReferenceShape, prompt: list[int], count: int, whole: int = 0) -> tuple[list[int], torch.Tensor]:
+def by_recomputation(style: str, prompt: list[int], count: int, whole: int = 0) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens, and the scores each was chosen by, from the plain model, which reads the whole sequence for each.
 
     Args:
         whole: tokens of the longest sequence in the end: so many are read, whatever the last ones are.
     """
+    return _recomputed(style, tuple(prompt), count, whole)
+
+
+@functools.cache
+def _recomputed(style: str, prompt: tuple[int, ...], count: int, whole: int) -> tuple[list[int], torch.Tensor]:
     ids, scores = list(prompt), []
+    shape, weights = SHAPES[style], weights_of(SHAPES[style])
     for _ in range(count):
         read = ids + [0] * (whole - len(ids))
-        scores.append(logits(shape, weights_of(shape), torch.tensor([read]))[0, len(ids) - 1])
+        scores.append(logits(shape, weights, torch.tensor([read]))[0, len(ids) - 1])
         ids.append(int(scores[-1].argmax()))
     return ids[len(prompt) :], torch.stack(scores)
 
@@ -98,7 +105,7 @@ def test_scores_are_those_of_recomputation(
     shape, count = SHAPES[style], 12
     whole = max(map(len, prompts)) + count
     decoder = Decoder(build(shape, alone, dtype), alone, whole)
-    expected = [by_recomputation(shape, prompt, count, whole if style == "longrope" else 0) for prompt in prompts]
+    expected = [by_recomputation(style, prompt, count, whole if style == "longrope" else 0) for prompt in prompts]
     found = decoder.read(prompts)
     for step in range(count):
         assert found is not None and found.shape == (len(prompts), VOCAB)
@@ -115,41 +122,50 @@ def test_scores_are_those_of_recomputation(
 )
 def test_the_same_text_at_every_layout(layout: Layout) -> None:
     """Greedy as by recomputation on every rank; drawn as by one process."""
-    shape = SHAPES["windows-sinks"]
-    drawn = Sampling(temperature=1.3, top_k=30, top_p=0.9, seed=5)
-
-    def texts(rank: int, layout: Layout = layout) -> Any:
-        context = context_of(layout, rank)
-        model = build(shape, context)
-        return [
-            generate_all(model, context, GenerationRequest(PROMPTS, 10, sampling, num_samples=2)) for sampling in (GREEDY, drawn)
-        ]
-
-    found = run_forked_ranks(layout.world_size, texts)
+    found = run_warm_ranks(layout.world_size, texts, layout)
     greedy, sampled = found[0]
     assert all(rank == found[0] for rank in found)
-    assert greedy == [by_recomputation(shape, prompt, 10)[0] for prompt in PROMPTS for _ in range(2)]
+    assert greedy == [by_recomputation("windows-sinks", prompt, 10)[0] for prompt in PROMPTS for _ in range(2)]
     assert all(len(set(map(tuple, sampled[2 * i : 2 * i + 2]))) == 2 for i in range(len(PROMPTS))), "samples of a prompt differ"
-    assert sampled == texts(0, Layout())[1]
+    assert sampled == texts_of_one_process()[1]
+
+
+def texts(rank: int, layout: Layout) -> list[list[list[int]]]:
+    """Return the texts of a rank: greedy, and drawn."""
+    context = context_of(layout, rank)
+    model = build(SHAPES["windows-sinks"], context)
+    drawn = Sampling(temperature=1.3, top_k=30, top_p=0.9, seed=5)
+    return [generate_all(model, context, GenerationRequest(PROMPTS, 10, sampling, num_samples=2)) for sampling in (GREEDY, drawn)]
+
+
+@functools.cache
+def texts_of_one_process() -> list[list[list[int]]]:
+    return texts(0, Layout())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_ranks_share_the_prompts(ranks: int) -> None:
     """Their scores are those of one rank, of whatever each layer keeps; the next tokens are read by all."""
 
-    def scores(rank: int, ranks: int = ranks) -> list[list[torch.Tensor | None]]:
-        found = []
-        for shape in SHAPES.values():
-            context = make_context(Topology(cp=ranks), rank, torch.device("cpu"))
-            decoder = Decoder(build(shape, context), context, 14)
-            first = decoder.read(PROMPTS)
-            found.append([first, *(decoder.step(torch.tensor([7, 1, 30 + step])) for step in range(4))])
-        return found
-
-    (expected,) = run_forked_ranks(1, lambda rank: scores(0, 1))
-    for found in run_forked_ranks(ranks, scores):
-        for mine, wanted in zip(found, expected, strict=True):
+    for found in run_warm_ranks(ranks, scores, ranks):
+        for mine, wanted in zip(found, scores_of_one_process(), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+
+
+def scores(rank: int, ranks: int) -> list[list[torch.Tensor | None]]:
+    """Return the scores of a context rank: of every shape, for the prompts and for some next tokens."""
+    found = []
+    for shape in SHAPES.values():
+        context = make_context(Topology(cp=ranks), rank, torch.device("cpu"))
+        decoder = Decoder(build(shape, context), context, 14)
+        first = decoder.read(PROMPTS)
+        found.append([first, *(decoder.step(torch.tensor([7, 1, 30 + step])) for step in range(4))])
+    return found
+
+
+@functools.cache
+def scores_of_one_process() -> list[list[torch.Tensor | None]]:
+    return scores(0, 1)
 
 
 def test_a_sequence_does_not_depend_on_what_is_beside_it(alone: ParallelContext) -> None:
@@ -199,7 +215,7 @@ def test_what_memory_held_before_does_not_matter(alone: ParallelContext, monkeyp
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     found = generate_all(build(shape, alone), alone, GenerationRequest(PROMPTS, 8, GREEDY))
-    assert found == [by_recomputation(shape, prompt, 8)[0] for prompt in PROMPTS]
+    assert found == [by_recomputation("llama", prompt, 8)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(

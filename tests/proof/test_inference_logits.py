@@ -22,7 +22,7 @@ from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
 from tests.support.reference_runs import gpt2_like, llama_like
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 
 VOCAB = 61  # with TP=2 and rows padded to a multiple of 8 x TP, the last tensor rank holds padding
 SHAPES = {
@@ -44,41 +44,48 @@ def some_tokens(batch: int = 3, length: int = 12) -> torch.Tensor:
 @pytest.mark.parametrize("style", SHAPES)
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)], ids=["one", "tp2", "pp2", "tp2-pp2"])
 def test_logits_equal_the_reference(style: str, layout: Layout) -> None:
-    shape, tokens = SHAPES[style], some_tokens()
-    source = reference_source(shape, random_weights(shape, seed=1), vocabulary_multiple=8)
-
-    def rank_logits(rank: int) -> torch.Tensor:
-        context = context_of(layout, rank)
-        return sequence_logits(model_from(source, context, torch.float64), context, tokens)
-
-    found = run_forked_ranks(layout.world_size, rank_logits)
-    for logits in found:
+    tokens = some_tokens()
+    wanted = expected(SHAPES[style], tokens)
+    for logits in run_warm_ranks(layout.world_size, rank_logits, style, layout, tokens):
         assert logits.shape == (*tokens.shape, VOCAB)
-        torch.testing.assert_close(logits, expected(shape, tokens), rtol=0, atol=1e-12)
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12)
+
+
+def rank_logits(rank: int, style: str, layout: Layout, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits that a rank has."""
+    context, shape = context_of(layout, rank), SHAPES[style]
+    source = reference_source(shape, random_weights(shape, seed=1), vocabulary_multiple=8)
+    return sequence_logits(model_from(source, context, torch.float64), context, tokens)
 
 
 @pytest.mark.parametrize("places", [loop(2, 2), v_shape(2)], ids=["loop", "v"])
 def test_chunks_in_any_place_and_sequence_parallel(places: tuple[int, ...]) -> None:
     """A model as it is trained: several chunks on a stage, its sequence split."""
-    shape, tokens = SHAPES["llama"], some_tokens()
+    tokens = some_tokens()
+    wanted = expected(SHAPES["llama"], tokens)
+    for logits in run_warm_ranks(4, logits_of_chunks, places, tokens):
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-12)
+
+
+def logits_of_chunks(rank: int, places: tuple[int, ...], tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits that one of two tensor ranks of two stages has.
+
+    Args:
+        places: the stage of each chunk.
+    """
+    context, shape = context_of(Layout(tp=2, pp=2), rank), SHAPES["llama"]
     source = reference_source(shape, random_weights(shape, seed=1))
-
-    def rank_logits(rank: int) -> torch.Tensor:
-        context = context_of(Layout(tp=2, pp=2), rank)
-        model = build_model(
-            dataclasses.replace(source.model, make_vocab_size_divisible_by=2),
-            context,
-            dtype=torch.float64,
-            vocab_size=VOCAB,
-            sequence_parallel=True,
-            seed=1,
-            table=layer_table(shape.num_layers, places),
-        )
-        fill_model(model, context, source)
-        return sequence_logits(model, context, tokens)
-
-    for logits in run_forked_ranks(4, rank_logits):
-        torch.testing.assert_close(logits, expected(shape, tokens), rtol=0, atol=1e-12)
+    model = build_model(
+        dataclasses.replace(source.model, make_vocab_size_divisible_by=2),
+        context,
+        dtype=torch.float64,
+        vocab_size=VOCAB,
+        sequence_parallel=True,
+        seed=1,
+        table=layer_table(shape.num_layers, places),
+    )
+    fill_model(model, context, source)
+    return sequence_logits(model, context, tokens)
 
 
 @pytest.mark.parametrize(

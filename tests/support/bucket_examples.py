@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,8 +64,12 @@ def sink(entry: ParamEntry) -> GradSink:
 
 def gradient(entry: ParamEntry, *key: int) -> torch.Tensor:
     """Made-up numbers for a parameter and a purpose."""
-    generator = torch.Generator().manual_seed(stable_seed(entry.record.name, *key))
-    return torch.randn(entry.param.shape, generator=generator)
+    return _drawn(entry.record.name, tuple(entry.param.shape), *key).clone()
+
+
+@functools.lru_cache(maxsize=4096)
+def _drawn(name: str, shape: tuple[int, ...], *key: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(stable_seed(name, *key)))
 
 
 def write_all(model: Model, *key: int, skip: str = "") -> None:

@@ -76,17 +76,17 @@ _GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positi
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
-    "gpt2-untied-relu2": ("gpt2", _GPT2 | {"tie_word_embeddings": False, "activation_function": "relu2"}),
+    "gpt2-untied-relu2": ("gpt2", _GPT2 | {"vocab_size": 131, "tie_word_embeddings": False, "activation_function": "relu2"}),
     "llama": ("llama", _LLAMA),
     "llama-tied-biases-all-heads": (
         "llama",
         _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
     ),
-    "llama-linear": ("llama", _LLAMA | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
-    "llama3": ("llama", _LLAMA | {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": _LLAMA3}),
-    "mistral": ("mistral", _LLAMA | {"head_dim": 10, "sliding_window": None}),
-    "qwen2-tied": ("qwen2", _LLAMA | {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", _LLAMA | {"head_dim": 12}),
+    "llama-linear": ("llama", _SMALL | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "llama3": ("llama", _SMALL | {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": _LLAMA3}),
+    "mistral": ("mistral", _SMALL | {"head_dim": 10, "sliding_window": None}),
+    "qwen2-tied": ("qwen2", _SMALL | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", _SMALL | {"head_dim": 12}),
     "llama-dynamic": ("llama", _SMALL | {"rope_scaling": {"type": "dynamic", "factor": 3.0}, "max_position_embeddings": 24}),
     "llama-yarn": ("llama", _SMALL | {"rope_scaling": _YARN}),
     "mistral-window": ("mistral", _SMALL | {"sliding_window": 7}),
