@@ -24,11 +24,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Until all tests are collected: imports make objects that stay, and looking through them again and again finds nothing to free.
 gc.disable()
 
-import hypothesis  # noqa: E402 - after the environment
+from collections.abc import Generator  # noqa: E402 - after the environment
+
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=30)
-hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=500)
+from tests.support import repeating  # noqa: E402
+
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, print_blob=True, max_examples=30)
+hypothesis.settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=500)
 
 
 @pytest.fixture
@@ -71,6 +75,21 @@ def pytest_collection_finish() -> None:
     """From here on memory is looked through again, but for what is there now: neither tests nor forked ranks visit it."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    """Say last of all what failed, and how to repeat it. Workers say nothing."""
+    yield
+    config = session.config
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput"):
+        return
+    reports = [report for kind in ("failed", "error") for report in reporter.stats.get(kind, ())]
+    if reports:
+        failures = [(report.nodeid, report.longreprtext) for report in reports]
+        for line in repeating.lines(failures, full=bool(config.getoption("--full"))):
+            reporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

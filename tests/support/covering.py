@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ Case = dict[str, Any]
 
 def product(cases_by_axis: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool] = lambda case: True) -> list[Case]:
     """Every valid case of the full product, the last axis varying fastest."""
-    cases = (dict(zip(cases_by_axis, settings, strict=True)) for settings in itertools.product(*cases_by_axis.values()))
-    return [case for case in cases if valid(case)]
+    return [_case(cases_by_axis, places) for places in _valid_places(cases_by_axis, valid).tolist()]
 
 
 def covering(
@@ -27,34 +26,26 @@ def covering(
     settings some n^2 x log(k) cases remain of n^k.
 
     Args:
-        cases_by_axis: settings (hashable) of each axis.
+        cases_by_axis: settings of each axis.
         seed: the same seed gives the same cases.
-        valid: which cases make sense.
+        valid: which cases make sense; the answer may depend on the case alone.
     """
-    candidates = product(cases_by_axis, valid)
-    random.Random(seed).shuffle(candidates)
-    if len(cases_by_axis) == 1 or not candidates:
-        return candidates
-    numbers = [{setting: place for place, setting in enumerate(settings)} for settings in cases_by_axis.values()]
-    columns = [
-        np.array([known[setting] for setting in column], dtype=np.int32)
-        for known, column in zip(numbers, zip(*(case.values() for case in candidates), strict=True), strict=True)
-    ]
-    # For each two axes the number of the pair in each candidate, and which pairs no case taken has.
-    pairs = [one * len(known) + other for (_, one), (known, other) in itertools.combinations(zip(numbers, columns, strict=True), 2)]
-    missing = [np.zeros(found.max() + 1, dtype=bool) for found in pairs]
-    for lacking, found in zip(missing, pairs, strict=True):
-        lacking[found] = True
+    candidates = _valid_places(cases_by_axis, valid)
+    order = [*range(len(candidates))]
+    random.Random(seed).shuffle(order)
+    candidates = candidates[order]
+    pairs, missing = _pairs(candidates, [len(settings) for settings in cases_by_axis.values()])
+    # Bounds from above on what each case brings, since that only shrinks: most cases need no second look.
+    bounds = np.full(len(candidates), pairs.shape[1])
     chosen: list[Case] = []
-    while any(lacking.any() for lacking in missing):
-        new = np.zeros(len(candidates), dtype=np.int32)
-        for lacking, found in zip(missing, pairs, strict=True):
-            if lacking.any():
-                new += lacking[found]
-        best = int(new.argmax())
-        chosen.append(candidates[best])
-        for lacking, found in zip(missing, pairs, strict=True):
-            lacking[found[best]] = False
+    while missing.any():
+        best = np.flatnonzero(bounds == bounds.max())
+        exact = bounds[best[0]]
+        bounds[best] = missing[pairs[best]].sum(1)
+        best = best[bounds[best] == exact]
+        if len(best):
+            chosen.append(_case(cases_by_axis, candidates[best[0]].tolist()))
+            missing[pairs[best[0]]] = False
     return chosen
 
 
@@ -67,3 +58,57 @@ def every_setting_once(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
         missing -= left.pop(best)
         chosen.add(best)
     return [name for name in cases if name in chosen]
+
+
+class _Watched(Mapping[str, Any]):
+    """A case that notes which of its settings are looked at."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.seen: set[str] = set()
+
+    def __getitem__(self, axis: str) -> Any:
+        self.seen.add(axis)
+        return self._case[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._case)
+
+    def __len__(self) -> int:
+        return len(self._case)
+
+
+def _case(cases_by_axis: Mapping[str, Sequence[Any]], places: Sequence[int]) -> Case:
+    return {axis: settings[place] for (axis, settings), place in zip(cases_by_axis.items(), places, strict=True)}
+
+
+def _valid_places(cases_by_axis: Mapping[str, Sequence[Any]], valid: Callable[[Case], bool]) -> np.ndarray:
+    """Places of the settings of each valid case: [valid cases, axes].
+
+    Most answers depend on a few of the settings only, so `valid` is asked once for all cases that are alike in those it looks at.
+    """
+    lengths = [len(settings) for settings in cases_by_axis.values()]
+    column = {axis: i for i, axis in enumerate(cases_by_axis)}
+    makes_sense = np.zeros(lengths, bool)
+    unknown = np.ones(lengths, bool)
+    i = 0
+    while (i := i + int(unknown.reshape(-1)[i:].argmax())) < unknown.size and unknown.reshape(-1)[i]:
+        places = np.unravel_index(i, lengths)
+        case: Any = _Watched(_case(cases_by_axis, [int(place) for place in places]))
+        answer = valid(case)
+        alike = tuple(places[column[axis]] if axis in case.seen else slice(None) for axis in cases_by_axis)
+        makes_sense[alike] = answer
+        unknown[alike] = False
+    return np.argwhere(makes_sense)
+
+
+def _pairs(cases: np.ndarray, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Settings two by two (of a single axis, the setting alone): a number for each pair [cases, pairs], and which numbers occur."""
+    columns, count = [], 0
+    for one, other in itertools.combinations(range(len(lengths)), 2) if len(lengths) > 1 else [(0, 0)]:
+        columns.append(count + cases[:, one] * lengths[other] + cases[:, other])
+        count += lengths[one] * lengths[other]
+    pairs = np.stack(columns, 1)
+    occurs = np.zeros(count, bool)
+    occurs[pairs] = True
+    return pairs, occurs

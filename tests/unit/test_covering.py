@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
-from tests.support.covering import covering, product
+import pytest
+
+from tests.support.covering import Case, covering, product
 
 AXES: dict[str, list[Any]] = {
     "tp": [1, 2, 4, 8],
@@ -30,6 +33,13 @@ def test_every_valid_pair_occurs_in_few_valid_cases() -> None:
     assert all(fits(case) and list(case) == list(AXES) for case in chosen)
     assert pairs(chosen) == pairs(full)
     assert len(full) == 60 and len(chosen) <= 24
+
+
+@pytest.mark.parametrize("valid", [fits, lambda case: 8 not in case.values(), lambda case: {**case}["pp"] < 4])
+def test_product_has_every_valid_case(valid: Callable[[Case], bool]) -> None:
+    """Whichever settings decide, the same ones for all cases or not."""
+    every = [dict(zip(AXES, settings, strict=True)) for settings in itertools.product(*AXES.values())]
+    assert product(AXES, valid) == [case for case in every if valid(case)]
 
 
 def test_large_product_needs_few_cases() -> None:

@@ -15,11 +15,20 @@ from megatron.attention.blocks import Call, Reach
 from megatron.attention.core import core_attention
 from megatron.attention.documents import Documents, varlen_attention
 from megatron.attention.largest import LargestScores
-from megatron.config.model import SoftmaxType
 from megatron.parallel.context import SELF_GROUP
 from megatron.spec.layers import PLAIN, ScoreSpec
+from tests.support.covering import covering, product
 from tests.unit.attention.test_documents import CASES, Largest, documents_of, plain_varlen
 
+AXES: dict[str, list[Any]] = {
+    "window": [None, 0, 1, 4, 11],
+    "cap": [None, 0.7],
+    "softmax": ["vanilla", "off-by-one", "learnable"],
+    "scale": [None, 0.3],
+    "documents": [None, documents_of(CASES["several in a row"])],
+    "r": [1, 3],
+}
+"""At every size of blocks each pair of these occurs, and with --full each case."""
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ROWS = CASES["several in a row"]
 S, B, G, D, E = len(ROWS[0]), len(ROWS), 2, 4, 6
@@ -60,13 +69,12 @@ def out_of_reach(s: int, b: int, window: int | None, documents: Documents | None
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 128])
-def test_it_equals_a_dense_mask(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_equals_a_dense_mask(size: int, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values and every gradient; the last block is shorter than the others, or the only one."""
     monkeypatch.setattr(blocks, "_MOST_QUERIES", size)
-    softmaxes: tuple[SoftmaxType, ...] = ("vanilla", "off-by-one", "learnable")
-    cases = itertools.product((None, 0, 1, 4, 11), (None, 0.7), softmaxes, (None, 0.3), (None, documents_of(ROWS)), (1, 3))
-    for window, cap, softmax, scale, documents, r in cases:
-        spec = ScoreSpec(scale, cap, window, softmax)
+    for case in product(AXES) if full else covering(AXES, size):
+        spec = ScoreSpec(case["scale"], case["cap"], case["window"], case["softmax"])
+        softmax, documents, r = spec.softmax, case["documents"], case["r"]
         sinks = torch.randn(G * r, dtype=torch.float64, requires_grad=True) if softmax == "learnable" else None
         q, k, v = heads(r)
         inputs = [q, k, v, *([] if sinks is None else [sinks])]

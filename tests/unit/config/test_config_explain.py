@@ -26,7 +26,12 @@ def test_every_flag_has_a_page() -> None:
         page = explain(name)
         assert page.startswith(f"--{name}") and page.endswith("\n") and len(page.split()) > 3
         assert all(len(line) <= 110 for line in page.splitlines()), name
-        assert explain(f"--{name.replace('-', '_')}") == page
+
+
+def test_a_name_may_have_underscores() -> None:
+    """Of a setting, of a request to the program, of a flag that has no effect, and of one that is taken as another."""
+    names = (min(flags()), *(min(name for name in names if "-" in name) for names in (REQUESTS, KNOWN, {*TAKEN} - {*flags()})))
+    assert all("-" in name and explain(f"--{name.replace('-', '_')}") == explain(name) for name in names), names
 
 
 def test_a_page_says_what_a_setting_is() -> None:

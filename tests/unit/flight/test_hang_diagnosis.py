@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import random
@@ -36,7 +37,13 @@ class Call(NamedTuple):
     waits: bool
 
 
-def program(topology: Topology, rank: int, schedule: str) -> Iterator[Call]:
+@functools.cache
+def program(topology: Topology, rank: int, schedule: str) -> tuple[Call, ...]:
+    """The calls of some steps of a rank."""
+    return tuple(_calls(topology, rank, schedule))
+
+
+def _calls(topology: Topology, rank: int, schedule: str) -> Iterator[Call]:
     """The calls of some steps: messages posted one operation ahead, sums over tensor ranks, gradients that are waited for at the
     end, the sum of the world."""
     stage = topology.coordinates(rank)["pp"]
@@ -69,7 +76,7 @@ def program(topology: Topology, rank: int, schedule: str) -> Iterator[Call]:
 
 def hang(topology: Topology, schedule: str, culprit: int, departs_at: int) -> list[Snapshot]:
     """Play all ranks until nothing moves, of which one stops before a call of its program."""
-    programs = {rank: list(program(topology, rank, schedule)) for rank in range(topology.world_size)}
+    programs = {rank: program(topology, rank, schedule) for rank in range(topology.world_size)}
     programs[culprit] = programs[culprit][: departs_at % len(programs[culprit])]
     entered: dict[int, Counter[tuple[str, tuple[int, ...], bool]]] = defaultdict(Counter)
     waited: dict[int, Counter[tuple[str, tuple[int, ...], bool]]] = defaultdict(Counter)

@@ -46,8 +46,8 @@ def test_who_is_missing_is_told(
     server: dist.TCPStore, late: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The others wait for it, also where a meeting of before was complete, or was left by its first rank."""
-    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.3)
-    monkeypatch.setattr(meeting, "TELL_EVERY_S", 0.1)
+    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(meeting, "TELL_EVERY_S", 0.05)
     said = ""
     with ThreadPoolExecutor(2 * SIZE) as pool:
         [future.result() for future in begin(pool, range(SIZE))]
@@ -58,7 +58,7 @@ def test_who_is_missing_is_told(
                 said += capfd.readouterr().err
                 time.sleep(0.05)
         else:  # nobody knows yet who has come
-            time.sleep(0.8)
+            time.sleep(4 * meeting.TELL_AFTER_S)
         assert not any(future.done() for future in first)
         last = begin(pool, range(late, late + 1))
         stores = [future.result() for future in (*first, *last)]

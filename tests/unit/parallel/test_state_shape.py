@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -46,17 +47,22 @@ def test_a_piece_has_the_numbers_over_its_elements(name: str, shape: tuple[int, 
 def check_pieces(state: StateShape, shape: tuple[int, ...], ranks: int) -> None:
     length = shape[-1] // ranks
     local = (*shape[:-1], length)
+    numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+
+    @functools.cache
+    def numbers_in(box: Box) -> list[int]:
+        return numbers[box.index].reshape(-1).tolist()
+
     most: dict[int, int] = {}
     for rank in range(ranks):
         held = Box((*(0 for _ in shape[:-1]), rank * length), local)
-        over = lies_over(state, shape)[held.index].reshape(-1)
-        numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+        over = lies_over(state, shape)[held.index].reshape(-1).tolist()
         for start, stop in itertools.combinations(range(held.numel + 1), 2):
             boxes = [placed.box for placed in state.boxes(local, held, FlatPiece(start, stop))]
-            covered = [number for box in boxes for number in numbers[box.index].reshape(-1).tolist()]
-            found = set(over[start:stop].tolist())
-            assert len(set(covered)) == len(covered)
-            assert found <= set(covered) if state is COLUMNS else found == set(covered)  # a piece within a row has all columns
+            covered = [number for box in boxes for number in numbers_in(box)]
+            found, distinct = set(over[start:stop]), set(covered)
+            assert len(distinct) == len(covered)
+            assert found <= distinct if state is COLUMNS else found == distinct  # a piece within a row has all columns
             most[stop - start] = max(most.get(stop - start, 0), len(covered))
     rooms = {count: state.room(shape, local, count) for count in most}
     assert all(rooms[count] >= needed for count, needed in most.items()) and state.room(shape, local, 0) == 0

@@ -38,9 +38,9 @@ def private_names(source: str) -> list[str]:
 
     Chains of attributes count from names that the file imports from torch, or assigns from such a chain.
     """
-    tree = ast.parse(source)
+    nodes = [*ast.walk(ast.parse(source))]
     modules, names = {}, []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in (alias for alias in node.names if alias.name.split(".")[0] == "torch"):
                 modules[alias.asname or "torch"] = alias.name if alias.asname else "torch"
@@ -50,17 +50,17 @@ def private_names(source: str) -> list[str]:
                 modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 if is_private(f"{node.module}.{alias.name}"):
                     names.append(str(node.module) if is_private(str(node.module)) else f"{node.module}.{alias.name}")
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
             chain = ast.unparse(node.value)
             for target in (target for target in node.targets if isinstance(target, ast.Name)):
                 if chain.split(".")[0] in modules and chain.startswith("torch.ops"):
                     modules[target.id] = chain
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root, _, rest = ast.unparse(node).partition(".")
             names += [f"{modules[root]}.{rest}"] if root in modules else []
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1:
             owner, name = ast.unparse(node.args[0]), ast.unparse(node.args[1]).strip("f'\"")
             names += [f"{owner}.{name}"] if owner.split(".")[0] in modules and is_private(name) else []
     return names

@@ -121,7 +121,7 @@ def test_a_few_microbatches_show_the_peak_at_every_number_of_stages() -> None:
     assert fewer > 80
 
 
-WIDE = {"num_layers": 6, "micro_batch_size": 4, "global_batch_size": 32, "bf16": True, "device": None, "hidden_size": 256}
+WIDE = {"num_layers": 4, "micro_batch_size": 4, "global_batch_size": 32, "bf16": True, "device": None, "hidden_size": 256}
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (4, {**WIDE, "tensor_model_parallel_size": 2, "use_distributed_optimizer": True}),
     "stages": (4, {**WIDE, "pipeline_model_parallel_size": 2}),
@@ -176,7 +176,7 @@ def test_the_cheapest_of_all_levers_is_taken() -> None:
         limit = int(base.device * 0.96)  # most of it is what CUDA takes
         costs = [
             cost
-            for _, each in levers(looking._config, dry_run, rows, 6)
+            for _, each in levers(looking._config, dry_run, rows, 4)
             if (cost := looking.cost(each)) is not None and cost.device <= limit
         ]
         return looking.best(limit), costs, limit
@@ -187,7 +187,7 @@ def test_the_cheapest_of_all_levers_is_taken() -> None:
 
 def test_a_loss_in_chunks_is_a_lever_where_it_is_whole() -> None:
     """It saves what microbatches keep of their logits, for the time of one more product; where they are in chunks there is none."""
-    heavy = {**WIDE, "vocab_size": 30_000, "pipeline_schedule": "gpipe"}
+    heavy = {**WIDE, "num_layers": 6, "vocab_size": 30_000, "pipeline_schedule": "gpipe"}
 
     def search(**changes: Any) -> tuple[list[Change], list[Cost | None]]:
         one, dry_run, rows = job(1, **heavy, **changes)
@@ -303,7 +303,8 @@ def test_the_limit_is_what_the_user_says() -> None:
 
 def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
     """Proposed where there is a device, and its copies cost time where computing does not hide them."""
-    one, dry_run, rows = job(1, **WIDE)
+    wide = {**WIDE, "num_layers": 6}
+    one, dry_run, rows = job(1, **wide)
 
     def search() -> tuple[Cost | None, Cost | None]:
         looking = Search(one.config, dry_run, rows)
@@ -314,7 +315,7 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
     assert moved.activations < kept.activations and moved.seconds > 1.1 * kept.seconds, "the layers are tiny, so copies take longer"
     offered = [each for kind, each in levers(one.config, dry_run, rows, 6) if kind == "offload"]
     assert offered == [change(cpu_offload_activations=True)]
-    on_cpu = job(1, **{**WIDE, "device": "cpu"})[0]
+    on_cpu = job(1, **{**wide, "device": "cpu"})[0]
     assert not [each for kind, each in levers(on_cpu.config, dry_run, rows, 6) if kind == "offload"]
 
 
@@ -371,7 +372,7 @@ def test_a_few_microbatches_take_the_time_of_all(strategy: str, sharers: str) ->
         layout["fsdp_params_cpu"] = True
     else:
         layout["pipeline_model_parallel_size"], world_size = 2, 8
-    one, dry_run, rows = job(world_size, **layout, micro_batch_size=1, global_batch_size=64, hidden_size=64, num_layers=8)
+    one, dry_run, rows = job(world_size, **layout, micro_batch_size=1, global_batch_size=64, hidden_size=64, num_layers=4)
     # A slow host, so that nothing hides what moves there.
     cluster = dataclasses.replace(load_cluster("h100"), host_gb_s=0.01)
 

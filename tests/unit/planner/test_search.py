@@ -21,15 +21,16 @@ WORDS = (
 CLUSTER = load_cluster("h100")
 
 
-def search(limits: Limits, memory_gb: float = 80.0) -> LayoutSearch:
-    return LayoutSearch(load(WORDS, 8).config, DryRun(8, 8, None), VOCAB, replace(CLUSTER, memory_gb=memory_gb), limits)
+def search(limits: Limits, memory_gb: float = 80.0, layers: int = 4) -> LayoutSearch:
+    words = [*WORDS, "--num-layers", str(layers)]
+    return LayoutSearch(load(words, 8).config, DryRun(8, 8, None), VOCAB, replace(CLUSTER, memory_gb=memory_gb), limits)
 
 
 def test_the_best_is_the_best_of_all() -> None:
     one = search(Limits(fixed={"micro": 2}, most={"tensor": 2, "pipeline": 2}))
     everything = [found for each in one.candidates() if (found := one.exactly(each)) is not None and found.fits(CLUSTER)]
     best = min(everything, key=lambda found: found.time.seconds)
-    outcome = one.run(exact=6)
+    outcome = one.run(exact=4)
     assert outcome.found[0].time.seconds <= 1.02 * best.time.seconds
     assert outcome.planned < len(everything) and outcome.judged >= len(everything)
     assert [found.time.seconds for found in outcome.found] == sorted(found.time.seconds for found in outcome.found)
@@ -43,7 +44,7 @@ def test_the_best_is_the_best_of_all() -> None:
 def test_what_was_given_of_a_layout_does_not_bind_the_search() -> None:
     given = "--use-distributed-optimizer --recompute-granularity full --recompute-method block --recompute-num-layers 2"
     limits = Limits(most={"tensor": 1, "pipeline": 2, "micro": 1})
-    bound = LayoutSearch(load([*WORDS, *given.split()], 8).config, DryRun(8, 8, None), VOCAB, CLUSTER, limits)
+    bound = LayoutSearch(load([*WORDS, "--num-layers", "4", *given.split()], 8).config, DryRun(8, 8, None), VOCAB, CLUSTER, limits)
     assert list(bound.candidates()) == list(search(limits).candidates())
 
 
@@ -60,11 +61,11 @@ def test_where_nothing_fits_the_closest_is_told() -> None:
 
 def test_what_has_too_little_memory_moves_to_the_host_or_into_pieces() -> None:
     """On a device that nothing else fits."""
-    one = search(Limits(fixed={"tensor": 1, "pipeline": 1, "micro": 4}), memory_gb=17.0)
+    one = search(Limits(fixed={"tensor": 1, "pipeline": 1, "micro": 4}), memory_gb=8.0, layers=8)
     found = one.run(exact=3).found
     assert found and all(each.config.optimizer.optimizer_cpu_offload or each.config.memory.offloads for each in found)
     assert any(each.time.parts["moves to the host"] > 0 or each.time.parts["optimizer"] > 0.05 for each in found)
-    easy = search(one._limits).run(exact=3).found
+    easy = search(one._limits, layers=8).run(exact=3).found
     assert easy and not any(each.config.optimizer.optimizer_cpu_offload for each in easy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ LAYOUTS = {
 }
 
 
+@functools.cache
 def job(layout: str, more: str = "") -> tuple[StepWork, StepTime]:
     ranks, batch, flags = LAYOUTS[layout]
     config = load(f"{SMALL} --global-batch-size {batch} {flags} {more}".split(), ranks).config

@@ -14,6 +14,7 @@ from megatron.planner.durations import Durations, Ranks
 from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
 from megatron.verification.local_ranks import run_ranks
 from tools import check_cluster
+from tools.cluster import measurement, probes
 from tools.cluster.cluster_file import text_of
 from tools.cluster.measurement import Layers, Measured, Sizes, measure_rank, of_all
 from tools.cluster.probes import Beside, Sent, Timed
@@ -159,8 +160,12 @@ TINY = Sizes(
 )
 
 
-def test_a_real_measurement_makes_a_file(tmp_path: Path) -> None:
-    """Two ranks, tiny sizes: everything has samples, and the file loads."""
+def test_a_real_measurement_makes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, tiny sizes, few repeats: everything has samples, and the file loads."""
+    monkeypatch.setattr(measurement, "_STEPS", measurement._UNTIMED + 2)
+    monkeypatch.setattr(measurement, "_MOST_SHAPES", 6)
+    monkeypatch.setattr(probes, "_SAMPLES", 3)
+    monkeypatch.setattr(probes.Stopwatch.of, "__defaults__", (None, 0.0))
     found: Measured = run_ranks(2, lambda _: measure_rank("cpu", [], 1, TINY), init=False)[0]
     assert set(found.at_once) == {1, 2} and found.ranks == found.per_node == 2
     assert {one.what for one in found.timed} == {"products", "attention", "attention backward", "memory"}

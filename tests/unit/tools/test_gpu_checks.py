@@ -30,8 +30,9 @@ from tools.gpu.worker import run_check
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> CheckContext:
-    """On the CPU."""
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckContext:
+    """On the CPU, with as few timed steps as there may be."""
+    monkeypatch.setattr(speed, "_SECONDS_OF_STEPS", 0.0)
     return CheckContext("cpu", tmp_path)
 
 

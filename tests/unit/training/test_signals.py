@@ -37,10 +37,12 @@ def test_a_signal_is_noted_and_the_old_handler_comes_back(number: signal.Signals
 def test_a_child_ends_as_any_other_and_its_parent_does_not() -> None:
     def body(_: int) -> None:
         with ExitSignals(85):
+            read_end, write_end = os.pipe()
             if not (child := os.fork()):
-                time.sleep(60)
+                os.write(write_end, b".")
+                signal.pause()
                 os._exit(0)
-            time.sleep(0.1)
+            os.read(read_end, 1)
             os.kill(child, signal.SIGTERM)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
             time.sleep(0.2)
