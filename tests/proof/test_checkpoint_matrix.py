@@ -30,7 +30,7 @@ from tests.support.runs import checkpoint, saved_tensors
 from tests.support.step_checkpoints import load, save
 from tests.support.warm import run_warm_ranks
 
-STEPS, HOPS = 1, 8
+STEPS, HOPS = 1, 4
 KINDS = ("model", "ema", "exp_avg", "exp_avg_sq")
 DEPTHS: dict[str, dict[str, Any]] = {
     "one stage": {},

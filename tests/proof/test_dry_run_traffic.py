@@ -1,14 +1,10 @@
-"""What every rank of real jobs sends in a step, over every group, and over which groups, is what the dry run says of its kind."""
+"""What every rank of real jobs sends in a step, over every group, is what the dry run says of its kind."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,60 +14,22 @@ from megatron.data_parallel.traffic import axes_in_words, parts_in_words
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
-from megatron.planner.plan import Plan
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from tests.support.planned import kind_of, plans_of, real_context, real_step, settings, topology_of
-from tests.support.shared_memory import GroupCall, recorded_calls
-from tests.support.warm import run_warm_ranks
+from tests.support.shared_memory import recorded_calls
+from tests.support.warm import run_forked_ranks
 from tests.support.windows import Windows
 
-_OF_PYTHON_VALUES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
 
-
-@contextlib.contextmanager
-def calls_with_tensors() -> Iterator[list[GroupCall]]:
-    """Record this rank's calls but those that carry Python values."""
-    with pytest.MonkeyPatch.context() as patch, recorded_calls() as calls:
-        for name in _OF_PYTHON_VALUES:
-            function = getattr(dist, name)
-
-            def uncounted(*args: Any, function: Any = function, **kwargs: Any) -> Any:
-                before = len(calls)
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    del calls[before:]
-
-            patch.setattr(dist, name, uncounted)
-        yield calls
-
-
-@dataclass(frozen=True)
-class RankTraffic:
-    """Bytes that a rank sends in a step behind the first, and the ranks of the groups that carry tensors from the start on."""
-
-    collectives: dict[tuple[int, ...], int]
-    """By the ranks that take part."""
-    messages: int
-    matrices: int
-    groups: dict[str, tuple[int, ...]]
-    """Ranks of all groups, by the words of the plan."""
-    used_by_collectives: set[tuple[int, ...]]
-    used_by_messages: set[tuple[int, ...]]
-
-
-def counted(rank: int, one: LoadedConfig) -> RankTraffic:
-    """Return what this rank of eight sends: bytes of the second step."""
-    context = real_context(one.config, rank, 8)
-    with calls_with_tensors() as all_calls:
-        step = real_step(one.config, context)
-        batch = random_batch(step, context, one)
-        step.run(batch, iteration=1, learning_rate=0.1, weight_decay=0.1)
-        before = len(all_calls)
+def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int, ...], int], int, int]:
+    """In a step behind the first: by the ranks of collectives, in messages, and of matrices."""
+    step = real_step(one.config, context)
+    batch = random_batch(step, context, one)
+    step.run(batch, iteration=1, learning_rate=0.1, weight_decay=0.1)
+    with recorded_calls() as calls:
         step.run(batch, iteration=2, learning_rate=0.1, weight_decay=0.1)
-        calls = all_calls[before:]
-        step.finish_publishing()
+    step.finish_publishing()
     dist.barrier()
     collectives: Counter[tuple[int, ...]] = Counter()
     for call in calls:
@@ -80,8 +38,7 @@ def counted(rank: int, one: LoadedConfig) -> RankTraffic:
         key = () if to_a_stage else (-1,) if of_matrices else call.ranks
         collectives[key] += call.sent * call.itemsize  # type: ignore[assignment]
     messages, matrices = collectives.pop((), 0), collectives.pop((-1,), 0)
-    used = {kind: {call.ranks for call in all_calls if (call.what == "send") == kind} for kind in (False, True)}
-    return RankTraffic(dict(collectives), messages, matrices, groups_of(context), used[False], used[True])
+    return dict(collectives), messages, matrices
 
 
 def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -> list[ModelInputs]:
@@ -125,12 +82,7 @@ EXPERTS: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "no_shard, two depths": {**GRID, "sequence_parallel": True, "log_max_attention_logit": True, "mtp_num_layers": 2},
     "no_shard, overlapping tensor ranks": {**GRID, "sequence_parallel": True, "tp_comm_overlap": True},
-    "optim, tp-pp-dp, own output layer": {
-        **GRID,
-        "data_parallel_sharding_strategy": "optim",
-        "use_tp_pp_dp_mapping": True,
-        "untie_embeddings_and_output_weights": True,
-    },
+    "optim, tp-pp-dp": {**GRID, "data_parallel_sharding_strategy": "optim", "use_tp_pp_dp_mapping": True},
     "optim_grads, virtual stages": {
         **GRID,
         "num_layers": 4,
@@ -220,35 +172,36 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-Jobs = list[tuple[str, LoadedConfig, Plan, list[RankTraffic]]]
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Jobs:
-    """The name, the settings, the plan and the traffic of all ranks of each case."""
-    cases = [settings(8, **case) for case in CASES.values()]
-    ranks = [run_warm_ranks(8, counted, case) for case in cases]
-    return list(zip(CASES, cases, plans_of(cases), ranks, strict=True))
-
-
-def test_every_rank_sends_what_is_planned(jobs: Jobs) -> None:
+def test_every_rank_sends_what_is_planned() -> None:
     """By the ranks that take part: gradients, parameters, activations over tensor groups and between stages, scalars. Of matrices
     the plan says what the rank of a stage sends that sends most, of noise what the first data rank sends."""
-    for name, case, plan, ranks in jobs:
+    cases = [settings(8, **case) for case in CASES.values()]
+
+    def rank_run(rank: int) -> list[tuple[dict[tuple[int, ...], int], int, int, dict[str, tuple[int, ...]]]]:
+        found = []
+        for one in cases:
+            context = real_context(one.config, rank, 8)
+            found.append((*counted(context, one), groups_of(context)))
+        return found
+
+    plans = plans_of(cases)
+    ranks = run_forked_ranks(8, rank_run)
+    for number, (name, plan) in enumerate(zip(CASES, plans, strict=True)):
         most: dict[int, list[tuple[int, int]]] = {}
-        topology = topology_of(case.config, 8)
-        for rank, traffic in enumerate(ranks):
+        for rank in range(8):
+            collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
+            topology = topology_of(cases[number].config, 8)
             at, sent = topology.coordinates(rank), kind_of(plan, topology, rank).sent
             for one in sent:
                 if one.what == "matrices":
-                    most.setdefault(at["pp"], []).append((traffic.matrices, one.bytes))
+                    most.setdefault(at["pp"], []).append((matrices, one.bytes))
                 elif one.over != "pipeline" and (one.what != "noise" or at["dp"] == 0):
-                    planned[traffic.groups[one.over]] += one.bytes
-                    assert one.group_size == len(traffic.groups[one.over])
-            assert traffic.collectives == dict(planned), (name, rank)
-            assert traffic.messages == sum(one.bytes for one in sent if one.over == "pipeline"), (name, rank)
-            assert bool(traffic.matrices) <= ("muon" in name)
+                    planned[groups[one.over]] += one.bytes
+                    assert one.group_size == len(groups[one.over])
+            assert collectives == dict(planned), (name, rank)
+            assert messages == sum(one.bytes for one in sent if one.over == "pipeline"), (name, rank)
+            assert bool(matrices) <= ("muon" in name)
             assert {"world"} < {one.over for one in sent}, "there is something to compare"
             assert any(one.what == "numbers" for one in sent) == (name in ("adafactor", "moments in 8 bits"))
             assert any(one.what == "noise" for one in sent) == ("gather, noise" in name)
@@ -256,19 +209,3 @@ def test_every_rank_sends_what_is_planned(jobs: Jobs) -> None:
         for of_stage in most.values():
             (planned_most,) = {planned for _, planned in of_stage}
             assert max(sent for sent, _ in of_stage) == planned_most > 0, name
-
-
-def test_groups_that_carry_tensors_are_those_of_the_plan(jobs: Jobs) -> None:
-    """From the start of a run on. NCCL makes a communicator where a group first carries a tensor, and a plan counts each.
-
-    Python values and barriers go over gloo there, so their calls do not count.
-    """
-    for name, case, plan, ranks in jobs:
-        topology, ways = topology_of(case.config, 8), case.config.parallel.cp_comm_type
-        by_messages = {"pipeline", *["cp"] * ("p2p" in ways)}
-        by_messages_alone = {"pipeline", *["cp"] * (set(ways) == {"p2p"})}
-        for rank, traffic in enumerate(ranks):
-            planned = {one.over for one in kind_of(plan, topology, rank).sent}
-            groups = {**traffic.groups, "pipeline": topology.group(rank, "pp")}
-            assert traffic.used_by_collectives == {groups[over] for over in planned - by_messages_alone}, (name, rank)
-            assert traffic.used_by_messages == {groups[over] for over in planned & by_messages}, (name, rank)
