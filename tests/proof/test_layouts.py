@@ -18,7 +18,7 @@ from megatron.verification.reference.update_rules import Numbers
 from tests.support.covering import Case
 from tests.support.equality import assert_equal_runs
 from tests.support.features import FEATURES
-from tests.support.joined import DEFAULTS, KINDS, LORA, layout_of, recipe_of, reference_of
+from tests.support.joined import DEFAULTS, LORA, layout_of, recipe_of, reference_of
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.pairs import written_cases
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches, train
@@ -64,8 +64,9 @@ COMPILED: list[dict[str, Any]] = [
     {"tp": 2, "sequence_parallel": True, "lora": LORA[0]},
     {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "memory": "full, host"},
     {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "tp": 2, "sequence_parallel": True},
-    *({"experts": kind, "dispatcher": "alltoall", "dp": 2, "ep": 2, "depths": i % 2} for i, kind in enumerate(KINDS)),
-    {"experts": "top 2", "dispatcher": "allgather", "tp": 2, "sequence_parallel": True, "etp": 2, "schedule": "zb-h1"},
+    {"experts": "sigmoids in groups with biases, shared", "dispatcher": "alltoall", "dp": 2, "ep": 2},
+    {"experts": "top 4, gated shared, dropped by probability", "dispatcher": "alltoall", "depths": 1},
+    {"experts": "dropped by position, padded", "dispatcher": "allgather", "tp": 2, "sequence_parallel": True},
     {"experts": "top 2", "dispatcher": "alltoall", "pp": 2, "schedule": "zb-h1", "documents": "all"},
 ]
 

@@ -1,4 +1,4 @@
-"""Cases in which all features' pairs of settings occur, in few and small runs: python -m tests.support.pairs [--write] [--improve ROUNDS]
+"""Cases of few and small runs in which every pair of settings of a feature occurs: python -m tests.support.pairs [--help]
 
 It tells how many pairs the written cases have, of each feature and in all. With a flag, cases are chosen anew and written:
 greedily, each brings many new pairs for its cost, and no case is refused by the rules between the settings.
@@ -226,9 +226,7 @@ def main() -> None:
     """Tell of the pairs, or choose cases and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help="choose the cases anew, and write them")
-    parser.add_argument(
-        "--improve", type=int, default=0, metavar="ROUNDS", help="choose some of the cases anew, if that makes less"
-    )
+    parser.add_argument("--improve", type=int, default=0, metavar="N", help="choose some of the cases anew, N times, if it saves")
     parser.add_argument("--seed", type=int, default=1, help="of the choice")
     parser.add_argument("--tries", type=int, default=30, help="candidates for each case")
     args = parser.parse_args()
