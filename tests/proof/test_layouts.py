@@ -104,7 +104,7 @@ VARIANTS = {
 )
 def test_model_variants_equal_the_reference(variant: str, layout: Layout) -> None:
     shape = VARIANTS[variant]
-    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 3, 8, 2, seed=4))
+    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 8, 2, seed=4))
     expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, layout), expected)
 

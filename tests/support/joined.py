@@ -409,7 +409,7 @@ def documents(shape: ReferenceShape, steps: int, samples: int) -> list[Batch]:
     for step in range(steps):
         window = torch.randint(EOD + 1, shape.vocab, (samples, shape.seq + 1), generator=generator)
         for sample in range(samples):
-            window[sample, places[(sample + 3 * step) % len(places)]] = EOD  # of a single one, never everywhere
+            window[sample, places[(sample + 3 * step) % len(places)]] = EOD  # a batch of one sample has tokens that count
         batches.append((window[:, :-1], window[:, 1:], torch.ones(samples, shape.seq, dtype=torch.float64)))
     return batches
 
