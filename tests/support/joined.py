@@ -320,7 +320,8 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     lambda experts, split: experts is None or split == "even",
     # Rules that make noise of a gradient that is zero but for rounding errors
     lambda rule, style: rule in ("adam", *MUON) or not (has_biases(style) or style == "sinks"),
-    lambda rule, tp: rule in ("adam",) or tp != 3,
+    lambda rule, documents: rule in ("adam", *MUON) or documents is None,  # documents of one token have no attention to learn
+    lambda rule, tp: rule == "adam" or tp != 3,
     # Compiled layers
     lambda compiled, memory: not (compiled and ("norms" in memory or "mlp" in memory)),  # refused
     lambda compiled, loss_chunk: not compiled or loss_chunk > 0,  # the loss is not traced
@@ -438,7 +439,19 @@ def layout_of(case: Case) -> Layout:
     """How it is run."""
     schedule, virtual = case["schedule"], case["virtual_stages"]
     by_hand, late = case["split"] == "layout", SCHEDULES[schedule].splits_backward
-    same = ("tp", "pp", "dp", "cp", "ep", "etp", "schedule", "sequence_parallel", "sharding", "overlap", "overlap_p2p")
+    same: tuple[str, ...] = (
+        "tp",
+        "pp",
+        "dp",
+        "cp",
+        "ep",
+        "etp",
+        "schedule",
+        "sequence_parallel",
+        "sharding",
+        "overlap",
+        "overlap_p2p",
+    )
     same += ("overlap_param_gather", "pp_before_dp", "bucket_size", "fsdp_shard_size", "offload", "attention", "micro_batch_size")
     return Layout(
         **{axis: case[axis] for axis in same},

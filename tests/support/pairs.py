@@ -226,7 +226,9 @@ def main() -> None:
     """Tell of the pairs, or choose cases and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help="choose the cases anew, and write them")
-    parser.add_argument("--improve", type=int, default=0, metavar="N", help="choose some of the cases anew, N times, if it saves")
+    parser.add_argument(
+        "--improve", type=int, default=0, metavar="N", help="choose anew what does not fit, then others if it saves"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the choice")
     parser.add_argument("--tries", type=int, default=30, help="candidates for each case")
     args = parser.parse_args()
@@ -234,7 +236,10 @@ def main() -> None:
     whole = set().union(*required.values())
     if args.write:
         write(Chooser(whole, args.seed).choose(args.tries))
-    for k in range(args.improve):
+    if args.improve:
+        fitting = [case for case in written_cases() if fits(case) and not refusals(case)]
+        write(fitting + Chooser(whole - pairs_in(fitting), args.seed).choose(args.tries))
+    for k in range(1, args.improve):
         write(improved(written_cases(), whole, args.seed + k, args.tries))
     cases = written_cases()
     has = pairs_in(cases)
