@@ -1,6 +1,6 @@
 """Compiled layers against the same layers as they are: bits, masks, what is kept for backward, and how often is compiled.
 
-Whole runs at every layout are in test_layouts_memory.py, with its axis `compiled`.
+Whole runs at every layout are in test_layouts.py.
 """
 
 from __future__ import annotations

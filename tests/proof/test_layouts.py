@@ -1,111 +1,80 @@
-"""The proof: in float64, every layout trains exactly as one process written plainly does.
+"""The proof: in float64, every layout trains exactly as one process written plainly does, with every feature of a run.
 
-Losses and gradient norms of 3 steps, every gradient of the first and every weight after the third are compared: the second step
-begins from what the first left behind, the third as any later one. The normal run takes a subset in which every pair of settings
-occurs; `--full` takes every case, with two steps of each.
+Losses and gradient norms of each step, every gradient of the first and every weight after the last are compared: the second step
+begins from what the first left behind. The normal run takes few cases, each with many features, in which every pair of settings of
+each feature occurs (`python -m tests.support.pairs` counts them); `--full` takes the whole product of every feature.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron.verification.reference.shape import is_trained, random_weights
 from megatron.verification.reference.update_rules import Numbers
-from tests.support.covering import covering, product
+from tests.support.covering import Case
 from tests.support.equality import assert_equal_runs
+from tests.support.features import FEATURES
+from tests.support.joined import DEFAULTS, LORA, layout_of, recipe_of, reference_of
 from tests.support.layout import Layout, Recipe, run_layout
-from tests.support.reference_runs import ReferenceRun, deepseek_like, gpt2_like, llama_like, random_batches, train
+from tests.support.pairs import written_cases
+from tests.support.reference_runs import gpt2_like, llama_like, random_batches, train
 
-SIZES = [
-    (tp, pp, dp) for n in (1, 2, 4, 8) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8) if tp * pp * dp == n
-]
-AXES: dict[str, list[Any]] = {
-    "sizes": SIZES,
-    "style": ["gpt2", "llama", "deepseek"],
-    "tied": [True, False],
-    "sequence_parallel": [False, True, "overlapping"],
-    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"],
-    "overlap": [True, False],
-    "pp_before_dp": [False, True],
-    "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
-    "overlap_param_gather": [False, True],
-    "attention": ["auto", "math"],
-}
 VOCAB = 61  # divides by no tensor size: the last rank holds padding
 
 
-def chunks_for(schedule: str) -> int:
-    """Chunks a stage."""
-    return 2 if schedule in ("interleaved", "zb-v") else 1
-
-
-def shape_for(style: str, tied: bool, chunks: int) -> ReferenceShape:
-    """Small models; one layer more than chunks, so that stages differ."""
-    layers = chunks + 1
-    if style == "gpt2":
-        return gpt2_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=8, head_size=4, vocab=VOCAB, seq=8, tied=tied)
-    if style == "deepseek":
-        return deepseek_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=8, vocab=VOCAB, seq=8, tied=tied)
-    return llama_like(num_layers=layers, hidden=16, ffn=24, heads=8, kv_heads=4, head_size=4, vocab=VOCAB, seq=8, tied=tied)
-
-
-def fits(case: dict[str, Any]) -> bool:
-    """Settings that mean something at this layout; whole key-value heads on every tensor rank."""
-    tp, pp, dp = case["sizes"]
-    return (
-        not (case["style"] == "llama" and tp > 4)
-        and not (case["sequence_parallel"] and tp == 1)
-        # On one stage a schedule is still an order of its own; two chunks with late weight gradients stand for all, on few ranks.
-        and not (pp == 1 and case["schedule"] != "1f1b" and (case["schedule"] != "zb-v" or tp * dp > 2))
-        and not (case["pp_before_dp"] and (pp == 1 or dp == 1))
-        and not (case["overlap"] and dp == 1)
-        and not (case["sharding"] != "no_shard" and dp == 1)
-        and not (case["overlap_param_gather"] and case["sharding"] not in ("optim", "optim_grads"))
-        and not (case["sharding"] == "optim_grads_params" and case["schedule"] in ("zb-h1", "zb-v"))  # refused
-    )
-
-
-@functools.cache
-def recipe(style: str, tied: bool, chunks: int, batch: int, steps: int) -> Recipe:
-    shape = shape_for(style, tied, chunks)
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, steps, batch, 1, seed=2))
-
-
-@functools.cache
-def reference(style: str, tied: bool, chunks: int, batch: int, steps: int) -> ReferenceRun:
-    r = recipe(style, tied, chunks, batch, steps)
-    return train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
-
-
-def check(case: dict[str, Any], steps: int) -> None:
-    tp, pp, dp = case["sizes"]
-    chunks = chunks_for(case["schedule"])
-    microbatches = 3 if pp > 1 else 2  # so that forwards and backwards alternate, or only that there is a sum
-    key = (case["style"], case["tied"], pp * chunks, microbatches * dp, steps)
-    settings = {name: case[name] for name in AXES if name not in ("sizes", "style", "tied")}
-    layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch_size=1, bucket_size=1500, virtual_stages=chunks, **settings)
-    assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))
-
-
-def name(case: dict[str, Any]) -> str:
-    words = [f"tp{case['sizes'][0]}-pp{case['sizes'][1]}-dp{case['sizes'][2]}", case["style"], case["schedule"], case["sharding"]]
-    return "-".join(
-        words + [name if setting is True else setting for name, setting in case.items() if setting in (True, "overlapping", "math")]
-    )
+def name(case: Case) -> str:
+    """What is not as usual."""
+    usual = {axis: value for axis, value in case.items() if value != DEFAULTS[axis]}
+    words = [value if isinstance(value, str) else axis if value is True else f"{axis}={value}" for axis, value in usual.items()]
+    return "-".join(words) or "nothing"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 7, fits)
+        full = metafunc.config.getoption("--full")
+        cases = [case for feature in FEATURES.values() for case in feature.cases()] if full else written_cases()
         metafunc.parametrize("case", cases, ids=name)
 
 
-def test_layout_equals_one_plain_process(case: dict[str, Any], full: bool) -> None:
-    check(case, 2 if full else 3)
+def check(case: Case) -> None:
+    recipe = recipe_of(case)
+    found = run_layout(recipe, layout_of(case))
+    assert_equal_runs(found, reference_of(recipe))
+    if case["lora"]:
+        for name, before in recipe.weights.items():
+            assert torch.equal(found.weights_after[name], before) is not is_trained(recipe.shape, name), name
+        assert all(is_trained(recipe.shape, name) for name in found.first_gradients)
+
+
+def test_layout_equals_one_plain_process(case: Case) -> None:
+    check(case)
+
+
+COMPILED: list[dict[str, Any]] = [
+    {"style": "sinks"},
+    {"style": "two bases", "documents": "all"},
+    {"style": "norms over all heads", "tp": 2, "sequence_parallel": True},
+    {"style": "latents", "tp": 2, "sequence_parallel": True},
+    {"style": "latents, windows", "documents": "all"},
+    *({"style": "yarn", "documents": "all", "cp": 2, "way": way} for way in ("all_gather", "p2p", "a2a")),
+    {"tp": 2, "sequence_parallel": True, "lora": LORA[0]},
+    {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "memory": "full, host"},
+    {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "tp": 2, "sequence_parallel": True},
+    {"experts": "sigmoids in groups with biases, shared", "dispatcher": "alltoall", "dp": 2, "ep": 2},
+    {"experts": "top 4, gated shared, dropped by probability", "dispatcher": "alltoall", "depths": 1},
+    {"experts": "dropped by position, padded", "dispatcher": "allgather", "tp": 2, "sequence_parallel": True},
+    {"experts": "top 2", "dispatcher": "alltoall", "pp": 2, "schedule": "zb-h1", "documents": "all"},
+]
+
+
+@pytest.mark.parametrize("settings", COMPILED, ids=lambda settings: name({**DEFAULTS, **settings}))
+def test_compiled_layers_do_the_same(settings: dict[str, Any]) -> None:
+    """What torch has no kernel for stands between two graphs; sums over tensor ranks within one are summed both ways."""
+    check({**DEFAULTS, **settings, "compiled": True})
 
 
 # Within a sequence of 16 tokens each of these changes some frequencies, by its own formula.
@@ -135,7 +104,7 @@ VARIANTS = {
 )
 def test_model_variants_equal_the_reference(variant: str, layout: Layout) -> None:
     shape = VARIANTS[variant]
-    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 3, 8, 2, seed=4))
+    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 8, 2, seed=4))
     expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, layout), expected)
 

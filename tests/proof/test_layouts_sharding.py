@@ -1,7 +1,7 @@
 """The proof for what sharding over the data ranks may meet: ties, ranks without a shard, three ranks, replicas, steps that differ.
 
-In float64 every strategy trains as one plain process does. `test_layouts.py` and `test_layouts_pipeline.py` take each through all
-layouts; here are the cases that chance would leave out.
+In float64 every strategy trains as one plain process does. `test_layouts.py` takes each through all layouts; here are
+the cases that chance would leave out.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def mixed(config: OptimizerConfig) -> RuleOf:
 
 
 ACROSS_RANKS = ("adafactor", "lamb", "adam8bit", "muon")
-"""Rules that put together what all ranks have, which are not there here: tests/proof/test_layouts_optimizers.py and
-test_layouts_muon.py are about them."""
+"""Rules that put together what all ranks have, which are not there here: tests/proof/test_layouts.py is about
+them."""
 ALL = {name: rule for name, rule in RULES.items() if name not in ACROSS_RANKS} | {
     "momentum": lambda config: for_all(MomentumRule()),
     "mixed": mixed,

@@ -1,0 +1,258 @@
+"""Cases of few and small runs in which every pair of settings of a feature occurs: python -m tests.support.pairs [--help]
+
+It tells how many pairs the written cases have, of each feature and in all. With a flag, cases are chosen anew and written:
+greedily, each brings many new pairs for its cost, and no case is refused by the rules between the settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.covering import Case
+from tests.support.features import FEATURES, Feature, Setting
+from tests.support.joined import CONSTRAINTS, DEFAULTS, KINDS, LOOKED_AT, LORA, fits, num_layers, refusals, steps_of
+
+WRITTEN = Path(__file__).parent.parent / "data" / "layout_cases.json"
+Pair = frozenset[frozenset[tuple[str, Any]]]
+"""Two settings of two axes of a feature."""
+
+
+def written_cases() -> list[Case]:
+    """Those of the normal run."""
+    return [{**DEFAULTS, **case} for case in json.loads(WRITTEN.read_text())]
+
+
+def pair(one: Setting, other: Setting) -> Pair:
+    """Two settings, whatever feature they are of."""
+    return frozenset({frozenset(one.items()), frozenset(other.items())})
+
+
+def pairs_of(feature: Feature) -> set[Pair]:
+    """Pairs of settings of two axes that a valid case of the feature's product has."""
+    return {
+        pair(one, other)
+        for axis, another in itertools.combinations(feature.axes, 2)
+        for one, other in itertools.product(feature.axes[axis], feature.axes[another])
+        if next(feature.cases(one, other), None) is not None
+    }
+
+
+def settings_in(case: Case) -> set[frozenset[tuple[str, Any]]]:
+    """Settings of any feature that a case has."""
+    return {setting for setting in _SETTINGS if all(case[axis] == value for axis, value in setting)}
+
+
+_SETTINGS = {
+    frozenset(setting.items()) for feature in FEATURES.values() for settings in feature.axes.values() for setting in settings
+}
+
+
+def pairs_in(cases: Iterable[Case]) -> set[Pair]:
+    """Pairs of settings that cases have; of two settings of a feature or of any two."""
+    return {frozenset(two) for case in cases for two in itertools.combinations(settings_in(case), 2)}
+
+
+# ---- the choice
+
+
+def cost(case: Case) -> float:
+    """About the processor time of a run, in seconds."""
+    ranks = case["tp"] * case["cp"] * case["pp"] * case["dp"]
+    layers = (num_layers(case) + 1.5 * case["depths"]) / case["pp"]
+    work = 0.006 * steps_of(case) * case["microbatches"] * (1 + layers)
+    sharded = 1.5 if case["sharding"] == "optim_grads_params" else 1.0
+    return 0.15 + ranks * sharded * (0.06 + work) + (2.0 * ranks if case["compiled"] else 0.0)
+
+
+PACKED = 1000
+"""Missing pairs of which as many as possible are put into a case, before it is made whole."""
+_SWITCHES = {frozenset({axis: value}.items()) for axis in ("experts", "lora") for value in (*KINDS, *LORA)}
+
+
+class Chooser:
+    """Makes cases that have many of the pairs that are still missing."""
+
+    def __init__(self, required: set[Pair], seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.settings = sorted(_SETTINGS, key=repr)
+        number = {setting: i for i, setting in enumerate(self.settings)}
+        self.missing = {frozenset(number[setting] for setting in two) for two in required}
+        self.partners: dict[int, set[int]] = {i: set() for i in range(len(self.settings))}
+        for one, other in (tuple(two) for two in self.missing):
+            self.partners[one].add(other)
+            self.partners[other].add(one)
+        self.with_axis: dict[str, list[int]] = {axis: [] for axis in DEFAULTS}
+        for i, setting in enumerate(self.settings):
+            for axis, _ in setting:
+                self.with_axis[axis].append(i)
+        self.values = {
+            axis: [default, *sorted({dict(self.settings[i])[axis] for i in self.with_axis[axis]} - {default}, key=repr)]
+            for axis, default in DEFAULTS.items()
+        }
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for i, setting in enumerate(self.settings):
+            groups.setdefault(tuple(sorted(axis for axis, _ in setting)), []).append(i)
+        self.groups = [*groups.values()]
+        self.checks: dict[str, list[int]] = {axis: [] for axis in DEFAULTS}
+        for k, axes in enumerate(LOOKED_AT):
+            for axis in axes:
+                self.checks[axis].append(k)
+
+    def fits(self, case: Case, new: Iterable[str]) -> bool:
+        """Whether what is decided agrees, after these axes were."""
+        for k in {k for axis in new for k in self.checks[axis]}:
+            axes = LOOKED_AT[k]
+            if case.keys() >= axes and not CONSTRAINTS[k](*(case[axis] for axis in axes)):
+                return False
+        return True
+
+    def may_be(self, case: Case, new: Iterable[str]) -> bool:
+        """Whether what is decided agrees after these axes were, and each axis that depends on them still has a setting."""
+        beside = {other for axis in new for k in self.checks[axis] for other in LOOKED_AT[k]} - case.keys()
+        return self.fits(case, new) and all(
+            any(self.fits({**case, axis: value}, [axis]) for value in self.values[axis]) for axis in beside
+        )
+
+    def has(self, case: Case, setting: int) -> bool:
+        """Whether a case has a setting."""
+        return all(axis in case and case[axis] == value for axis, value in self.settings[setting])
+
+    def extended(self, case: Case, has: set[int], setting: int) -> tuple[Case, set[int], int] | None:
+        """A case with one setting more, its settings, and the number of missing pairs that are new in it; None if it cannot be."""
+        new = {axis: value for axis, value in self.settings[setting] if axis not in case}
+        if any(axis in case and case[axis] != value for axis, value in self.settings[setting]):
+            return None
+        larger = {**case, **new}
+        if not self.may_be(larger, new):
+            return None
+        added = {i for axis in new for i in self.with_axis[axis] if self.has(larger, i)} - has
+        together = has | added
+        gain = sum(len(self.partners[i] & together) for i in added) - sum(len(self.partners[i] & added) for i in added) // 2
+        return larger, together, gain
+
+    def candidate(self, first: Sequence[int], also: Sequence[tuple[int, ...]] = ()) -> tuple[Case, set[int]] | None:
+        """A whole case that has these settings, as many of the other pairs as go with them, and greedily further settings."""
+        case: Case = {}
+        has: set[int] = set()
+        for setting in first:
+            if (step := self.extended(case, has, setting)) is None:
+                return None
+            case, has, _ = step
+        for two in self.draw.sample(also, len(also)):
+            both: tuple[Case, set[int], int] | None = (case, has, 0)
+            for setting in two:
+                both = both and self.extended(both[0], both[1], setting)
+            if both:
+                case, has, _ = both
+        groups = self.groups[:]
+        self.draw.shuffle(groups)
+        groups.sort(key=lambda group: self.settings[group[0]] not in _SWITCHES)  # what others depend on comes first
+        for group in groups:
+            if self.settings[group[0]] in _SWITCHES and self.draw.random() < 0.5:
+                ((axis, _),) = self.settings[group[0]]
+                if axis not in case and self.may_be(off := {**case, axis: None}, [axis]):
+                    case = off
+            if all(axis in case for axis, _ in self.settings[group[0]]):
+                continue
+            best, most = None, -1.0
+            for setting in group:
+                if (step := self.extended(case, has, setting)) is not None:
+                    weighed = step[2] + self.draw.random()
+                    if weighed > most:
+                        best, most = step, weighed
+            if best is not None:
+                case, has, _ = best
+        for axis in DEFAULTS:
+            if axis in case:
+                continue
+            larger = ({**case, axis: value} for value in self.values[axis])
+            if (found := next((one for one in larger if self.may_be(one, [axis])), None)) is None:
+                return None
+            case = found
+        return ({axis: case[axis] for axis in DEFAULTS}, has) if fits(case) else None
+
+    def choose(self, tries: int) -> list[Case]:
+        """Cases until no pair is missing."""
+        chosen: list[Case] = []
+        hopeless = 0
+        while self.missing:
+            order = sorted(tuple(sorted(two)) for two in self.missing)
+            packs = len(order) < PACKED
+            best, most = None, 0.0
+            for k in range(tries if packs else tries // 3):
+                found = self.candidate(self.draw.choice(order), order if packs and k % 4 else ())
+                if found is None:
+                    continue
+                case, has = found
+                gain = sum(len(self.partners[i] & has) for i in has) / 2
+                if gain / cost(case) > most and not refusals(case):
+                    best, most = found, gain / cost(case)
+            if best is None:
+                hopeless += 1
+                if hopeless > 100:
+                    raise RuntimeError(f"in no case: {[[dict(self.settings[i]) for i in two] for two in order]}")
+                continue
+            case, _ = best
+            has = {i for i in range(len(self.settings)) if self.has(case, i)}
+            for i in has:
+                self.partners[i] -= has
+            self.missing = {two for two in self.missing if not two <= has}
+            chosen.append(case)
+        return chosen
+
+
+def improved(cases: Sequence[Case], required: set[Pair], seed: int, tries: int) -> list[Case]:
+    """Cases of less cost, or these: those that bring least for their cost are chosen anew."""
+    draw = random.Random(seed)
+    has = [pairs_in([case]) & required for case in cases]
+    times = Counter(two for pairs in has for two in pairs)
+    worth = [
+        sum(times[two] == 1 for two in pairs) / cost(case) * draw.uniform(0.5, 1.5) for case, pairs in zip(cases, has, strict=True)
+    ]
+    limit = sorted(worth)[len(cases) // 4]
+    kept = [case for case, value in zip(cases, worth, strict=True) if value > limit]
+    others = kept + Chooser(required - pairs_in(kept), seed).choose(tries)
+    return others if sum(map(cost, others)) < sum(map(cost, cases)) else [*cases]
+
+
+def main() -> None:
+    """Tell of the pairs, or choose cases and write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--write", action="store_true", help="choose the cases anew, and write them")
+    parser.add_argument(
+        "--improve", type=int, default=0, metavar="N", help="choose anew what does not fit, then others if it saves"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the choice")
+    parser.add_argument("--tries", type=int, default=30, help="candidates for each case")
+    args = parser.parse_args()
+    required = {name: pairs_of(feature) for name, feature in FEATURES.items()}
+    whole = set().union(*required.values())
+    if args.write:
+        write(Chooser(whole, args.seed).choose(args.tries))
+    if args.improve:
+        fitting = [case for case in written_cases() if fits(case) and not refusals(case)]
+        write(fitting + Chooser(whole - pairs_in(fitting), args.seed).choose(args.tries))
+    for k in range(1, args.improve):
+        write(improved(written_cases(), whole, args.seed + k, args.tries))
+    cases = written_cases()
+    has = pairs_in(cases)
+    for name, pairs in required.items():
+        print(f"{name:12} {len(pairs):5} pairs, {len(pairs & has):5} in the cases")
+    print(f"{'all':12} {len(whole):5} pairs, {len(whole & has):5} in {len(cases)} cases, about {sum(map(cost, cases)):.0f} s")
+
+
+def write(cases: Iterable[Case]) -> None:
+    """Keep the cases for the normal run."""
+    rows = [{axis: value for axis, value in case.items() if value != DEFAULTS[axis]} for case in cases]
+    WRITTEN.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
