@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -186,7 +187,13 @@ def test_norms_and_the_z_loss_at_a_parallel_layout_are_those_of_one_rank(tmp_pat
 
     So is the z-loss, which has a field of its own; the loss beside it is the cross entropy.
     """
-    switches = {"fp64": True, "train_iters": 2, "log_params_norm": True, "log_layer_norms": True, "log_num_zeros_in_grad": True}
+    switches: dict[str, Any] = {
+        "fp64": True,
+        "train_iters": 2,
+        "log_params_norm": True,
+        "log_layer_norms": True,
+        "log_num_zeros_in_grad": True,
+    }
     # Untied, so that the gradient of a token that does not occur is exactly zero; no key biases, whose gradient is almost zero.
     switches |= {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True, "seq_length": 8, "z_loss_coeff": 0.01}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
