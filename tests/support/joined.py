@@ -321,6 +321,7 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     # Rules that make noise of a gradient that is zero but for rounding errors
     lambda rule, style: rule in ("adam", *MUON) or not (has_biases(style) or style == "sinks"),
     lambda rule, documents: rule in ("adam", *MUON) or documents is None,  # documents of one token have no attention to learn
+    lambda rule, depths: rule in ("adam", *MUON) or depths < 3,  # nor has the last depth of few tokens
     lambda rule, tp: rule == "adam" or tp != 3,
     # Compiled layers
     lambda compiled, memory: not (compiled and ("norms" in memory or "mlp" in memory)),  # refused
