@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.config.extras import PACKAGES
+
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals by which the supervisor is asked to stop the job."""
 _MODULES = ("torch", "torch._dynamo")  # torch's optimizers import the second
@@ -40,7 +42,12 @@ def import_what_runs_need() -> None:
     for room in _ROOMS:
         package = importlib.import_module(f"megatron.{room}")
         for module_ in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module_.name)
+            try:
+                importlib.import_module(module_.name)
+            except ModuleNotFoundError as error:
+                # The rules refuse a run that needs a package that is not installed.
+                if error.name not in PACKAGES:
+                    raise
     if threading.active_count() > 1:
         raise RuntimeError(f"threads run before the ranks are forked: {threading.enumerate()}")
 

@@ -194,6 +194,7 @@ def _divides_by_eps(optimizer: str) -> bool:
 
 def import_before_fork() -> None:
     """Import what only some runs need, so that forked ranks need not do it one by one."""
+    import numpy.ma  # noqa: F401  # np.unique imports it
     import torch._dynamo  # noqa: F401  # fully_shard imports it
 
     import megatron.data_parallel.fsdp  # noqa: F401

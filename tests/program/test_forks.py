@@ -52,7 +52,6 @@ for name in {RUNTIME}: setattr(torch.cuda, name, fails)
 bad = torch.cuda._is_in_bad_fork
 import megatron.training.trainer, megatron.resilience.supervisor, megatron.checkpoint.keeper, megatron.flight.watcher
 import megatron.checkpoint.writer_main, megatron.data.tokenizers.tokenizer
-for name in {list(PACKAGES)}: del sys.modules[name]
 from megatron.resilience.ranks import import_what_runs_need
 import megatron.resilience.envoy
 import_what_runs_need()
