@@ -126,7 +126,9 @@ FEATURES: dict[str, Feature] = {
             "attention": each("attention", ["auto", "math"]),
         },
         # On one stage a schedule is still an order of its own; two chunks with late weight gradients stand for all, on few ranks.
-        valid=lambda tp, pp, dp, schedule: pp > 1 or schedule == "1f1b" or (schedule == "zb-v" and tp * dp <= 2),
+        valid=lambda tp, pp, dp, schedule, overlap: (
+            (dp > 1 or not overlap) and (pp > 1 or schedule == "1f1b" or (schedule == "zb-v" and tp * dp <= 2))
+        ),
     ),
     "models": Feature(
         {
@@ -320,5 +322,6 @@ FEATURES: dict[str, Feature] = {
             "overlap_p2p": each("overlap_p2p", [True, False]),
             "sharding": SHARDING,
         },
+        valid=lambda dp, overlap: dp > 1 or not overlap,
     ),
 }
