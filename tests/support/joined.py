@@ -276,7 +276,6 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     lambda pp, virtual_stages: virtual_stages < 3 or pp <= 4,
     lambda pp, split: pp > 1 or split == "even",
     lambda pp, overlap_p2p: pp > 1 or overlap_p2p,
-    lambda cp, dp, sharding: cp * dp > 1 or sharding == "no_shard",
     lambda dp, sharding, overlap_param_gather: not overlap_param_gather or (sharding in ("optim", "optim_grads") and dp > 1),
     lambda sharding, schedule: sharding != "optim_grads_params" or not SCHEDULES[schedule].splits_backward,  # refused
     lambda pp, dp, pp_before_dp: not pp_before_dp or (pp > 1 and dp > 1),
