@@ -29,7 +29,7 @@ VOCAB = 61  # divides by no tensor size: the last rank holds padding
 def name(case: Case) -> str:
     """What is not as usual."""
     usual = {axis: value for axis, value in case.items() if value != DEFAULTS[axis]}
-    words = [value if isinstance(value, str) else axis if value is True else f"{axis}={value}" for axis, value in usual.items()]
+    words = [value if isinstance(value, str) else axis if value is True else f"{axis}{value}" for axis, value in usual.items()]
     return "-".join(words) or "nothing"
 
 

@@ -53,6 +53,8 @@ class Feature:
     axes: Mapping[str, Sequence[Setting]]
     valid: Callable[..., bool] = lambda: True
     """Which cases the product has of those that may be run, by the axes that its parameters name."""
+    shards_alone: bool = False
+    """Whether a data rank shards alone too."""
 
     def case(self, chosen: Iterable[Setting]) -> Case:
         """The whole case that these settings of its axes make."""
@@ -60,6 +62,8 @@ class Feature:
 
     def runs(self, case: Case) -> bool:
         """Whether a case is one of its product. Of one that is not whole, as far as it is known."""
+        if not self.shards_alone and case.get("sharding", "no_shard") != "no_shard" and case.get("dp") == case.get("cp") == 1:
+            return False
         axes = inspect.signature(self.valid).parameters
         return (not case.keys() >= axes.keys() or self.valid(*(case[axis] for axis in axes))) and fits(case)
 
@@ -126,7 +130,9 @@ FEATURES: dict[str, Feature] = {
             "attention": each("attention", ["auto", "math"]),
         },
         # On one stage a schedule is still an order of its own; two chunks with late weight gradients stand for all, on few ranks.
-        valid=lambda tp, pp, dp, schedule: pp > 1 or schedule == "1f1b" or (schedule == "zb-v" and tp * dp <= 2),
+        valid=lambda tp, pp, dp, schedule, overlap: (
+            (dp > 1 or not overlap) and (pp > 1 or schedule == "1f1b" or (schedule == "zb-v" and tp * dp <= 2))
+        ),
     ),
     "models": Feature(
         {
@@ -278,6 +284,7 @@ FEATURES: dict[str, Feature] = {
             "bucket_size": each("bucket_size", [500, None]),
             "fsdp_shard_size": each("fsdp_shard_size", [None, 1]),
         },
+        shards_alone=True,
     ),
     "optimizers": Feature(
         {
@@ -320,5 +327,6 @@ FEATURES: dict[str, Feature] = {
             "overlap_p2p": each("overlap_p2p", [True, False]),
             "sharding": SHARDING,
         },
+        valid=lambda dp, overlap: dp > 1 or not overlap,
     ),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -276,8 +276,6 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     lambda pp, virtual_stages: virtual_stages < 3 or pp <= 4,
     lambda pp, split: pp > 1 or split == "even",
     lambda pp, overlap_p2p: pp > 1 or overlap_p2p,
-    lambda dp, overlap: dp > 1 or not overlap,
-    lambda cp, dp, sharding: cp * dp > 1 or sharding == "no_shard",
     lambda dp, sharding, overlap_param_gather: not overlap_param_gather or (sharding in ("optim", "optim_grads") and dp > 1),
     lambda sharding, schedule: sharding != "optim_grads_params" or not SCHEDULES[schedule].splits_backward,  # refused
     lambda pp, dp, pp_before_dp: not pp_before_dp or (pp > 1 and dp > 1),
@@ -326,6 +324,9 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     # Compiled layers
     lambda compiled, memory: not (compiled and ("norms" in memory or "mlp" in memory)),  # refused
     lambda compiled, loss_chunk: not compiled or loss_chunk > 0,  # the loss is not traced
+]
+"""What a case must fulfil to mean something and not be refused. Each looks at the axes that its parameters name."""
+QUICK: list[Callable[..., bool]] = [
     lambda compiled, tp, cp, pp, dp: not compiled or tp * cp * pp * dp <= 2,  # every rank traces its layers
     lambda compiled, sequence_parallel, schedule: not (compiled and sequence_parallel) or schedule in ("1f1b", "zb-h1"),
     lambda compiled, sequence_parallel, sharding: not (compiled and sequence_parallel) or sharding == "no_shard",
@@ -342,17 +343,22 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     lambda compiled, virtual_stages, split: not compiled or (virtual_stages < 3 and split == "even"),
     lambda compiled, attention: not compiled or attention == "auto",
 ]
-"""What a case must fulfil to mean something and not be refused. Each looks at the axes that its parameters name."""
-LOOKED_AT = [dict.fromkeys(inspect.signature(constraint).parameters).keys() for constraint in CONSTRAINTS]
+"""What a case of the normal run must fulfil beside: layers are compiled in small worlds, without much else."""
+LOOKED_AT = [dict.fromkeys(inspect.signature(constraint).parameters).keys() for constraint in [*CONSTRAINTS, *QUICK]]
 
 
-def fits(case: Case) -> bool:
+def fits(case: Case, constraints: Sequence[Callable[..., bool]] = CONSTRAINTS) -> bool:
     """Whether a case may be run. Of one that is not whole, as far as it is known."""
     return all(
         constraint(*(case[axis] for axis in axes))
-        for axes, constraint in zip(LOOKED_AT, CONSTRAINTS, strict=True)
+        for axes, constraint in zip(LOOKED_AT, constraints, strict=False)
         if case.keys() >= axes
     )
+
+
+def is_quick(case: Case) -> bool:
+    """Whether a case may be one of the normal run."""
+    return fits(case, [*CONSTRAINTS, *QUICK])
 
 
 def num_layers(case: Case) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.covering import Case
 from tests.support.features import FEATURES, Feature, Setting
-from tests.support.joined import CONSTRAINTS, DEFAULTS, KINDS, LOOKED_AT, LORA, fits, num_layers, refusals, steps_of
+from tests.support.joined import CONSTRAINTS, DEFAULTS, KINDS, LOOKED_AT, LORA, QUICK, is_quick, num_layers, refusals, steps_of
 
 WRITTEN = Path(__file__).parent.parent / "data" / "layout_cases.json"
 Pair = frozenset[frozenset[tuple[str, Any]]]
@@ -35,12 +35,12 @@ def pair(one: Setting, other: Setting) -> Pair:
 
 
 def pairs_of(feature: Feature) -> set[Pair]:
-    """Pairs of settings of two axes that a valid case of the feature's product has."""
+    """Pairs of settings of two axes that a valid and quick case of the feature's product has."""
     return {
         pair(one, other)
         for axis, another in itertools.combinations(feature.axes, 2)
         for one, other in itertools.product(feature.axes[axis], feature.axes[another])
-        if next(feature.cases(one, other), None) is not None
+        if any(map(is_quick, feature.cases(one, other)))
     }
 
 
@@ -71,6 +71,7 @@ def cost(case: Case) -> float:
     return 0.15 + ranks * sharded * (0.06 + work) + (2.0 * ranks if case["compiled"] else 0.0)
 
 
+_ALL = [*CONSTRAINTS, *QUICK]
 PACKED = 1000
 """Missing pairs of which as many as possible are put into a case, before it is made whole."""
 _SWITCHES = {frozenset({axis: value}.items()) for axis in ("experts", "lora") for value in (*KINDS, *LORA)}
@@ -109,7 +110,7 @@ class Chooser:
         """Whether what is decided agrees, after these axes were."""
         for k in {k for axis in new for k in self.checks[axis]}:
             axes = LOOKED_AT[k]
-            if case.keys() >= axes and not CONSTRAINTS[k](*(case[axis] for axis in axes)):
+            if case.keys() >= axes and not _ALL[k](*(case[axis] for axis in axes)):
                 return False
         return True
 
@@ -176,7 +177,7 @@ class Chooser:
             if (found := next((one for one in larger if self.may_be(one, [axis])), None)) is None:
                 return None
             case = found
-        return ({axis: case[axis] for axis in DEFAULTS}, has) if fits(case) else None
+        return ({axis: case[axis] for axis in DEFAULTS}, has) if is_quick(case) else None
 
     def choose(self, tries: int) -> list[Case]:
         """Cases until no pair is missing."""
@@ -237,7 +238,7 @@ def main() -> None:
     if args.write:
         write(Chooser(whole, args.seed).choose(args.tries))
     if args.improve:
-        fitting = [case for case in written_cases() if fits(case) and not refusals(case)]
+        fitting = [case for case in written_cases() if is_quick(case) and not refusals(case)]
         write(fitting + Chooser(whole - pairs_in(fitting), args.seed).choose(args.tries))
     for k in range(1, args.improve):
         write(improved(written_cases(), whole, args.seed + k, args.tries))

@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.covering import Case, covering, product
 from tests.support.features import FEATURES
-from tests.support.joined import fits as fits_together
-from tests.support.joined import refusals
+from tests.support.joined import is_quick, refusals
 from tests.support.pairs import pairs_in, pairs_of, written_cases
 
 AXES: dict[str, list[Any]] = {
@@ -64,7 +63,7 @@ def test_one_axis_takes_every_setting() -> None:
 def test_every_pair_of_settings_of_a_feature_is_in_a_case_of_the_normal_run() -> None:
     """`python -m tests.support.pairs --write` chooses the cases anew where axes change."""
     cases = written_cases()
-    assert [case for case in cases if not fits_together(case)] == []
+    assert [case for case in cases if not is_quick(case)] == []
     assert {message for case in cases for message in refusals(case)} == set()
     found = pairs_in(cases)
     missing = {name: pairs_of(feature) - found for name, feature in FEATURES.items()}
