@@ -1,6 +1,6 @@
-"""What the site has beside docs/: README.md as its first page, the other pages of the top folder, a page of the reference for each
-public module, and files of the repository that pages link to, so that a link works on the site as it does where the repository is
-read.
+"""Add to the site what lies outside of docs/: README.md as its first page, the other pages of the top folder and that of the tests,
+a page of the reference for each public module, and files of the repository that pages link to, so that a link works on the site as
+it does where the repository is read.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _RANKS = re.compile(r'<autoref [^>]*?identifier="([\d, ]+)"[^>]*>(.*?)</autoref>
 _LIST = re.compile(r"(?:[-*] |\d+\. )")
 
 
-def top_pages() -> dict[str, Path]:
-    """Pages of the site that are files of the top folder, by their names on the site."""
-    return {"index.md" if path.name == "README.md" else path.name: path for path in sorted(ROOT.glob("*.md"))}
+def outer_pages() -> dict[str, Path]:
+    """Return the files outside of docs/ that are pages of the site, by their names there: those of the top folder, and of the tests."""
+    top = {"index.md" if path.name == "README.md" else path.name: path for path in sorted(ROOT.glob("*.md"))}
+    return top | {"tests.md": ROOT / "tests" / "README.md"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -53,7 +54,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     assert config.nav is not None
     if rest:
         config.nav.insert(2, {"More": rest})
-    if others := [name for name in top_pages() if name != "index.md"]:
+    if others := [name for name in outer_pages() if name != "index.md"]:
         config.nav.append({"Project": others})
     config.nav.append({"Reference": [{name: f"{REFERENCE}/{name}.md"} for name in PUBLIC]})
     return config
@@ -63,7 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here, and the files of the repository that pages link to."""
     from mkdocs.structure.files import File
 
-    pages = {name: path.read_text(encoding="utf-8").replace("](docs/", "](") for name, path in top_pages().items()}
+    pages = {name: path.read_text(encoding="utf-8").replace("](docs/", "](") for name, path in outer_pages().items()}
     pages["site.css"] = STYLE
     for name in PUBLIC:
         pages[f"{REFERENCE}/{name}.md"] = f"# {name}\n\n::: {name}\n"
@@ -94,7 +95,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def _on_site(target: str) -> str:
     """Where a file of the repository lies on the site."""
-    on_top = {path: name for name, path in top_pages().items()}
+    on_top = {path: name for name, path in outer_pages().items()}
     return on_top.get(ROOT / target, f"{FILES}/{target}")
 
 
@@ -102,9 +103,9 @@ def _outside(page: str, text: str) -> Iterator[tuple[str, str]]:
     """Links of a page to files of the repository outside of docs/, each with the path of its file from the root."""
     for found in _LINK.finditer(text):
         link = found[2]
-        on_top = page in top_pages()
-        target = posixpath.normpath(posixpath.join("" if on_top else posixpath.join("docs", posixpath.dirname(page)), link))
-        if on_top and (ROOT / "docs" / link).exists():
+        source = outer_pages().get(page, ROOT / "docs" / page)
+        target = posixpath.normpath(posixpath.join(source.parent.relative_to(ROOT).as_posix(), link))
+        if page in outer_pages() and not link.startswith("..") and (ROOT / "docs" / link).exists():
             continue  # its docs/ was taken off
         if not target.startswith(("docs/", "..")) and (ROOT / target).is_file():
             yield link, target
