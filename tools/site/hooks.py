@@ -42,7 +42,7 @@ _LIST = re.compile(r"(?:[-*] |\d+\. )")
 
 
 def outer_pages() -> dict[str, Path]:
-    """Return the files outside of docs/ that are pages of the site, by their names there: those of the top folder, and of the tests."""
+    """Return the files outside of docs/ that are pages of the site, by their names there."""
     top = {"index.md" if path.name == "README.md" else path.name: path for path in sorted(ROOT.glob("*.md"))}
     return top | {"tests.md": ROOT / "tests" / "README.md"}
 
