@@ -5,7 +5,8 @@
     python -m tests.mutants --list --count 20          the mutants alone, as diffs
 
 Each mutant changes an operator, bound, constant, axis, process group or scale, drops a call or swaps two arguments. It runs against
-the tests that AGENTS.md names for its package, in a copy of the working tree, until one fails. Exit status 1 if a mutant survives
+the tests that AGENTS.md names for its package, in a copy of the working tree, until one fails. These tests run first without a
+mutant, since a test that fails anyway finds everything. Exit status 1 if a mutant survives
 that `equivalent.txt` does not explain.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutants.mutations import KINDS, Mutation, draw, mutations_of
-from tests.mutants.pool import run_all
+from tests.mutants.pool import failing_unchanged, run_all
 from tests.mutants.trial import Trial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for mutation in mutants:
             print(mutation.identity, mutation.diff((ROOT / mutation.path).read_text()), sep="\n", end="\n\n")
         return 0
+    if not args.no_unchanged_run and (failing := failing_unchanged(ROOT, {mutation.package for mutation in mutants}, args.workers)):
+        lines = [f"  {trial.by}: {trial.error}" for trial in failing]
+        raise SystemExit("\n".join(["These tests fail without a change, and would find every mutant. Mend them first:", *lines]))
     earlier = {trial.identity: trial for path in args.known for trial in read_trials(path)}
     reasons = equivalents()
     trials: dict[str, Trial] = {}
@@ -124,6 +128,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         metavar="FILE",
         help="results of earlier runs: the test that found a mutant runs first",
+    )
+    parser.add_argument(
+        "--no-unchanged-run", action="store_true", help="do not run all tests first to see that they pass without a mutant"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="copies of the repository that run at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for --known")

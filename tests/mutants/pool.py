@@ -7,7 +7,7 @@ import importlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -32,6 +32,14 @@ def run_all(root: Path, mutants: Sequence[Mutation], earlier: dict[str, Trial], 
         yield from (job.result() for job in as_completed(jobs))
 
 
+def failing_unchanged(root: Path, packages: Iterable[str], workers: int) -> list[Trial]:
+    """Run the tests of some packages without any mutation. Return the trials in which a test fails: it would find every mutant."""
+    tests = read_test_table(root)
+    paths = sorted({path for package in packages for path in tests[package]})
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (root,)) as pool:
+        return [trial for trial in pool.map(_run_unchanged, paths) if trial.killed]
+
+
 _copy: Copy
 
 
@@ -43,7 +51,13 @@ def _start(root: Path) -> None:
         importlib.import_module(module)
     folder = tempfile.TemporaryDirectory(prefix="mutants-")
     atexit.register(folder.cleanup)
+    Path(folder.name).chmod(0o755)  # tests that drop their rights read here
     _copy = Copy(root, Path(folder.name))
+
+
+def _run_unchanged(path: str) -> Trial:
+    """Run the tests of a file or folder without a mutation."""
+    return _copy.run(None, [path])
 
 
 def _run(mutation: Mutation, first: Sequence[str], tests: Sequence[str]) -> Trial:

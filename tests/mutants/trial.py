@@ -76,8 +76,11 @@ class Copy:
         ):
             subprocess.run(["git", *command], cwd=self.root, check=True)
 
-    def run(self, mutation: Mutation, tests: Sequence[str]) -> Trial:
-        """Run tests against a mutation until one fails."""
+    def run(self, mutation: Mutation | None, tests: Sequence[str]) -> Trial:
+        """Run tests against a mutation, or without one, until one fails."""
+        if mutation is None:
+            began = time.monotonic()
+            return Trial("", *self._pytest(tests), time.monotonic() - began)
         path = self.root / mutation.path
         source = path.read_text()
         compiled = Path(importlib.util.cache_from_source(str(path)))

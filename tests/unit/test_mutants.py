@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import EQUIVALENT, PACKAGES, ROOT, equivalents, table
+from tests.mutants import pool
+from tests.mutants.__main__ import EQUIVALENT, PACKAGES, ROOT, equivalents, main, table
 from tests.mutants.mutations import KINDS, draw, mutations_in, mutations_of
-from tests.mutants.trial import Copy, read_test_table
+from tests.mutants.trial import Copy, Trial, read_test_table
 
 SOURCE = '''"""A module of 2 lines."""
 
@@ -97,4 +99,31 @@ def test_a_mutant_is_found_or_survives(tmp_path: Path) -> None:
     survivors = [mutation for mutation in mutants if not trials[mutation.identity].killed]
     assert {mutation.kind for mutation in survivors} == {"bound", "constant"}  # both of the comparison that no test reaches
     assert {trial.by for trial in trials.values()} == {"", "test_x.py::test_share"}
+    assert not copy.run(None, ["test_x.py"]).killed, "no mutant is left behind in the copy"
     assert "| all | 5 | 1 | 3 | 1 | 75.0% |" in table(mutants, trials, {survivors[0].identity})
+
+
+def test_tests_that_fail_without_a_mutant_are_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = [Trial("", True, "tests/unit/moe/test_x.py::test_y", "assert 1 == 2", 1.0)]
+    asked: list[set[str]] = []
+
+    def failing_unchanged(root: Path, packages: set[str], workers: int) -> list[Trial]:
+        asked.append(packages)
+        return failing
+
+    monkeypatch.setattr("tests.mutants.__main__.failing_unchanged", failing_unchanged)
+    with pytest.raises(SystemExit, match=r"fail without a change.*\n  tests/unit/moe/test_x\.py::test_y: assert 1 == 2"):
+        main(["--count", "3", "--packages", "moe"])
+    assert asked == [{"moe"}]
+
+
+def test_tests_of_packages_run_without_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "AGENTS.md").write_text("| `megatron/moe/` | `tests/test_good.py`, `tests/test_bad.py` |\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_good.py").write_text("def test_good():\n    assert True\n")
+    (tmp_path / "tests/test_bad.py").write_text("def test_bad():\n    assert 1 == 2\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    # In threads of this process, which has torch; and two processes would each import it anew.
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda workers, context, start, args: ThreadPoolExecutor(1))
+    monkeypatch.setattr(pool, "_copy", Copy(tmp_path, tmp_path / "work"), raising=False)
+    assert [trial.by for trial in pool.failing_unchanged(tmp_path, ["moe"], workers=1)] == ["tests/test_bad.py::test_bad"]
