@@ -34,8 +34,8 @@ from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
 from megatron.checkpoint.save_folder import read_state
 from megatron.config.flags import flags
 from megatron.config.save import _versions
-from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel import context
+from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.backends import world_backend
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training import startup
