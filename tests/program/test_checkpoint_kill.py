@@ -124,7 +124,7 @@ def attempt(argv: list[str], kill: Kill | None) -> list[Ended]:
         if kill is not None:
             kill.arm(rank)
 
-    ended = launch(argv, RANKS, before=before)
+    ended = launch(argv, RANKS, before=before, gloo=True)
     deadline = time.monotonic() + 10.0
     while left := marked(mark):
         assert time.monotonic() < deadline, f"{kill}: processes {left} outlive the job"
