@@ -12,6 +12,7 @@ from megatron.checkpoint.save_folder import read_config
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences
+from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
     arguments,
     checkpoint,
@@ -64,6 +65,7 @@ def bad_batches(*consumed: int) -> Callable[[int], None]:
     """For `before`: the gradients of the batches that begin at these samples are a million times as large."""
 
     def before(rank: int) -> None:
+        fork_modules()
         original = TrainStep._sums
 
         def spoiled(self: TrainStep, *args: Any, **named: Any) -> Any:

@@ -31,6 +31,7 @@ from tests.support.runs import (
 
 WATCHED: dict[str, Any] = {"sentinel_interval": 1}
 EXPERTS: dict[str, Any] = {
+    "num_layers": 1,
     "num_experts": 4,
     "moe_ffn_hidden_size": 16,
     "disable_bias_linear": True,
@@ -46,6 +47,7 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor, optim, overlap, bf16, all that is measured beside": (
         4,
         {
+            "num_layers": 1,
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
             "bf16": True,
@@ -65,6 +67,7 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "pipeline_model_parallel_size": 2,
             "micro_batch_size": 1,
+            "global_batch_size": 4,
             "pipeline_schedule": "zb-v",
             "num_layers": 4,
             "num_virtual_stages_per_pipeline_rank": 2,
@@ -78,6 +81,9 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
             "context_parallel_size": 2,
             "fsdp_shard_size": 2,
             "reset_attention_mask": True,
+            "num_layers": 1,
+            "micro_batch_size": 1,
+            "global_batch_size": 4,
             "mtp_num_layers": 1,
         },
     ),
@@ -228,6 +234,6 @@ def test_where_kernels_are_not_deterministic_a_band_is_compared() -> None:
 
         return before
 
-    run(arguments(**WATCHED, train_iters=3), 2, before=banded(computes_wrong(1, times=math.inf, factor=1 + 1e-6)))
-    message = failed(launch(arguments(**WATCHED, train_iters=3), 2, before=banded(computes_wrong(1, times=1, factor=-1e3))))
+    run(arguments(**WATCHED, train_iters=2), 2, before=banded(computes_wrong(1, times=math.inf, factor=1 + 1e-6)))
+    message = failed(launch(arguments(**WATCHED, train_iters=2), 2, before=banded(computes_wrong(1, times=1, factor=-1e3))))
     assert "layers.1.mlp.up.weight first); data rank 1 does not repeat itself" in message
