@@ -68,10 +68,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The run that others are compared with, and its settings."""
+    """The run that others are compared with, and its settings. Over gloo, as a user's; others go through shared memory."""
     folder = tmp_path_factory.mktemp("base")
     settings = {**BASE, "data_path": write_bytes(folder / "text"), "num_workers": 2}
-    run(arguments(**settings, save=folder / "save", metrics_file=folder / "metrics"), 4)
+    run(arguments(**settings, save=folder / "save", metrics_file=folder / "metrics"), 4, gloo=True)
     return folder, settings
 
 

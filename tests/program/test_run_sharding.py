@@ -64,6 +64,8 @@ TRACED = (
 )
 
 
+OVER_GLOO = ("distributed optimizer, tensor", "optim_grads_params, host, once")
+"""Runs over gloo, as a user's; others go through shared memory."""
 QUICK = (
     "distributed optimizer, tensor",
     "optim, pipeline",
@@ -105,7 +107,7 @@ def test_losses_are_those_of_one_process(one_process: dict[int, Path], tmp_path:
     world_size, flags = RUNS[name]
     alone = one_process[flags.get("num_layers", 2)]
     files = {"save": tmp_path, "metrics_file": tmp_path / "metrics", "save_trace": tmp_path / "trace" if name in TRACED else None}
-    said = run(arguments(**{**BASE, **flags}, **files), world_size)
+    said = run(arguments(**{**BASE, **flags}, **files), world_size, gloo=name in OVER_GLOO)
     expected = told((alone / "said").read_text())
     assert len(expected) >= STEPS + 2 and told(said) == expected
     lines, wanted = timeless(tmp_path / "metrics"), timeless(alone / "metrics")

@@ -93,20 +93,24 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_the_sentinel_finds_nothing_and_changes_nothing(tmp_path: Path, name: str) -> None:
-    """Weights, moments and every logged number are those of the run without it, bit for bit. With dropout."""
+    """Weights, moments and every logged number are those of the run without it, bit for bit. With dropout.
+
+    One copy of the experts talks over gloo.
+    """
     world_size, flags = CLEAN[name]
+    alone = name == "one copy of the experts"
     makes_all_updates = not {"fp16", "iterations_to_skip"} & {*flags}
     steps = 2 if makes_all_updates else 3
     settings = {"train_iters": steps, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.1, "ddp_bucket_size": 5000, **flags}
     said = []
     for folder, watched in ((tmp_path / "off", {}), (tmp_path / "on", WATCHED)):
-        said.append(run(arguments(**settings, **watched, save=folder, metrics_file=folder / "metrics"), world_size))
+        argv = arguments(**settings, **watched, save=folder, metrics_file=folder / "metrics")
+        said.append(run(argv, world_size, gloo=alone))
     assert digest(tmp_path / "on", steps) == digest(tmp_path / "off", steps)
     lines = timeless(tmp_path / "on" / "metrics")
     checks = [line["sentinel_differences"] for line in lines if "sentinel_differences" in line]
     assert checks == [0, 0], "each step that makes an update"
     assert [line for line in lines if "sentinel_differences" not in line] == timeless(tmp_path / "off" / "metrics")
-    alone = name == "one copy of the experts"
     assert ["no other data rank holds these parts" in one for one in said] == [False, alone]
     assert "WARNING" not in said[1]
 

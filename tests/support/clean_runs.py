@@ -38,7 +38,10 @@ def clean(minutes: float, warn_s: float) -> None:
         with tempfile.TemporaryDirectory(prefix="clean-") as name:
             sometimes = {"save": Path(name) / "run", "save_interval": 40, "keep_last": 2, "eval_interval": 50, "eval_iters": 2}
             ended = launch(
-                arguments(**flags, **sometimes, train_iters=300, log_interval=100, hang_warn_s=warn_s), ranks, gloo=True, timeout=3600
+                arguments(**flags, **sometimes, train_iters=300, log_interval=100, hang_warn_s=warn_s),
+                ranks,
+                gloo=True,
+                timeout=3600,
             )
         assert all(end.code == 0 and "hang: " not in end.stderr for end in ended), report(ended)
         runs += 1
