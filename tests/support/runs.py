@@ -118,6 +118,14 @@ def launch(
     Raises:
         AssertionError: a rank had not ended after `timeout` seconds; with where each of them was.
     """
+
+    def prepare(rank: int) -> None:
+        startup.advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
+        if not gloo:
+            context.world_backend = lambda backend: SHARED_MEMORY if backend == "gloo" else world_backend(backend)
+        if before is not None:
+            before(rank)
+
     with tempfile.TemporaryDirectory(prefix="run-") as name:
         folder = Path(name)
         read_end, write_end = os.pipe()
@@ -125,7 +133,7 @@ def launch(
         codes: dict[int, int] = {}
         try:
             for rank in range(world_size):
-                pids[rank] = _fork(rank, world_size, argv, before, gloo, folder, read_end)
+                pids[rank] = _fork(rank, world_size, argv, prepare, folder, read_end)
             # After the forks, since the store has a thread.
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world_size > 1 else None
             os.write(write_end, f"{store.port if store else 0:5d}".encode() * world_size)
@@ -168,33 +176,18 @@ def report(ended: Sequence[Ended]) -> str:
     )
 
 
-def _fork(
-    rank: int,
-    world_size: int,
-    argv: Sequence[str],
-    before: Callable[[int], None] | None,
-    gloo: bool,
-    folder: Path,
-    port: int,
-) -> int:
+def _fork(rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], folder: Path, port: int) -> int:
     parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
         pid = os.fork()
     if pid == 0:
-        _rank(rank, world_size, argv, before, gloo, folder, port, parent)
+        _rank(rank, world_size, argv, prepare, folder, port, parent)
     return pid
 
 
 def _rank(
-    rank: int,
-    world_size: int,
-    argv: Sequence[str],
-    before: Callable[[int], None] | None,
-    gloo: bool,
-    folder: Path,
-    port: int,
-    parent: int,
+    rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], folder: Path, port: int, parent: int
 ) -> NoReturn:
     """Life of one rank: never returns into the test."""
     code = 70
@@ -222,11 +215,7 @@ def _rank(
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else ""),
             }
-        if not gloo:
-            context.world_backend = lambda backend: SHARED_MEMORY if backend == "gloo" else world_backend(backend)
-        startup.advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
-        if before is not None:
-            before(rank)
+        prepare(rank)
         pretrain_gpt.main(list(argv))
         code = 0
     except SystemExit as error:
