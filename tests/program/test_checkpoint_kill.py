@@ -157,7 +157,7 @@ def assert_sound(folder: Path, in_place: bool) -> int:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that is not interrupted, and writes nothing in the background."""
     folder = tmp_path_factory.mktemp("whole")
-    run(arguments(**{**SETTINGS, "async_save": False}, save=folder), RANKS)
+    run(arguments(**{**SETTINGS, "async_save": False}, save=folder), RANKS, gloo=True)
     return folder
 
 

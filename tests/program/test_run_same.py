@@ -68,10 +68,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The run that others are compared with, and its settings. Over gloo, as a user's; others go through shared memory."""
+    """The run that others are compared with, and its settings."""
     folder = tmp_path_factory.mktemp("base")
     settings = {**BASE, "data_path": write_bytes(folder / "text"), "num_workers": 2}
-    run(arguments(**settings, save=folder / "save", metrics_file=folder / "metrics"), 4, gloo=True)
+    run(arguments(**settings, save=folder / "save", metrics_file=folder / "metrics"), 4)
     return folder, settings
 
 
@@ -135,14 +135,18 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_dropout_is_the_same_over_pipeline_and_data_ranks(one_rank: Path, tmp_path: Path, layout: str) -> None:
-    """In float64, since sums over ranks are made in another order. The ranks of a pipeline are two apart, or side by side."""
+    """In float64, since sums over ranks are made in another order. The ranks of a pipeline are two apart, or side by side.
+
+    Side by side they talk through shared memory, else over gloo as a user's.
+    """
     world_size, flags = LAYOUTS[layout]
     settings = {**DROPOUT, **flags, "fp64": True, "train_iters": STEPS}
 
     def before(rank: int) -> None:
         at_iteration(1, lambda step: print(f"layers of rank {rank}: {list(step.model.chunks)}", flush=True))
 
-    ended = launch(arguments(**settings, save=tmp_path, metrics_file=tmp_path / "metrics"), world_size, before=before)
+    argv = arguments(**settings, save=tmp_path, metrics_file=tmp_path / "metrics")
+    ended = launch(argv, world_size, before=before, gloo="use_tp_pp_dp_mapping" not in flags)
     assert [end.code for end in ended] == [0] * world_size, report(ended)
     assert not number_differences("losses", losses(tmp_path / "metrics"), losses(one_rank / "metrics"), 1e-10)
     assert_equal_tensors(saved_tensors(tmp_path, STEPS), saved_tensors(one_rank, STEPS), what="weights")
