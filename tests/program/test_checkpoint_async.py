@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import rank_parts, rank_writer, savers, writer_main
+from megatron.checkpoint import keeper, rank_parts, rank_writer, savers, writer_main
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
@@ -51,6 +51,7 @@ from tests.support.checkpoint_worlds import (
     save_checkpoint,
     whole,
 )
+from tests.support.forked_modules import fork_modules
 from tests.support.warm import run_forked_ranks
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
@@ -58,6 +59,15 @@ LAYOUT = Layout(2, (0.4,))
 WAIT_S = 30.0
 ALIVE_EVERY_S = writer_main.LONGEST_PAUSE_S
 """How often a writer that waits says that it is alive, where a test waits for that."""
+
+
+@pytest.fixture(autouse=True)
+def forked_writers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let writers be forks, but in tests that are about their start or their end, or that change what a later writer would call."""
+    if request.function not in FRESH:
+        for starter in (keeper, rank_writer):
+            monkeypatch.setattr(starter, "subprocess", subprocess)  # which is then put back
+        fork_modules()
 
 
 class Run:
@@ -626,3 +636,14 @@ def test_the_writer_loads_no_torch() -> None:
     code = "import sys, megatron.checkpoint.writer_main; assert not {'torch', 'fsspec', 'multiprocessing.spawn'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+FRESH = (
+    test_the_same_checkpoint_as_a_save_that_waits,
+    test_signals_to_the_job_are_not_for_the_writer,
+    test_the_writer_ends_with_training,
+    test_a_writer_that_is_slow_is_waited_for,
+    test_a_rank_that_cannot_even_leave_a_mark,
+    test_a_storage_that_stands_still_is_told_while_training_goes_on,
+)
+"""Tests whose writers are interpreters of their own, as in a run."""

@@ -124,7 +124,7 @@ def attempt(argv: list[str], kill: Kill | None) -> list[Ended]:
         if kill is not None:
             kill.arm(rank)
 
-    ended = launch(argv, RANKS, before=before)
+    ended = launch(argv, RANKS, before=before, gloo=True)
     deadline = time.monotonic() + 10.0
     while left := marked(mark):
         assert time.monotonic() < deadline, f"{kill}: processes {left} outlive the job"
@@ -157,7 +157,7 @@ def assert_sound(folder: Path, in_place: bool) -> int:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that is not interrupted, and writes nothing in the background."""
     folder = tmp_path_factory.mktemp("whole")
-    run(arguments(**{**SETTINGS, "async_save": False}, save=folder), RANKS)
+    run(arguments(**{**SETTINGS, "async_save": False}, save=folder), RANKS, gloo=True)
     return folder
 
 

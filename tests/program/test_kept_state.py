@@ -29,7 +29,7 @@ from megatron.planner.dry_run import Planner
 from megatron.planner.state_report import amount
 from megatron.training import kept_state
 from megatron.training.step import TrainStep
-from tests.program.test_run_spikes import REWINDS, bad_batches
+from tests.program.test_run_spikes import HALVES, REWINDS, bad_batches
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
     arguments,
@@ -48,6 +48,7 @@ STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2}
 LAST = 6
 """Steps of a run."""
+BATCH: dict[str, Any] = {"global_batch_size": 4}
 
 
 class Nodes:
@@ -119,7 +120,7 @@ def nodes() -> Iterator[Callable[..., Nodes]]:
 
 def _killed(tmp_path: Path, nodes: Nodes, ranks: int, at: int, last: int = LAST, **flags: Any) -> dict[str, Any]:
     """A run whose ranks are killed before a step, once all nodes have the newest copy of one before it; returns its settings."""
-    settings = {"save": tmp_path / "run", "load": tmp_path / "run", "memory_save_interval": 2, **flags}
+    settings = {"save": tmp_path / "run", "load": tmp_path / "run", "memory_save_interval": 2, **BATCH, **flags}
 
     def die(step: TrainStep) -> None:
         copy = Path(STATE_FOLDER, checkpoint_name((at - 1) // 2 * 2))
@@ -142,7 +143,7 @@ def _gone(*folders: Path) -> None:
 def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Bit for bit, with nothing on the storage, and nothing stays behind in memory."""
     node = nodes(1, fresh=True)
-    run(arguments(train_iters=LAST, save=tmp_path / "whole", **STAGES), 2)
+    run(arguments(train_iters=LAST, save=tmp_path / "whole", **BATCH, **STAGES), 2)
     settings = _killed(tmp_path, node, 2, 6, **STAGES)
     assert complete_checkpoints(tmp_path / "run") == []
     said = run(arguments(train_iters=LAST, **settings), 2, before=node.before(2))
@@ -154,7 +155,7 @@ def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[..., Node
 def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Memory keeps one copy, of iteration 6; behind the loss spike of iteration 8 both runs go back to the storage's of 4."""
     node, spike = nodes(1), bad_batches(56)
-    flags = {**REWINDS, "save_interval": 4}
+    flags = {**REWINDS, **HALVES, "save_interval": 4}
     run(arguments(**flags, train_iters=9, save=tmp_path / "whole"), 2, before=spike)
     settings = _killed(tmp_path, node, 2, 7, last=9, **flags)
     said = run(arguments(train_iters=9, **settings), 2, before=node.before(2, spike))
@@ -166,7 +167,7 @@ def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: P
 def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """The checkpoint is the one that a save would have made, and the next launch goes on from it."""
     node = nodes(1)
-    run(arguments(train_iters=LAST, exit_interval=4, save=tmp_path / "whole"), 2)
+    run(arguments(train_iters=LAST, exit_interval=4, save=tmp_path / "whole", **BATCH), 2)
     settings = _killed(tmp_path, node, 2, 5)
     folder = node.folder(0, tmp_path / "run")
     node.end()
@@ -191,7 +192,7 @@ def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[...,
     settings |= {"metrics_file": tmp_path / "metrics", "replicate_state": ranks - 1, "tensor_model_parallel_size": ranks}
     said = run(arguments(train_iters=LAST, **settings), ranks, before=left.before(ranks))
     assert "resuming from nodes://state/iter_0000002 at iteration 2" in said, said
-    run(arguments(train_iters=LAST, fp64=True, metrics_file=tmp_path / "whole"), 1)
+    run(arguments(train_iters=LAST, fp64=True, metrics_file=tmp_path / "whole", **BATCH), 1)
     assert losses(tmp_path / "metrics") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-10)
 
 

@@ -290,11 +290,15 @@ def test_a_layout_is_proved_with_parts_of_the_user(tmp_path: Path) -> None:
         found = []
         shape = {**TINY, "train_iters": 2, "use_distributed_optimizer": True, "imports": [module]}
         tensor = {"tensor_model_parallel_size": 2}
-        for parts in ({"optimizer": "own", "activation": "own", **tensor}, {"optimizer": "cut"}, {"activation": "mixed", **tensor}):
-            mine = settings(shape, **parts, world_size=4)
+        for ranks, steps, parts in (
+            (4, 2, {"optimizer": "own", "activation": "own", **tensor}),
+            (4, 1, {"optimizer": "cut"}),
+            (2, 1, {"activation": "mixed", **tensor}),
+        ):
+            mine = settings(shape, **parts, world_size=ranks)
             with pytest.raises(ValueError, match="--reference self compares"):
-                verify_layout(mine, 4)
-            (proof,) = verify_layout(mine, 4, steps=2, reference="self")
+                verify_layout(mine, ranks)
+            (proof,) = verify_layout(mine, ranks, steps=steps, reference="self")
             found.append([] if proof.equal else [proof.findings[0].kind, proof.findings[0].place])
         return found
 

@@ -138,7 +138,7 @@ def test_a_token_beyond_the_vocabulary(tmp_path: Path, settings: dict[str, Any])
         for document in range(10):
             writer.add_documents(np.arange(33) if document != 7 else np.full(33, 99))
     data = {"mock_data": None, "data_path": prefix, "split": "1,0,0"}
-    ended = launch(arguments(**{**data, **settings}, train_iters=5, save=tmp_path / "save", save_interval=1), 2)
+    ended = launch(arguments(**{**data, **settings}, train_iters=5, save=tmp_path / "save", save_interval=1), 2, gloo=True)
     assert all(end.code == 1 for end in ended), report(ended)
     assert any("token id 99" in end.stderr and "61 ids" in end.stderr for end in ended), report(ended)
     assert all("token id 99" in end.stderr or "lost contact" in end.stderr for end in ended), report(ended)
@@ -250,6 +250,7 @@ def test_a_rank_that_dies(tmp_path: Path, layout: str, victim: int) -> None:
         arguments(**settings, train_iters=1000, save=tmp_path, save_interval=2, hang_warn_s=60, global_batch_size=4),
         world_size,
         before=on_rank(victim, 3, lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+        gloo=True,
     )
     _assert_survivors_say_so(ended, victim, named=True)
     assert complete_checkpoints(tmp_path) == ["iter_0000002"]
@@ -277,7 +278,7 @@ def test_a_rank_that_dies_while_saving(saved: Path, tmp_path: Path, victim: int)
     """The checkpoint of before stays what is resumed from; what the dead save left is in nobody's way."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     again = arguments(load=tmp_path, ckpt_step=1, save=tmp_path, train_iters=3, lr_decay_iters=2)
-    ended = launch([*again, "--save-interval", "3"], 2, before=_dies_in(save_module, "write_part", victim))
+    ended = launch([*again, "--save-interval", "3"], 2, before=_dies_in(save_module, "write_part", victim), gloo=True)
     _assert_survivors_say_so(ended, victim)
     assert complete_checkpoints(tmp_path) == ["iter_0000001", "iter_0000002"]
     assert digest(tmp_path, 2) == digest(saved, 2)
@@ -289,7 +290,7 @@ def test_a_rank_that_dies_while_saving(saved: Path, tmp_path: Path, victim: int)
 def test_a_rank_that_dies_in_an_evaluation(tmp_path: Path) -> None:
     """Forward passes only: a stage waits for the one before it."""
     argv = arguments(**PP2, train_iters=2, eval_iters=1, eval_interval=1, global_batch_size=4, save=tmp_path)
-    ended = launch(argv, 2, before=_dies_in(TrainStep, "evaluate", 0))
+    ended = launch(argv, 2, before=_dies_in(TrainStep, "evaluate", 0), gloo=True)
     _assert_survivors_say_so(ended, 0)
     assert complete_checkpoints(tmp_path) == []
 

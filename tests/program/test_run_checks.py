@@ -54,11 +54,19 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "optim_grads_params, context, parts of two, bf16, host memory": (
         4,
-        {**ZERO3, **CONTEXT, "fsdp_shard_size": 2, "bf16": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {
+            **ZERO3,
+            **CONTEXT,
+            "num_layers": 1,
+            "fsdp_shard_size": 2,
+            "bf16": True,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.5,
+        },
     ),
     "optim_grads_params, tensor without sequences, never": (
         4,
-        {**ZERO3, "tensor_model_parallel_size": 2, "fsdp_reshard_after_forward": "never", "global_batch_size": 4},
+        {**ZERO3, "tensor_model_parallel_size": 2, "fsdp_reshard_after_forward": "never", "global_batch_size": 4, "num_layers": 1},
     ),
     "optim_grads_params, uneven, host memory, reduced once": (
         3,

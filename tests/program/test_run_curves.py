@@ -13,7 +13,7 @@ from tests.support.runs import arguments, losses, run
 SETTINGS: dict[str, Any] = {"train_iters": 50, "lr_warmup_iters": 5, "lr_decay_style": "cosine", "micro_batch_size": 4}
 """The loss falls from ln(61) = 4.1 to 1.4 and 1.2, and in the first 20 steps to 2.1 and 1.5."""
 START = 20
-"""Steps of each curve in a run of the tests without --full."""
+"""Steps of each curve in a run of the tests without --full, there with the whole batch at once."""
 
 
 class Band(NamedTuple):
@@ -58,7 +58,7 @@ LAYOUT: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": 
 @pytest.fixture(scope="module")
 def steps(full: bool) -> dict[str, Any]:
     """Settings of the curves: 50 steps with --full, and the first of these without."""
-    return SETTINGS if full else {**SETTINGS, "exit_interval": START}
+    return SETTINGS if full else {**SETTINGS, "exit_interval": START, "micro_batch_size": 8}
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from megatron.checkpoint.storage import MANIFEST, open_storage
 from megatron.config.cli import load
 from megatron.training.resume import look_in
 from megatron.verification.local_ranks import run_ranks
+from tests.support.forked_modules import fork_modules
 from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 
 STEPS, INTERVAL, STOP = 3, 1, 2
@@ -217,18 +218,20 @@ def test_the_step_asked_for_is_damaged(tmp_path: Path, stopped: Path) -> None:
 # ---- full disks
 
 
-def small_files(most: int) -> None:
-    """In this process and those that it starts no file may become larger."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+def small_files(*ranks: int) -> Callable[[int], None]:
+    """For `before`: on these ranks, and in processes that they start, no file may become larger than 20 kB."""
+
+    def before(rank: int) -> None:
+        fork_modules()
+        if rank in ranks:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    return before
 
 
 def test_a_rank_that_cannot_write_in_the_background(tmp_path: Path, whole: str, failing: int) -> None:
     """Training goes on, and each failure is told; at the end it is an error, for the last weights are on no disk."""
-    ended = launch(
-        arguments(**SETTINGS, save=tmp_path, async_save=True),
-        2,
-        before=lambda rank: small_files(20_000) if rank == failing else None,
-    )
+    ended = launch(arguments(**SETTINGS, save=tmp_path, async_save=True), 2, before=small_files(failing), gloo=True)
     assert all(end.code == 1 for end in ended), report(ended)
     said = ended[0].stdout
     assert said.count("File too large") >= 2, report(ended)
@@ -242,9 +245,7 @@ def test_a_rank_that_cannot_write_in_the_background(tmp_path: Path, whole: str, 
 def test_a_rank_that_cannot_write(tmp_path: Path, stopped: Path, whole: str) -> None:
     """Without the background, the run ends there; the checkpoints before stay."""
     folder = copied(stopped, tmp_path)
-    ended = launch(
-        arguments(**SETTINGS, save=folder, load=folder), 2, before=lambda rank: small_files(20_000) if rank == 1 else None
-    )
+    ended = launch(arguments(**SETTINGS, save=folder, load=folder), 2, before=small_files(1))
     assert all(end.code == 1 for end in ended), report(ended)
     said = ended[0].stderr
     assert "cannot save" in said and "rank 1: " in said and "File too large" in said and "Traceback" not in said, report(ended)
@@ -278,7 +279,7 @@ def test_a_full_disk(tmp_path: Path, stopped: Path, whole: str, in_background: b
             mount(tmp_path, size * 5 // 2)
         except PermissionError:
             return None
-        ended = launch(arguments(**settings), 2)
+        ended = launch(arguments(**settings), 2, before=lambda _: fork_modules())
         there = sorted(path.name for path in tmp_path.iterdir())
         mount(tmp_path, size * 10, _MS_REMOUNT)
         run(arguments(**settings | {"async_save": False}), 2)

@@ -156,7 +156,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_save(tmp_path: Path, whole:
     """Steps after the save are made again, with the same results; the metrics file then has them twice."""
     settings = {**SETTINGS, "save": tmp_path, "load": tmp_path, "metrics_file": tmp_path / "metrics"}
     kill = on_rank(1, 4, lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    assert [end.code for end in launch(arguments(**settings, save_interval=2), 2, before=kill)] == [1, -signal.SIGKILL]
+    assert [end.code for end in launch(arguments(**settings, save_interval=2), 2, before=kill, gloo=True)] == [1, -signal.SIGKILL]
     run(arguments(**settings), 2)
     assert digest(tmp_path, STEPS) == digest(whole, STEPS)
     lines, wanted = timeless(tmp_path / "metrics"), timeless(whole / "metrics")

@@ -119,7 +119,7 @@ def _hangs(tmp_path: Path, layout: int, name: str, culprit: int, iteration: int)
         if rank == culprit:
             fault.plant(iteration)
 
-    ended = launch(arguments(**settings), ranks, before=before, timeout=120.0)
+    ended = launch(arguments(**settings), ranks, before=before, gloo=True, timeout=120.0)
     told = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: nothing has moved")]
     assert told and f". rank {culprit} (node " in told[0] and fault.says in told[0], report(ended)
     assert len(told) == 2 and f"with exit code {HANG_EXIT_CODE}" in told[1], "said once, and ended"
@@ -179,7 +179,7 @@ def _on_two_nodes(
         then(rank)
 
     with nodes.inside(0):  # the store's threads stay there
-        return launch(arguments(**settings), ranks, before=before, timeout=120.0)
+        return launch(arguments(**settings), ranks, before=before, gloo=True, timeout=120.0)
 
 
 def _said_by_first_rank() -> str:
@@ -207,7 +207,9 @@ def _pauses(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
             happens = iter([stop, linger])
             _at_phase("in a step", iteration, lambda flight: next(happens, lambda _: None)(flight))
 
-    ended = launch(arguments(**flags, train_iters=iteration + 1, log_interval=100, hang_warn_s=0.6), ranks, before=before)
+    ended = launch(
+        arguments(**flags, train_iters=iteration + 1, log_interval=100, hang_warn_s=0.6), ranks, before=before, gloo=True
+    )
     assert [end.code for end in ended] == [0] * ranks, report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
     assert f". rank {culprit} (node " in lines[0] and FAULTS["stopped"].says in lines[0], lines
@@ -225,7 +227,7 @@ def _raises(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
         if rank == culprit:
             _at_phase("reading data", iteration, fail)
 
-    ended = launch(arguments(**flags, train_iters=10_000, hang_warn_s=5), ranks, before=before)
+    ended = launch(arguments(**flags, train_iters=10_000, hang_warn_s=5), ranks, before=before, gloo=True)
     assert all(end.code for end in ended) and "the disk is broken" in ended[culprit].stderr, report(ended)
     others = [end.stderr for rank, end in enumerate(ended) if rank != culprit]
     assert all("lost contact with rank" in said for said in others), report(ended)
@@ -292,7 +294,7 @@ def _is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
         stragglers.time = clock  # type: ignore[assignment]
 
     settings = {**flags, "straggler_interval": 2, "global_batch_size": 4, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}
-    said = run(arguments(**settings, train_iters=6), ranks, before=before).splitlines()
+    said = run(arguments(**settings, train_iters=6), ranks, before=before, gloo=True).splitlines()
     told = [line for line in said if "x its peers' time of computing" in line]
     assert [line.split()[-2] for line in told if line.startswith(f"  rank {culprit} (node ")] == ["4", "6"], said
     found = [line["straggler_rank"] for line in read_metrics(tmp_path / "metrics") if "straggler_rank" in line]
@@ -339,5 +341,5 @@ def test_what_any_other_fault_says(tmp_path: Path, seed: int) -> None:
 def test_nobody_is_watched_who_does_not_want_it() -> None:
     """Nor is a word said, or a method of torch changed, by a run that goes well."""
     before = dist.Work.wait
-    said = run(arguments(**TENSOR, train_iters=2, hang_warn_s=5), 2)
+    said = run(arguments(**TENSOR, train_iters=2, hang_warn_s=5), 2, gloo=True)
     assert "hang" not in said.replace("--hang", "") and dist.Work.wait is before

@@ -173,7 +173,7 @@ def test_timers_of_all_ranks(option: str) -> None:
 def test_a_profile_of_some_steps_on_some_ranks(tmp_path: Path) -> None:
     """A Chrome trace from each rank that is named; the run goes on after the window."""
     window = {"profile": True, "profile_step_start": 2, "profile_step_end": 3, "profile_ranks": (1,), "profile_dir": tmp_path}
-    said = run(arguments(train_iters=3, **window, num_workers=2), 2)
+    said = run(arguments(train_iters=3, **window, num_workers=2), 2, gloo=True)
     assert "done after 3 iterations" in said
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["trace_rank1_step2-3.json"]
     events = json.loads((tmp_path / "trace_rank1_step2-3.json").read_text())["traceEvents"]

@@ -113,7 +113,7 @@ def test_a_rank_without_memory_says_what_took_it_and_what_to_change() -> None:
     """One message, on that rank; no traceback, and the other one ends too."""
     lost = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB")
     argv = arguments(**STAGES, train_iters=1, log_memory=True, device_memory_gb=0.0003)
-    ended = launch(argv, 2, before=exhausted(OpKind.BACKWARD, 1, lost))
+    ended = launch(argv, 2, before=exhausted(OpKind.BACKWARD, 1, lost), gloo=True)
     assert [end.code for end in ended] == [1, 1] and "Traceback" not in ended[1].stderr, report(ended)
     said = ended[1].stderr.splitlines()
     assert said[0] == (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,14 +70,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, layout: s
     def before(rank: int) -> None:
         if rank == 1:
             at_iteration(2, spoil(math.inf, "layers.1.mlp.up.weight"))
-            at_iteration(4, spoil(math.nan, "layers.1.mlp.up.weight"))
+            at_iteration(3, spoil(math.nan, "layers.1.mlp.up.weight"))
 
     run(
         arguments(
             fp16=True,
             initial_loss_scale=2**12,
             hysteresis=1,
-            train_iters=5,
+            train_iters=4,
             lr_decay_iters=4,
             ema_decay=0.5,
             save=tmp_path,
@@ -90,27 +89,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, layout: s
         before=before,
     )
     for kind in ("model", "exp_avg", "exp_avg_sq", "ema"):
-        first, second, third, fourth, fifth = (contents(tmp_path, iteration, kind) for iteration in range(1, 6))
+        first, second, third, fourth = (contents(tmp_path, iteration, kind) for iteration in range(1, 5))
         assert first and None not in first.values()
-        for before_it, after, later in ((first, second, third), (third, fourth, fifth)):
-            assert before_it == after
-            assert all(after[name] != later[name] for name in first)
-    state = saved_state(tmp_path, 5)
+        assert first == second == third
+        assert all(third[name] != fourth[name] for name in first)
+    state = saved_state(tmp_path, 4)
     del state["progress"]["phases"]
     assert state["progress"] == {
-        "iteration": 5,
-        "consumed_samples": 5 * batch,
-        "updated_samples": 3 * batch,
+        "iteration": 4,
+        "consumed_samples": 4 * batch,
+        "updated_samples": 2 * batch,
         "skipped_iterations": 2,
     }
-    assert state["optimizer_updates"] == 3
+    assert state["optimizer_updates"] == 2
     lines = read_metrics(tmp_path / "metrics")
-    assert [line["skipped"] for line in lines] == [0, 1, 0, 1, 0]
-    assert [line["loss_scale"] for line in lines] == [2**12, 2**12, 2**11, 2**11, 2**10]
-    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2, 7.5e-3, 7.5e-3, 5e-3, 5e-3], rel=1e-12)
-    for skipped, made in itertools.pairwise(lines[1:]):
-        if skipped["skipped"]:
-            assert skipped["grad_norm"] is None and skipped["nonfinite"] is True and made["grad_norm"] > 0
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 0]
+    assert [line["loss_scale"] for line in lines] == [2**12, 2**12, 2**11, 2**10]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2, 7.5e-3, 7.5e-3, 7.5e-3], rel=1e-12)
+    assert all(line["grad_norm"] is None and line["nonfinite"] is True for line in lines[1:3]) and lines[3]["grad_norm"] > 0
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run(tmp_path: Path) -> None:

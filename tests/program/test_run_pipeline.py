@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron.config.layer_costs import LayerCosts, read_layer_costs
+from megatron.planner.advice import advice
+from megatron.training import startup
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 
 STEPS = 2
@@ -75,8 +77,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(**settings: Any) -> str:
-    """Run with --profile-pipeline. Returns all that rank 0 had to say."""
-    ended = launch([*arguments(**BASE | settings), "--profile-pipeline"], 2)
+    """Run with --profile-pipeline, and with the advice. Returns all that rank 0 had to say."""
+
+    def before(rank: int) -> None:
+        startup.advice = advice
+
+    ended = launch([*arguments(**BASE | settings), "--profile-pipeline"], 2, before=before)
     assert all(end.code == 0 for end in ended), report(ended)
     return ended[0].stdout + ended[0].stderr
 

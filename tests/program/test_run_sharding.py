@@ -64,6 +64,8 @@ TRACED = (
 )
 
 
+OVER_GLOO = ("distributed optimizer, tensor", "optim_grads_params, host, once")
+"""Runs over gloo, as a user's; others go through shared memory."""
 QUICK = (
     "distributed optimizer, tensor",
     "optim, pipeline",
@@ -105,7 +107,7 @@ def test_losses_are_those_of_one_process(one_process: dict[int, Path], tmp_path:
     world_size, flags = RUNS[name]
     alone = one_process[flags.get("num_layers", 2)]
     files = {"save": tmp_path, "metrics_file": tmp_path / "metrics", "save_trace": tmp_path / "trace" if name in TRACED else None}
-    said = run(arguments(**{**BASE, **flags}, **files), world_size)
+    said = run(arguments(**{**BASE, **flags}, **files), world_size, gloo=name in OVER_GLOO)
     expected = told((alone / "said").read_text())
     assert len(expected) >= STEPS + 2 and told(said) == expected
     lines, wanted = timeless(tmp_path / "metrics"), timeless(alone / "metrics")
@@ -131,6 +133,7 @@ def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path, full: bool) -> N
     for number, strategy in enumerate(strategies):
         settings = {
             **flags,
+            "num_layers": 1,
             "train_iters": 1,
             "global_batch_size": 4,
             "ddp_bucket_size": 5000,
@@ -156,7 +159,7 @@ SENT = {"no_shard": 4.0, "optim": 3.0, "optim_grads": 2 * 2 + 1.0, "optim_grads_
 
 def test_the_start_up_log_tells_what_is_kept_and_sent(strategy: str) -> None:
     flags: dict[str, Any] = {"data_parallel_sharding_strategy": strategy, "untie_embeddings_and_output_weights": True}
-    sizes = {"hidden_size": 128, "vocab_size": 511, "train_iters": 1, "bf16": True}
+    sizes = {"hidden_size": 128, "vocab_size": 511, "num_layers": 1, "train_iters": 1, "bf16": True}
     said = run(arguments(**flags, **sizes), 2)
     found = re.search(r"model of ([\d,]+) parameters", said)
     assert found is not None

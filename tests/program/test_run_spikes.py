@@ -12,6 +12,7 @@ from megatron.checkpoint.save_folder import read_config
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences
+from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
     arguments,
     checkpoint,
@@ -34,15 +35,16 @@ JUDGED: dict[str, Any] = {
     "spike_window": 4,
     "spike_threshold": 1000.0,
     "global_batch_size": BATCH,
-    "micro_batch_size": 4,
+    "micro_batch_size": BATCH,
 }
-"""Two steps are enough to judge the third."""
+"""Two steps are enough to judge the third. A batch is one microbatch, but of several ranks two."""
+HALVES: dict[str, Any] = {"micro_batch_size": BATCH // 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "tp2": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
-    "dp2, optim": (2, {"use_distributed_optimizer": True}),
-    "dp2, optim_grads_params": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    "tp2": (2, {**HALVES, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {**HALVES, "pipeline_model_parallel_size": 2}),
+    "dp2, optim": (2, {**HALVES, "use_distributed_optimizer": True}),
+    "dp2, optim_grads_params": (2, {**HALVES, "data_parallel_sharding_strategy": "optim_grads_params"}),
 }
 
 
@@ -63,6 +65,7 @@ def bad_batches(*consumed: int) -> Callable[[int], None]:
     """For `before`: the gradients of the batches that begin at these samples are a million times as large."""
 
     def before(rank: int) -> None:
+        fork_modules()
         original = TrainStep._sums
 
         def spoiled(self: TrainStep, *args: Any, **named: Any) -> Any:
@@ -148,6 +151,7 @@ def one_rewinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EVERYTHING: dict[str, Any] = {
+    **HALVES,
     "fp64": None,
     "bf16": True,
     "use_distributed_optimizer": True,
@@ -286,7 +290,7 @@ def test_weights_of_damaged_checkpoints_are_not_trained_on(tmp_path: Path) -> No
 
 def test_spikes_wherever_it_goes_on_end_the_run(tmp_path: Path) -> None:
     """After --spike-max-rewinds to the same checkpoint, on every rank, with one message."""
-    settings = {**REWINDS, "train_iters": 7, "save": tmp_path, "spike_max_rewinds": 1}
+    settings = {**REWINDS, **HALVES, "train_iters": 7, "save": tmp_path, "spike_max_rewinds": 1}
     ended = launch(arguments(**settings), 2, before=bad_batches(BAD, 72))
     assert [end.code for end in ended] == [1, 1], report(ended)
     assert "iteration 6: a loss spike again after 1 rewinds" in ended[0].stderr and ended[1].stderr == ""

@@ -31,6 +31,7 @@ from tests.support.runs import (
 
 WATCHED: dict[str, Any] = {"sentinel_interval": 1}
 EXPERTS: dict[str, Any] = {
+    "num_layers": 1,
     "num_experts": 4,
     "moe_ffn_hidden_size": 16,
     "disable_bias_linear": True,
@@ -46,6 +47,7 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor, optim, overlap, bf16, all that is measured beside": (
         4,
         {
+            "num_layers": 1,
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,
             "bf16": True,
@@ -65,6 +67,7 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "pipeline_model_parallel_size": 2,
             "micro_batch_size": 1,
+            "global_batch_size": 4,
             "pipeline_schedule": "zb-v",
             "num_layers": 4,
             "num_virtual_stages_per_pipeline_rank": 2,
@@ -78,6 +81,9 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
             "context_parallel_size": 2,
             "fsdp_shard_size": 2,
             "reset_attention_mask": True,
+            "num_layers": 1,
+            "micro_batch_size": 1,
+            "global_batch_size": 4,
             "mtp_num_layers": 1,
         },
     ),
@@ -87,20 +93,24 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_the_sentinel_finds_nothing_and_changes_nothing(tmp_path: Path, name: str) -> None:
-    """Weights, moments and every logged number are those of the run without it, bit for bit. With dropout."""
+    """Weights, moments and every logged number are those of the run without it, bit for bit. With dropout.
+
+    One copy of the experts talks over gloo.
+    """
     world_size, flags = CLEAN[name]
+    alone = name == "one copy of the experts"
     makes_all_updates = not {"fp16", "iterations_to_skip"} & {*flags}
     steps = 2 if makes_all_updates else 3
     settings = {"train_iters": steps, "make_vocab_size_divisible_by": 4, "hidden_dropout": 0.1, "ddp_bucket_size": 5000, **flags}
     said = []
     for folder, watched in ((tmp_path / "off", {}), (tmp_path / "on", WATCHED)):
-        said.append(run(arguments(**settings, **watched, save=folder, metrics_file=folder / "metrics"), world_size))
+        argv = arguments(**settings, **watched, save=folder, metrics_file=folder / "metrics")
+        said.append(run(argv, world_size, gloo=alone))
     assert digest(tmp_path / "on", steps) == digest(tmp_path / "off", steps)
     lines = timeless(tmp_path / "on" / "metrics")
     checks = [line["sentinel_differences"] for line in lines if "sentinel_differences" in line]
     assert checks == [0, 0], "each step that makes an update"
     assert [line for line in lines if "sentinel_differences" not in line] == timeless(tmp_path / "off" / "metrics")
-    alone = name == "one copy of the experts"
     assert ["no other data rank holds these parts" in one for one in said] == [False, alone]
     assert "WARNING" not in said[1]
 
@@ -228,6 +238,6 @@ def test_where_kernels_are_not_deterministic_a_band_is_compared() -> None:
 
         return before
 
-    run(arguments(**WATCHED, train_iters=3), 2, before=banded(computes_wrong(1, times=math.inf, factor=1 + 1e-6)))
-    message = failed(launch(arguments(**WATCHED, train_iters=3), 2, before=banded(computes_wrong(1, times=1, factor=-1e3))))
+    run(arguments(**WATCHED, train_iters=2), 2, before=banded(computes_wrong(1, times=math.inf, factor=1 + 1e-6)))
+    message = failed(launch(arguments(**WATCHED, train_iters=2), 2, before=banded(computes_wrong(1, times=1, factor=-1e3))))
     assert "layers.1.mlp.up.weight first); data rank 1 does not repeat itself" in message

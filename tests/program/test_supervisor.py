@@ -16,7 +16,7 @@ from tests.support.runs import arguments, digest, run, saved_tensors
 from tests.support.supervised import Job, check_samples
 
 STEPS = 24
-SETTINGS: dict[str, Any] = {"num_layers": 1, "save_interval": 4, "fp64": True, "micro_batch_size": 1}
+SETTINGS: dict[str, Any] = {"num_layers": 1, "save_interval": 4, "fp64": True, "micro_batch_size": 1, "global_batch_size": 4}
 SETTINGS |= {"lr_decay_style": "constant", "lr": 1e-3}
 STEP_S = 0.1
 ENDLESS = {**SETTINGS, "train_iters": 100_000}
@@ -26,7 +26,7 @@ def assert_same_run(job: Job, whole: Path) -> None:
     """The run, at whatever layouts, is that on two data ranks that nobody disturbed, up to rounding in float64."""
     last = job.saved()
     run(arguments(**SETTINGS, train_iters=last, save=whole, log_interval=last), 2)
-    check_samples(job.folder / "metrics", 8, last, SETTINGS["save_interval"])
+    check_samples(job.folder / "metrics", 4, last, SETTINGS["save_interval"])
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         assert not tensor_differences(kind, saved_tensors(job.save, last, kind), saved_tensors(whole, last, kind), 1e-10)
 
@@ -44,7 +44,7 @@ def test_killed_ranks_are_started_again(tmp_path: Path) -> None:
         said = node.said()
         assert said.count("was ended by SIGKILL") == 2 == said.count("supervisor: back after"), said
         assert digest(job.save, STEPS) == digest(tmp_path / "whole", STEPS)
-        check_samples(tmp_path / "metrics", 8, STEPS, 4)
+        check_samples(tmp_path / "metrics", 4, STEPS, 4)
 
 
 def test_a_broken_place_is_left_out_and_tried_again(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_broken_place_is_left_out_and_tried_again(tmp_path: Path) -> None:
         node.wait_for(lambda: job.saved() >= 4)
         node.kill_rank(3, node.kill_rank(3))
         node.wait_for("place 3 is left out")
-        node.wait_for("2 ranks in place of 4: 2 data ranks, of which each takes 4 microbatches of the same global batch of 8")
+        node.wait_for("2 ranks in place of 4: 2 data ranks, of which each takes 2 microbatches of the same global batch of 4")
         node.wait_for(lambda: node.said().count("back after") == 1)
         node.kill_rank(0)
         node.wait_for(lambda: node.said().count("back after") == 2)
@@ -77,7 +77,7 @@ def test_nodes_are_lost_and_join(tmp_path: Path) -> None:
         first, second = sorted(nodes, key=lambda node: min(node.ranks()))
         first.tell(signal.SIGKILL)
         second.wait_for("is lost")
-        second.wait_for("1 rank in place of 2: 1 data rank, of which each takes 8 microbatches of the same global batch of 8")
+        second.wait_for("1 rank in place of 2: 1 data rank, of which each takes 4 microbatches of the same global batch of 4")
         second.wait_for("back after")
         third = job.node(*own, **ENDLESS)
         second.wait_for("joins")

@@ -38,7 +38,10 @@ def clean(minutes: float, warn_s: float) -> None:
         with tempfile.TemporaryDirectory(prefix="clean-") as name:
             sometimes = {"save": Path(name) / "run", "save_interval": 40, "keep_last": 2, "eval_interval": 50, "eval_iters": 2}
             ended = launch(
-                arguments(**flags, **sometimes, train_iters=300, log_interval=100, hang_warn_s=warn_s), ranks, timeout=3600
+                arguments(**flags, **sometimes, train_iters=300, log_interval=100, hang_warn_s=warn_s),
+                ranks,
+                gloo=True,
+                timeout=3600,
             )
         assert all(end.code == 0 and "hang: " not in end.stderr for end in ended), report(ended)
         runs += 1
@@ -66,7 +69,7 @@ def overhead(pairs: int) -> None:
 
             size = {"hidden_size": 256, "seq_length": 128, "num_layers": 4, "vocab_size": 1000}
             argv = arguments(**TENSOR, **STAGES, **size, train_iters=_STEPS, log_interval=_STEPS, hang_warn_s=warn_s)
-            ended = launch(argv, 4, before=before, timeout=600)
+            ended = launch(argv, 4, before=before, gloo=True, timeout=600)
             assert all(end.code == 0 for end in ended), report(ended)
             return sum(float((Path(name) / str(rank)).read_text()) for rank in range(4))
 

@@ -137,7 +137,9 @@ def _on_its_feet(job: Job, node: Node) -> Node:
 
 def _check(job: Job, ranks: int, flags: dict[str, Any], *, same_layout: bool) -> None:
     last, whole = job.saved(), job.folder / "whole"
-    run(arguments(**{**SETTINGS, **flags, "save_interval": None}, train_iters=last, save=whole, log_interval=last), ranks)
+    run(
+        arguments(**{**SETTINGS, **flags, "save_interval": None}, train_iters=last, save=whole, log_interval=last), ranks, gloo=True
+    )
     in_flight = 2 if flags.get("async_save") else 1  # a save in the background may be cut off, up to the next one
     check_samples(job.folder / "metrics", 8, last, in_flight * SETTINGS["save_interval"])
     for kind in ("model", "exp_avg", "exp_avg_sq"):
