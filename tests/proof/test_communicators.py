@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.config.config import LoadedConfig
+from megatron.config.cli import LoadedConfig
 from megatron.training.step import TrainStep
 from tests.proof.test_dry_run_traffic import EXPERTS, GRID, groups_of, random_batch
 from tests.support.planned import kind_of, plans_of, real_context, real_step, settings, topology_of

@@ -6,6 +6,7 @@ is to occur in a run; `--full` runs the products whole.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,8 +65,13 @@ class Feature:
         """Whether a case is one of its product. Of one that is not whole, as far as it is known."""
         if not self.shards_alone and case.get("sharding", "no_shard") != "no_shard" and case.get("dp") == case.get("cp") == 1:
             return False
-        axes = inspect.signature(self.valid).parameters
+        axes = self._looked_at
         return (not case.keys() >= axes.keys() or self.valid(*(case[axis] for axis in axes))) and fits(case)
+
+    @functools.cached_property
+    def _looked_at(self) -> Mapping[str, Any]:
+        """The axes that `valid` names."""
+        return inspect.signature(self.valid).parameters
 
     def cases(self, *parts: Setting) -> Iterator[Case]:
         """Its product, or the cases of it that have all of these settings."""

@@ -139,9 +139,7 @@ def test_the_tool_joins_prefixes_folders_and_patterns(tmp_path: Path) -> None:
         (["a", "cut"], "out", "cut.bin has 0 bytes"),
     ],
 )
-def test_the_tool_refuses(
-    tmp_path: Path, words: list[str], output: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tool_refuses(tmp_path: Path, words: list[str], output: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "cut"):
         write(tmp_path / name, [[1]])
     (tmp_path / "cut.bin").write_bytes(b"")
