@@ -45,6 +45,8 @@ def private_names(source: str) -> list[str]:
 
     Chains of attributes count from names that the file imports from torch, or assigns from such a chain.
     """
+    if "torch" not in source:
+        return []
     nodes = [*ast.walk(ast.parse(source))]
     modules, names = {}, []
     for node in nodes:
