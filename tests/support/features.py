@@ -47,6 +47,9 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 SHARDING = each("sharding", STRATEGIES)
 
 
+_signature = functools.cache(inspect.signature)
+
+
 @dataclass(frozen=True)
 class Feature:
     """Axes of a product."""
@@ -65,13 +68,8 @@ class Feature:
         """Whether a case is one of its product. Of one that is not whole, as far as it is known."""
         if not self.shards_alone and case.get("sharding", "no_shard") != "no_shard" and case.get("dp") == case.get("cp") == 1:
             return False
-        axes = self._looked_at
+        axes = _signature(self.valid).parameters
         return (not case.keys() >= axes.keys() or self.valid(*(case[axis] for axis in axes))) and fits(case)
-
-    @functools.cached_property
-    def _looked_at(self) -> Mapping[str, Any]:
-        """The axes that `valid` names."""
-        return inspect.signature(self.valid).parameters
 
     def cases(self, *parts: Setting) -> Iterator[Case]:
         """Its product, or the cases of it that have all of these settings."""

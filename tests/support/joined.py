@@ -360,9 +360,8 @@ def is_quick(case: Case) -> bool:
 @functools.cache
 def _within(known: frozenset[str]) -> list[list[tuple[Callable[..., bool], Iterable[str]]]]:
     """The constraints that look at these axes alone, and their axes: those of every case, and those of the normal run."""
-    both = [*zip([*CONSTRAINTS, *QUICK], LOOKED_AT, strict=True)]
-    parts = both[: len(CONSTRAINTS)], both[len(CONSTRAINTS) :]
-    return [[(constraint, axes) for constraint, axes in part if known >= axes] for part in parts]
+    axes = iter(LOOKED_AT)
+    return [[(one, looked_at) for one in part if known >= (looked_at := next(axes))] for part in (CONSTRAINTS, QUICK)]
 
 
 def num_layers(case: Case) -> int:

@@ -299,8 +299,7 @@ def saved_state(folder: Path, iteration: int) -> dict[str, Any]:
 
 
 def saved_tensors(folder: Path, iteration: int, kind: str = "model") -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint, whatever the layout it was saved at: weights, or moments such as exp_avg; of every kind, with
-    the kind in their names, where `kind` is empty."""
+    """Whole tensors of a checkpoint, whatever its layout: weights, or moments such as exp_avg; all, by their full names, for ''."""
     path, prefix = checkpoint(folder, iteration), f"{kind}." if kind else ""
     stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith(prefix)}
     found = {name: torch.full(tensor.shape, torch.nan, dtype=torch_dtype(tensor.dtype)) for name, tensor in stored.items()}
