@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -96,7 +97,8 @@ def mutations_of(root: Path, packages: Sequence[str]) -> list[Mutation]:
     return found
 
 
-def mutations_in(path: str, source: str) -> list[Mutation]:
+@functools.cache
+def mutations_in(path: str, source: str) -> Sequence[Mutation]:
     """List every mutation of one module. A few do not compile."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))

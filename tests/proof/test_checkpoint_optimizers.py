@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.training import OptimizerConfig
+from megatron.parallel.context import ParallelContext
+from megatron.training.step import TrainStep
 from megatron.verification.plain_run import rule_numbers
 from megatron.verification.reference.shape import random_weights
 from tests.support.checkpoint_worlds import read_manifest
@@ -70,20 +72,44 @@ def reference(rule: str) -> ReferenceRun:
 def stretch(rank: int, rule: str, layout: Layout, done: int, steps: int, source: Path | None, folder: Path) -> list[float]:
     """Take steps after `done`, from the checkpoint in `source` if given. Save what was loaded, and the state after every step;
     return the losses."""
-    context, r = context_of(layout, rank), recipe(rule)
+    context = context_of(layout, rank)
+    step = step_of(context, rule, layout, source, done)
+    if source is not None:
+        save(step, folder / "loaded", done)
+    losses = [step_and_save(step, rule, layout, at, folder) for at in range(done, done + steps)]
+    if dist.is_initialized():
+        dist.barrier()
+    return losses
+
+
+def whole_and_resumed(rank: int, rule: str, layout: Layout, folder: Path) -> None:
+    """Take two steps, and the second once more from the checkpoint of the first. Save the state after every step."""
+    context = context_of(layout, rank)
+    step = step_of(context, rule, layout, None, 0)
+    for at in range(2):
+        step_and_save(step, rule, layout, at, folder / "whole")
+    dist.barrier()
+    step_and_save(step_of(context, rule, layout, folder / "whole", 1), rule, layout, 1, folder / "resumed")
+    dist.barrier()
+
+
+def step_of(context: ParallelContext, rule: str, layout: Layout, source: Path | None, done: int) -> TrainStep:
+    """The training step, from the checkpoint in `source` after `done` steps if given."""
+    r = recipe(rule)
     # Other weights than those of the checkpoint, so that what is not filled shows.
     step = build_step(context, r if source is None else replace(r, weights={k: w + 1 for k, w in r.weights.items()}), layout)
     if source is not None:
         load(step, source, done)
-        save(step, folder / "loaded", done)
-    losses = []
-    for at in range(done, done + steps):
-        inputs = microbatches(r.batches[at], context, layout.micro_batch_size)
-        losses.append(step.run(inputs, iteration=at + 1, learning_rate=r.lr, weight_decay=r.weight_decay).loss)
-        save(step, folder, at + 1)
-    if dist.is_initialized():
-        dist.barrier()
-    return losses
+    return step
+
+
+def step_and_save(step: TrainStep, rule: str, layout: Layout, at: int, folder: Path) -> float:
+    """Take a step, and save the state after it; return the loss."""
+    r = recipe(rule)
+    inputs = microbatches(r.batches[at], step.context, layout.micro_batch_size)
+    loss = step.run(inputs, iteration=at + 1, learning_rate=r.lr, weight_decay=r.weight_decay).loss
+    save(step, folder, at + 1)
+    return loss
 
 
 def content(folder: Path, iteration: int) -> str:
@@ -116,6 +142,5 @@ def test_a_run_goes_on_at_any_other_layout(rule: str, tmp_path: Path) -> None:
 def test_a_resume_at_the_same_layout_changes_no_bit(rule: str, layout: Layout, tmp_path: Path) -> None:
     """In float32, where every other order of a sum would show."""
     layout = replace(layout, micro_batch_size=1, dtype=torch.float32)
-    run_warm_ranks(layout.world_size, stretch, rule, layout, 0, 2, None, tmp_path / "whole")
-    run_warm_ranks(layout.world_size, stretch, rule, layout, 1, 1, tmp_path / "whole", tmp_path / "resumed")
+    run_warm_ranks(layout.world_size, whole_and_resumed, rule, layout, tmp_path)
     assert content(tmp_path / "whole", 2) == content(tmp_path / "resumed", 2) != content(tmp_path / "whole", 1)

@@ -228,8 +228,8 @@ def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest
         with StorageLedger() as ledger:
             layer.weight = nn.Parameter(torch.zeros(vocab, HIDDEN, dtype=dtype))
             layer.weight.grad_sink = sink_over(torch.zeros(vocab, HIDDEN))  # type: ignore[attr-defined]
-            x = torch.zeros(16, 8, HIDDEN, dtype=dtype, requires_grad=True)
-            labels, mask = torch.zeros(16, 8, dtype=torch.int64), torch.ones(16, 8)
+            x = torch.zeros(4, 8, HIDDEN, dtype=dtype, requires_grad=True)
+            labels, mask = torch.zeros(4, 8, dtype=torch.int64), torch.ones(4, 8)
             ledger.cut()
             layer(x, labels, mask).backward()
             return ledger.cut().peak

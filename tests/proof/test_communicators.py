@@ -7,17 +7,19 @@ calls do not count here.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from megatron.config.cli import LoadedConfig
 from megatron.training.step import TrainStep
 from tests.proof.test_dry_run_traffic import EXPERTS, GRID, groups_of, random_batch
 from tests.support.planned import kind_of, plans_of, real_context, real_step, settings, topology_of
 from tests.support.shared_memory import GroupCall, recorded_calls
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "tensor and pipeline ranks": {**GRID, "sequence_parallel": True},
@@ -30,6 +32,14 @@ CASES: dict[str, dict[str, Any]] = {
     "context ranks in a ring": {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "cp_comm_type": ("p2p",)},
     "replicas": {"data_parallel_sharding_strategy": "optim_grads_params", "fsdp_shard_size": 2, "global_batch_size": 16},
 }
+
+
+@functools.cache
+def cases() -> list[LoadedConfig]:
+    """All of them on 8 ranks."""
+    return [settings(8, **case) for case in CASES.values()]
+
+
 _OF_PYTHON_VALUES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
 
 
@@ -57,27 +67,31 @@ def run_from_the_start(step: TrainStep, batch: Any) -> None:
     step.finish_publishing()
 
 
+UsedGroups = tuple[set[tuple[int, ...]], set[tuple[int, ...]], dict[str, tuple[int, ...]]]
+"""Ranks of the groups of collectives and of messages, and of all groups by name."""
+
+
+def used_groups(rank: int) -> list[UsedGroups]:
+    """Those of a rank, in each case."""
+    used = []
+    for case in cases():
+        context = real_context(case.config, rank, 8)
+        with calls_with_tensors() as calls:
+            step = real_step(case.config, context)
+            run_from_the_start(step, random_batch(step, context, case))
+        dist.barrier()
+        collectives = {call.ranks for call in calls if call.what != "send"}
+        used.append((collectives, {call.ranks for call in calls if call.what == "send"}, groups_of(context)))
+    return used
+
+
 def test_groups_that_carry_tensors_are_those_of_the_plan() -> None:
-    cases = [settings(8, **case) for case in CASES.values()]
-
-    def used_groups(rank: int) -> list[tuple[set[tuple[int, ...]], set[tuple[int, ...]], dict[str, tuple[int, ...]]]]:
-        """Ranks of the groups of collectives and of messages, and of all groups by name."""
-        used = []
-        for case in cases:
-            context = real_context(case.config, rank, 8)
-            with calls_with_tensors() as calls:
-                step = real_step(case.config, context)
-                run_from_the_start(step, random_batch(step, context, case))
-            dist.barrier()
-            collectives = {call.ranks for call in calls if call.what != "send"}
-            used.append((collectives, {call.ranks for call in calls if call.what == "send"}, groups_of(context)))
-        return used
-
-    ranks, plans = run_forked_ranks(8, used_groups), plans_of(cases)
+    ranks: list[list[UsedGroups]] = run_warm_ranks(8, used_groups)
+    plans = plans_of(cases())
     for index, (name, plan) in enumerate(zip(CASES, plans, strict=True)):
         for rank in range(8):
             collectives, messages, groups = ranks[rank][index]
-            topology = topology_of(cases[index].config, 8)
+            topology = topology_of(cases()[index].config, 8)
             sent = kind_of(plan, topology, rank).sent
             in_rings = "ring" in name
             planned = {traffic.over for traffic in sent}

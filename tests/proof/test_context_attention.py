@@ -7,6 +7,7 @@ takes every case.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -116,18 +117,20 @@ def sharers(context: ParallelContext, way: ContextWay) -> Sharers:
     return Sharers(way, context.context_group, context.context_rings)
 
 
-def on_a_rank(rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
-    """Result and gradients of a rank's tokens; of the sinks its share."""
-    with pytest.MonkeyPatch.context() as patch:
-        if case["kernel"] == "flash":
-            patch.setattr(flash_parts, "flash_takes", lambda q, v, dropout: True)
-            patch.setattr(flash_parts, "flash_forward", plain_forward)
-            patch.setattr(flash_parts, "flash_backward", plain_backward)
-        return run_on_a_rank(rank, case)
+def on_a_rank(rank: int, cases: Sequence[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    """Result and gradients of a rank's tokens in each case; of the sinks its share. All cases are of as many ranks."""
+    context, found = make_context(Topology(cp=cases[0]["ranks"]), rank, torch.device("cpu")), []
+    for case in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            if case["kernel"] == "flash":
+                patch.setattr(flash_parts, "flash_takes", lambda q, v, dropout: True)
+                patch.setattr(flash_parts, "flash_forward", plain_forward)
+                patch.setattr(flash_parts, "flash_backward", plain_backward)
+            found.append(of_a_case(context, rank, case))
+    return found
 
 
-def run_on_a_rank(rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
-    context = make_context(Topology(cp=case["ranks"]), rank, torch.device("cpu"))
+def of_a_case(context: ParallelContext, rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
     cut = cut_of(case["cut"], case["ends"], case["ranks"])
     *inputs, sinks, grad = tensors(case["sizes"], case.get("dtype", torch.float64))
     places = torch.from_numpy(cut.places(rank))
@@ -141,19 +144,27 @@ def run_on_a_rank(rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
     return [out.detach(), *(x.grad for x in own if x.grad is not None), of_sinks]
 
 
-def joined(case: dict[str, Any]) -> list[torch.Tensor]:
-    """Result and gradients of all ranks together."""
-    cut = cut_of(case["cut"], case["ends"], case["ranks"])
-    found = run_warm_ranks(case["ranks"], on_a_rank, case, timeout=60.0)
-    order = torch.from_numpy(np.argsort(cut.order))
-    *divided, sinks = zip(*found, strict=True)
-    return [*(torch.cat(parts)[order] for parts in divided), torch.stack(sinks).sum(0)]
+def joined(cases: Sequence[dict[str, Any]]) -> Iterator[list[torch.Tensor]]:
+    """Result and gradients of all ranks together, in each case. All cases are of as many ranks."""
+    ranks = run_warm_ranks(cases[0]["ranks"], on_a_rank, cases, timeout=60.0)
+    for case, found in zip(cases, zip(*ranks, strict=True), strict=True):
+        order = torch.from_numpy(np.argsort(cut_of(case["cut"], case["ends"], case["ranks"]).order))
+        *divided, sinks = zip(*found, strict=True)
+        yield [*(torch.cat(parts)[order] for parts in divided), torch.stack(sinks).sum(0)]
+
+
+def covered(**axes: list[Any]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Cases in which each pair of settings occurs, with results and gradients."""
+    cases = covering({**AXES, **axes}, 2, fits)
+    for ranks in AXES["ranks"]:
+        alike = [case for case in cases if case["ranks"] == ranks]
+        yield from zip(alike, joined(alike), strict=True)
 
 
 def error(case: dict[str, Any]) -> float:
     """The largest difference to plain attention."""
     wanted = plain(case["ends"], case["scores"], case["sizes"])
-    return max((mine - other).abs().max().item() for mine, other in zip(joined(case), wanted, strict=True))
+    return max((mine - other).abs().max().item() for mine, other in zip(next(joined([case])), wanted, strict=True))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -170,20 +181,20 @@ def test_in_16_bits_no_more_is_lost_than_by_one_rounding() -> None:
     """Against attention in float64 of the same numbers, as a multiple of what rounding its result would lose, in the mean square.
     However many parts there are, what is merged and summed of blocks is rounded once. Flash attention rounds each part, and torch's
     kernels compute whole samples for a2a; gradients of queries and keys follow from a result that is rounded already."""
-    for case in covering({**AXES, "dtype": [torch.bfloat16, torch.float16]}, 2, fits):
+    for case, results in covered(dtype=[torch.bfloat16, torch.float16]):
         wanted = plain(case["ends"], case["scores"], case["sizes"], case["dtype"])
         once, twice = (1.05, 1.7) if case["kernel"] == "blocks" and case["way"] != "a2a" else (1.5, 2.5)
         most = {"result": once, "queries": twice, "keys": twice, "values": once, "sinks": 5.0}  # of sinks there are only a few
-        for (name, times), found, other in zip(most.items(), joined(case), wanted, strict=True):
+        for (name, times), found, other in zip(most.items(), results, wanted, strict=True):
             rounding = norm(other.to(case["dtype"]) - other)
             assert found.dtype == case["dtype"] and norm(found - other) <= times * rounding + ROUNDED, (name, case)
 
 
 def test_in_32_bits_sums_are_as_good_as_they_can_be() -> None:
     """Beside the largest number, what is lost is a few units in its last place."""
-    for case in covering({**AXES, "dtype": [torch.float32]}, 2, fits):
+    for case, results in covered(dtype=[torch.float32]):
         wanted = plain(case["ends"], case["scores"], case["sizes"], case["dtype"])
-        for found, other in zip(joined(case), wanted, strict=True):
+        for found, other in zip(results, wanted, strict=True):
             assert found.dtype == torch.float32
             assert (found - other).abs().max() <= 10 * torch.finfo(torch.float32).eps * other.abs().max() + ROUNDED, case
 

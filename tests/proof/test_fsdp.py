@@ -71,8 +71,18 @@ LAYOUTS = {
 }
 """16 rows of a parameter do not divide by 3, nor 61 of the vocabulary by 2, nor twice 26 of the odd llama's MLP by 3."""
 
+FULL = (
+    *("depths-reduced-once-pipeline", "depths-host-tensor", "never", "never-interleaved", "host-pipeline-tied", "offloaded"),
+    *("hybrid", "hybrid-tensor", "hybrid-pipeline"),
+)
+"""Cases that only --full runs: the layout tests have each pair of their settings."""
 
-@pytest.mark.parametrize("case", LAYOUTS)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("--full")
+    metafunc.parametrize("case", [case for case in LAYOUTS if full or case not in FULL])
+
+
 def test_training_equals_one_plain_process(case: str) -> None:
     name, layout = LAYOUTS[case]
     found, expected = run(name, replace(layout, sharding="optim_grads_params", micro_batch_size=1, bucket_size=500))

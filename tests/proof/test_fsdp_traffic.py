@@ -54,13 +54,25 @@ def traced(
 POLICIES: dict[str, dict[str, Any]] = {"each": {}, "once": {"reduce_once": True}, "host": {"params_cpu": True}}
 
 
-@pytest.mark.parametrize(
-    ("reshard", "policy"), [("always", "each"), ("never", "each"), ("always", "once"), ("never", "once"), ("always", "host")]
-)
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)], ids=["all", "hybrid"])
-def test_what_a_step_sends(reshard: FsdpReshard, policy: str, ranks: int, size: int) -> None:
+SENDS = [("always", "each"), ("never", "each"), ("always", "once"), ("never", "once"), ("always", "host")]
+QUICK = {
+    "all": [("never", "each"), ("always", "once"), ("always", "host")],
+    "hybrid": [("always", "each"), ("never", "once"), ("always", "host")],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each pair of settings; with --full each case."""
+    if "policy" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        cases = [(replicas, *send) for replicas, some in QUICK.items() for send in (SENDS if full else some)]
+        metafunc.parametrize(("replicas", "reshard", "policy"), cases)
+
+
+def test_what_a_step_sends(replicas: str, reshard: FsdpReshard, policy: str) -> None:
     """In elements of the model, times (N - 1) / N: 3M, or M + 1; reduced once, 2M + 1 or 2. Over the replicas, each part once."""
-    reductions = 1 if policy == "once" else MICROBATCHES
+    reductions, size = 1 if policy == "once" else MICROBATCHES, 2
+    ranks = {"all": size, "hybrid": 2 * size}[replicas]
     for events, parts in in_world(Topology(dp=ranks), partial(traced, reshard=reshard, **POLICIES[policy]), size):
         gathered = [(n, dtype) for kind, n, dtype in events if kind == "gather"]
         scattered = [(n, dtype) for kind, n, dtype in events if kind == "scatter"]

@@ -24,8 +24,8 @@ LAYOUTS = {
     "pipeline": Layout(pp=2, dp=2, sharding="optim_grads", overlap=True),
     "late weight gradients": Layout(pp=2, schedule="zb-v", virtual_stages=2, dp=2),
     "sharded": Layout(tp=2, dp=2, sharding="optim_grads_params"),
-    "context": Layout(cp=2, tp=2, sequence_parallel=True, dp=2, sharding="optim", overlap=True),
-    "context and stages": Layout(cp=4, pp=2, schedule="zb-h1"),
+    "context": Layout(cp=2, tp=2, sequence_parallel=True, sharding="optim", overlap=True),
+    "context and stages": Layout(cp=2, pp=2, schedule="zb-h1"),
     "context, sharded": Layout(cp=2, dp=2, sharding="optim_grads_params"),
     "sharded, reduced once": Layout(dp=2, pp=2, sharding="optim_grads_params", reduce_once=True),
 }

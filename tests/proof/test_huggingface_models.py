@@ -184,7 +184,7 @@ def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: s
     ],
 )
 def test_every_layout_reads_its_parts(case: str, changes: dict[str, Any], layout: Layout, tmp_path: Path) -> None:
-    """50,257 tokens over two or three ranks: padding, and a part that is not a multiple of anything."""
+    """5,003 tokens over two or three ranks: padding, and a part that is not a multiple of anything."""
     theirs = saved(case, tmp_path, num_hidden_layers=4, **changes) if case != "gpt2" else saved(case, tmp_path, n_layer=4)
     ids = some_ids(shape=(1, 24))
     expected = logits(theirs, ids)

@@ -146,7 +146,6 @@ def texts_of_one_process() -> list[list[list[int]]]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_ranks_share_the_prompts(ranks: int) -> None:
     """Their scores are those of one rank, of whatever each layer keeps; the next tokens are read by all."""
-
     for found in run_warm_ranks(ranks, scores, ranks):
         for mine, wanted in zip(found, scores_of_one_process(), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
@@ -154,9 +153,8 @@ def test_context_ranks_share_the_prompts(ranks: int) -> None:
 
 def scores(rank: int, ranks: int) -> list[list[torch.Tensor | None]]:
     """Return the scores of a context rank: of every shape, for the prompts and for some next tokens."""
-    found = []
+    found, context = [], make_context(Topology(cp=ranks), rank, torch.device("cpu"))
     for shape in SHAPES.values():
-        context = make_context(Topology(cp=ranks), rank, torch.device("cpu"))
         decoder = Decoder(build(shape, context), context, 14)
         first = decoder.read(PROMPTS)
         found.append([first, *(decoder.step(torch.tensor([7, 1, 30 + step])) for step in range(4))])

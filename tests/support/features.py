@@ -6,6 +6,7 @@ is to occur in a run; `--full` runs the products whole.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 SHARDING = each("sharding", STRATEGIES)
 
 
+_signature = functools.cache(inspect.signature)
+
+
 @dataclass(frozen=True)
 class Feature:
     """Axes of a product."""
@@ -64,7 +68,7 @@ class Feature:
         """Whether a case is one of its product. Of one that is not whole, as far as it is known."""
         if not self.shards_alone and case.get("sharding", "no_shard") != "no_shard" and case.get("dp") == case.get("cp") == 1:
             return False
-        axes = inspect.signature(self.valid).parameters
+        axes = _signature(self.valid).parameters
         return (not case.keys() >= axes.keys() or self.valid(*(case[axis] for axis in axes))) and fits(case)
 
     def cases(self, *parts: Setting) -> Iterator[Case]:

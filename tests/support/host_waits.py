@@ -23,6 +23,7 @@ _COUNTS = ("nonzero", "argwhere", "masked_select", "_unique", "_unique2", "uniqu
 _BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 _UPDATES = ("_fused_adamw_", "_fused_sgd_")
 """They have no form for the meta device, and return nothing."""
+_WATCHED = {*_UPDATES, *_READS, *_COUNTS, *_BY_INDEX, "repeat_interleave"}
 _MAKES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 """From numbers of the host: they are copied from memory that is not pinned, and the host waits until they are there."""
 _PLAN = "/megatron/planner/"
@@ -66,10 +67,9 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name in ("_to_copy", "copy_"):
             return self._copy(func, name, args, kwargs)
-        if any(map(_on_device, tensors)):
+        if name in _WATCHED and any(isinstance(leaf, torch.Tensor) and _on_device(leaf) for leaf in tree_leaves((args, kwargs))):
             if name in _UPDATES:
                 return None
             if name in _READS:

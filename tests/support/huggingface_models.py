@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-VOCAB = 50257
+VOCAB = 5003
 BIAS_OF_CHOICES = "e_score_correction_bias"
 """DeepSeek-V3's biases that no gradient moves."""
 _LLAMA = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -347,18 +347,21 @@ QUICK: list[Callable[..., bool]] = [
 LOOKED_AT = [dict.fromkeys(inspect.signature(constraint).parameters).keys() for constraint in [*CONSTRAINTS, *QUICK]]
 
 
-def fits(case: Case, constraints: Sequence[Callable[..., bool]] = CONSTRAINTS) -> bool:
+def fits(case: Case) -> bool:
     """Whether a case may be run. Of one that is not whole, as far as it is known."""
-    return all(
-        constraint(*(case[axis] for axis in axes))
-        for axes, constraint in zip(LOOKED_AT, constraints, strict=False)
-        if case.keys() >= axes
-    )
+    return all(constraint(*map(case.__getitem__, axes)) for constraint, axes in _within(frozenset(case))[0])
 
 
 def is_quick(case: Case) -> bool:
     """Whether a case may be one of the normal run."""
-    return fits(case, [*CONSTRAINTS, *QUICK])
+    return fits(case) and all(constraint(*map(case.__getitem__, axes)) for constraint, axes in _within(frozenset(case))[1])
+
+
+@functools.cache
+def _within(known: frozenset[str]) -> list[list[tuple[Callable[..., bool], Iterable[str]]]]:
+    """The constraints that look at these axes alone, and their axes: those of every case, and those of the normal run."""
+    axes = iter(LOOKED_AT)
+    return [[(one, looked_at) for one in part if known >= (looked_at := next(axes))] for part in (CONSTRAINTS, QUICK)]
 
 
 def num_layers(case: Case) -> int:

@@ -315,16 +315,16 @@ def saved_state(folder: Path, iteration: int) -> dict[str, Any]:
 
 
 def saved_tensors(folder: Path, iteration: int, kind: str = "model") -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint, whatever the layout it was saved at: weights, or moments such as exp_avg."""
-    path = checkpoint(folder, iteration)
-    stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith(f"{kind}.")}
+    """Whole tensors of a checkpoint, whatever its layout: weights, or moments such as exp_avg; all, by their full names, for ''."""
+    path, prefix = checkpoint(folder, iteration), f"{kind}." if kind else ""
+    stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith(prefix)}
     found = {name: torch.full(tensor.shape, torch.nan, dtype=torch_dtype(tensor.dtype)) for name, tensor in stored.items()}
     whole = [
         GlobalTensor(name, tuple(tensor.shape), tensor, [PlacedBox(Box((0,) * tensor.dim(), tuple(tensor.shape)), 0)])
         for name, tensor in found.items()
     ]
     load_tensors(path, whole, allow_unused=lambda _: True)
-    return {name.removeprefix(f"{kind}."): tensor for name, tensor in found.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
 def complete_checkpoints(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import gc
 import inspect
 import subprocess
 import sys
@@ -98,9 +99,11 @@ def nodes(file: Path) -> Sequence[ast.AST]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees_are_dropped() -> Iterator[None]:
-    """At the end: they are millions of objects, which every search for cycles in later tests would visit."""
+    """At the end: they are millions of objects, which every search for cycles would visit, in these tests and in later ones."""
+    gc.disable()
     yield
     nodes.cache_clear()
+    gc.enable()
 
 
 @functools.cache

@@ -52,10 +52,11 @@ def fitting(model: ModelConfig, wanted: str | None = None) -> Family:
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"there is no family {wanted!r}; known are {', '.join(FAMILIES)}")
-    tried = {name: family.misfits(model) for name, family in FAMILIES.items() if wanted in (None, name)}
-    for name, misfits in tried.items():
-        if not misfits:
-            return FAMILIES[name]
+    families = [family for name, family in FAMILIES.items() if wanted in (None, name)]
+    for family in families:
+        if family.fits(model):
+            return family
+    tried = {family.model_type: family.misfits(model) for family in families}
     nearest = sorted(tried, key=lambda name: len(tried[name]))
     reasons = "\n  ".join(f"{name}: {'; '.join(tried[name])}" for name in nearest)
     raise CheckpointError(f"no architecture of transformers that is known here has the parts of this model:\n  {reasons}")

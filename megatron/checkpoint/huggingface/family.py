@@ -93,6 +93,12 @@ class Family:
         """The fields of config.json for a fitting model, except those that all architectures have."""
         return {name: value for group in self.groups for name, value in group.write(model).items()}
 
+    def fits(self, model: ModelConfig) -> bool:
+        """Whether this architecture expresses a model."""
+        fields = Fields(self.model_type, self.write(model))
+        again = self.read(fields)
+        return not fields.faults and computed(model) == computed(again)
+
     def misfits(self, model: ModelConfig) -> list[str]:
         """What this architecture cannot express of a model, each as a text."""
         fields = Fields(self.model_type, self.write(model))
@@ -170,18 +176,20 @@ def computed(model: ModelConfig) -> tuple[Any, ...]:
     """What tells a model from all that compute something else or have other weights; the rest of its settings is spelling."""
     model = dataclasses.replace(model, **_OF_TRAINING)
     weights = tuple((weight.name, weight.shape, weight.tied) for weight in model_weights(model, 1))
-    others = {name: value for name, value in vars(model).items() if name not in IN_SPECS | FREE_FIELDS}
+    spelling = IN_SPECS | FREE_FIELDS
+    others = {name: value for name, value in vars(model).items() if name not in spelling}
     return layers(model), norm_of(model), weights, others
 
 
 def different_settings(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Where two models compute something else: the settings in which they differ, each as a text."""
-    if computed(model) == computed(other):
+    there = computed(other)
+    if computed(model) == there:
         return []
     mine, theirs = vars(model), vars(other)
     differ = [name for name in mine if mine[name] != theirs[name] and name not in FREE_FIELDS]
     # A setting may be spelled otherwise and mean the same: those that alone make another model are named, if there are any.
-    telling = [name for name in differ if computed(dataclasses.replace(other, **{name: mine[name]})) != computed(other)]
+    telling = [name for name in differ if computed(dataclasses.replace(other, **{name: mine[name]})) != there]
     return [f"{typed(name)} is {_said(mine[name])}, there {_said(theirs[name])}" for name in telling or differ]
 
 

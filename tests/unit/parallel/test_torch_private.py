@@ -33,11 +33,20 @@ def is_private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
 
 
+def first_name(node: ast.expr) -> str:
+    """The name that a chain of attributes, calls and subscripts begins with."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def private_names(source: str) -> list[str]:
     """Return the private names of torch that a file uses: attributes, names as text for `getattr`, and imports.
 
     Chains of attributes count from names that the file imports from torch, or assigns from such a chain.
     """
+    if "torch" not in source:
+        return []
     nodes = [*ast.walk(ast.parse(source))]
     modules, names = {}, []
     for node in nodes:
@@ -52,12 +61,12 @@ def private_names(source: str) -> list[str]:
                     names.append(str(node.module) if is_private(str(node.module)) else f"{node.module}.{alias.name}")
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-            chain = ast.unparse(node.value)
+            chain = ast.unparse(node.value) if first_name(node.value) in modules else ""
             for target in (target for target in node.targets if isinstance(target, ast.Name)):
                 if chain.split(".")[0] in modules and chain.startswith("torch.ops"):
                     modules[target.id] = chain
     for node in nodes:
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and first_name(node) in modules:
             root, _, rest = ast.unparse(node).partition(".")
             names += [f"{modules[root]}.{rest}"] if root in modules else []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) > 1:
