@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,21 @@ def settings(world_size: int, *, gpus_per_node: int = 8, **changes: Any) -> Load
 
 def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
     """Chunks that do the same are traced once."""
+    return [planner.plan() for planner in _planners(loaded)]
+
+
+def kinds_of(loaded: Sequence[LoadedConfig]) -> list[tuple[RankKind, ...]]:
+    """Return the kinds of ranks of jobs of at most two stages, as their plans have them, without the rest of the plans."""
+    assert all(one.config.parallel.pipeline_model_parallel_size <= 2 for one in loaded)
+    return [planner.work().kinds for planner in _planners(loaded)]
+
+
+def _planners(loaded: Sequence[LoadedConfig]) -> Iterator[Planner]:
     traces: dict[object, Traces] = {}
-    plans = []
     for one in loaded:
         assert one.dry_run is not None
         known = traces.setdefault(_what_is_traced(one.config), {})
-        plans.append(Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=known).plan())
-    return plans
+        yield Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=known)
 
 
 class UntracedChunks(Traces):
