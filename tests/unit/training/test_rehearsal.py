@@ -70,6 +70,10 @@ def program(config: Config, job: DryRun, vocab_size: int) -> str:
     return sys.argv[0]
 
 
+def plan_and_program(config: Config, job: DryRun, vocab_size: int) -> tuple[Plan, str]:
+    return full_plan(config, job, vocab_size), program(config, job, vocab_size)
+
+
 def long_answer(config: Config, job: DryRun, vocab_size: int) -> str:
     return "x" * LONGER_THAN_A_PIPE
 
@@ -133,18 +137,17 @@ def test_where_cuda_was_used_before_a_fresh_process_plans() -> None:
     """As in a program that trains twice, or counts its GPUs first."""
     config = settings(device="cpu")
 
-    def rank(_: int) -> list[object]:
+    def rank(_: int) -> object:
         owner = os.getpid()
         torch.cuda._is_in_bad_fork = lambda: os.getpid() != owner
         torch.cuda.device_count = lambda: 1
-        found = []
-        for make in (full_plan, program):
-            rehearsal: Rehearsal[object] = Rehearsal(make)
-            rehearsal.begin(config)
-            found.append(rehearsal.plan(lone_rank()))
-        return found
+        rehearsal = Rehearsal(plan_and_program)
+        rehearsal.begin(config)
+        return rehearsal.plan(lone_rank())
 
-    plan, argv0 = run_ranks(1, rank, init=False)[0]
+    answer = run_ranks(1, rank, init=False)[0]
+    assert isinstance(answer, tuple), answer
+    plan, argv0 = answer
     assert isinstance(plan, Plan), plan
     assert argv0.endswith("rehearsal_child.py"), argv0
 
