@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.planner.known_ops import Made, key_of, made
+from megatron.planner.known_ops import MadeTensor, key_of, made
 
 
-class _View(NamedTuple):
+class _ViewOfFirst(NamedTuple):
     """A tensor in the storage of the first argument."""
 
     shape: torch.Size
@@ -28,7 +28,15 @@ class _Written(NamedTuple):
     name: str | None
 
 
-_Result = _View | _Written | tuple[bool, tuple[Made, ...]]
+class _NewTensors(NamedTuple):
+    """Tensors with storages of their own, and whether they are a tuple."""
+
+    several: bool
+    tensors: tuple[MadeTensor, ...]
+    device: torch.device
+
+
+_Result = _ViewOfFirst | _Written | _NewTensors
 _known: dict[tuple[Any, ...], _Result] = {}
 """What an operation gave, by a description of what it got."""
 
@@ -62,24 +70,22 @@ class CpuKernels(FakeTensorMode):
     def _again(self, known: _Result, args: Any, kwargs: Any) -> Any:
         if isinstance(known, _Written):
             return args[0] if known.name is None else kwargs[known.name]
-        if isinstance(known, _View):
+        if isinstance(known, _ViewOfFirst):
             base = args[0]
             view = torch.empty(0, dtype=base.dtype, device="meta")
             view.set_(base.untyped_storage(), base.storage_offset() + known.further, known.shape, known.stride)
-            return FakeTensor(self, view, _CPU)
-        several, tensors = known
-        found = tuple(FakeTensor(self, one.tensor(), _CPU) for one in tensors)
-        return found if several else found[0]
+            return FakeTensor(self, view, base.fake_device)
+        found = tuple(FakeTensor(self, one.tensor(), known.device) for one in known.tensors)
+        return found if known.several else found[0]
 
 
-_CPU = torch.device("cpu")
 _MORE_THAN_SHAPES = ("aten::set_", "aten::resize_", "aten::as_strided")
 """Beginnings of the names of operations that change which storage a tensor has, or look at where the tensor begins in it."""
 
 
 def _follows_from_its_shape(tensor: Tensor) -> bool:
     """Whether all that is known of it is its shape, not also its numbers."""
-    return type(tensor) is FakeTensor and tensor.constant is None and tensor.fake_device == _CPU
+    return type(tensor) is FakeTensor and tensor.constant is None and tensor.fake_device.type == "cpu"
 
 
 def _result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
@@ -90,10 +96,12 @@ def _result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
         if args and out is args[0]:
             return _Written(None)
         return next((_Written(name) for name, arg in kwargs.items() if arg is out), None)
-    if not all(isinstance(one, Tensor) and _follows_from_its_shape(one) for one in (out if isinstance(out, tuple) else (out,))):
+    tensors = out if isinstance(out, tuple) else (out,)
+    if not tensors or not all(isinstance(one, Tensor) and _follows_from_its_shape(one) for one in tensors):
         return None
     base = args[0] if args else None
     if isinstance(out, Tensor) and isinstance(base, Tensor) and out.untyped_storage()._cdata == base.untyped_storage()._cdata:
-        further = out.storage_offset() - base.storage_offset()
-        return _View(out.shape, out.stride(), further) if out.dtype == base.dtype else None
-    return made(out, args, kwargs)
+        further = int(out.storage_offset() - base.storage_offset())
+        return _ViewOfFirst(out.shape, out.stride(), further) if out.dtype == base.dtype else None
+    new = made(out, args, kwargs)
+    return None if new is None else _NewTensors(*new, tensors[0].fake_device)

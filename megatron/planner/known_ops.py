@@ -21,7 +21,7 @@ _COMPILER = "torch._dynamo"
 _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
-class Made(NamedTuple):
+class MadeTensor(NamedTuple):
     """A tensor that an operation made."""
 
     shape: torch.Size
@@ -40,7 +40,7 @@ class Made(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_known: dict[tuple[Any, ...], tuple[bool, tuple[Made, ...]]] = {}
+_known: dict[tuple[Any, ...], tuple[bool, tuple[MadeTensor, ...]]] = {}
 """For an operation and a description of what it got: whether it gives several tensors, and those."""
 
 
@@ -94,7 +94,7 @@ def _described(arg: Any, follows_from_its_shape: Callable[[torch.Tensor], bool])
     return (type(arg), arg) if isinstance(arg, _PLAIN) else None
 
 
-def made(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[Made, ...]] | None:
+def made(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[MadeTensor, ...]] | None:
     """Whether an operation gave several tensors, and those. None where not each has a storage of its own that is as large as it
     is."""
     tensors = out if isinstance(out, tuple) else (out,)
@@ -102,7 +102,7 @@ def made(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[Made, ...]] | No
         return None
     got = (arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor))
     storages = [one.untyped_storage() for one in (*tensors, *got)]
-    described = tuple(Made(one.shape, one.stride(), one.dtype) for one in tensors)
+    described = tuple(MadeTensor(one.shape, one.stride(), one.dtype) for one in tensors)
     own = {storage._cdata for storage in storages[: len(described)]}
     if len(own) < len(described) or own & {storage._cdata for storage in storages[len(described) :]}:
         return None
