@@ -16,7 +16,6 @@ from typing import get_args
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.attention.blocks import BLOCK_BY_BLOCK
@@ -41,6 +40,7 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.turns import few_turns
 from megatron.pipeline_parallel.partition import Chunk
+from megatron.planner.cpu_kernels import CpuKernels
 from megatron.planner.kernel_memory import CudaKernels
 from megatron.planner.planned_inputs import PlaceOfDocuments, PlannedDocuments, make_inputs
 from megatron.planner.storages import MemorySpan, StorageLedger, joined
@@ -114,16 +114,6 @@ class _CountedHost(HostMemory):
 
 Traces = dict[object, ChunkTrace]
 """Traces by kind of chunk."""
-
-
-class _CpuKernels(FakeTensorMode):
-    """While it is entered, tensors of the CPU have no memory."""
-
-    @property
-    def avoid_device_init(self) -> bool:
-        """No: where CUDA is built in and no GPU is there, torch would put one in its place for good, for which autograd starts a
-        thread; and then no process forked from this one could run a backward."""
-        return False
 
 
 def trace_chunks(
@@ -221,7 +211,7 @@ def _trace(
     shared = ((group.process_group, "cp") for group in (context.context_group, *context.context_rings))
     wider = ((context.group(*axes).process_group, axes_in_words(axes, context)) for axes in (("tp", "cp"), ("etp", "ep")))
     ledger = StorageLedger([(context.group("tp").process_group, "tp"), *shared, *wider])
-    with CudaKernels() if on_cuda else _CpuKernels(), ledger, few_turns(ledger.repeated):
+    with CudaKernels() if on_cuda else CpuKernels(), ledger, few_turns(ledger.repeated):
         device = torch.device("meta" if on_cuda else device_type)
         chunk_run = ChunkRun(
             model, data, micro_batch_size, context, chunk, [chunk.segments[place] for place in run], ledger, device

@@ -24,7 +24,7 @@ def simple_result(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
     leaves = [one for arg in (*args, *kwargs.values()) for one in (arg if isinstance(arg, list) else [arg])]
     tensors = [one for one in leaves if isinstance(one, Tensor)]
-    if not tensors or not all(one.is_meta and type(one) in (Tensor, torch.nn.Parameter) for one in tensors):
+    if not tensors or not all(type(one) in (Tensor, torch.nn.Parameter) and one.is_meta for one in tensors):
         return None
     if func._schema.is_mutable:
         return _written(func, args, kwargs)

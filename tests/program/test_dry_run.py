@@ -42,7 +42,6 @@ from megatron.planner.step_time import StepTime
 from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
-from megatron.verification.local_ranks import RanksError
 from tests.support.planned import kind_of, plans_of, settings, topology_of
 from tests.support.runs import arguments, launch, report
 
@@ -234,7 +233,7 @@ def test_a_lost_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (dry_run, build):
         monkeypatch.setattr(module, "table_of", without_last)
     with pytest.raises(
-        RanksError, match=r"the stages together hold 40,640 parameters, but the settings describe .* lost or doubled"
+        RuntimeError, match=r"the stages together hold 40,640 parameters, but the settings describe .* lost or doubled"
     ):
         plans_of([settings(2, num_layers=4, pipeline_model_parallel_size=2)])
 

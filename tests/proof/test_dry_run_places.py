@@ -15,7 +15,6 @@ from megatron.planner.kinds import RankContent, places_by_content
 from megatron.planner.plan import Places
 from megatron.planner.state_report import layout_of
 from megatron.spec.schedules import make_schedule
-from megatron.verification.local_ranks import run_ranks
 from tests.support.other_places import elsewhere
 from tests.support.planned import real_model, settings, topology_of
 
@@ -87,8 +86,7 @@ def test_every_place_is_found_once_with_its_memory(case: str, sequence_parallel:
     # A hidden size that no multiple of 64 divides, so that padding differs from slice to slice.
     shape: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 4, "global_batch_size": None, "bf16": True}
     one = settings(RANKS, **layout, **shape, **CASES[case], sequence_parallel=sequence_parallel)
-    (stages,) = run_ranks(1, lambda rank: found_and_asked(one), init=False)
-    for found, asked in stages:
+    for found, asked in found_and_asked(one):
         told = [((places.tensor, data), memory) for (_, memory), each in found.items() for places in each for data in places.data]
         assert len(told) == len(asked) == 2 * 150 and dict(told) == asked
         if case != "no_shard" and "in parts" not in case.split(", ")[-1:]:

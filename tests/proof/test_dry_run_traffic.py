@@ -16,7 +16,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from tests.support.planned import kind_of, plans_of, real_context, real_step, settings, topology_of
+from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings, topology_of
 from tests.support.shared_memory import recorded_calls
 from tests.support.warm import run_forked_ranks
 from tests.support.windows import Windows
@@ -184,15 +184,15 @@ def test_every_rank_sends_what_is_planned() -> None:
             found.append((*counted(context, one), groups_of(context)))
         return found
 
-    plans = plans_of(cases)
+    planned_kinds = kinds_of(cases)
     ranks = run_forked_ranks(8, rank_run)
-    for number, (name, plan) in enumerate(zip(CASES, plans, strict=True)):
+    for number, (name, kinds) in enumerate(zip(CASES, planned_kinds, strict=True)):
         most: dict[int, list[tuple[int, int]]] = {}
         for rank in range(8):
             collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
             topology = topology_of(cases[number].config, 8)
-            at, sent = topology.coordinates(rank), kind_of(plan, topology, rank).sent
+            at, sent = topology.coordinates(rank), kind_among(kinds, topology, rank).sent
             for one in sent:
                 if one.what == "matrices":
                     most.setdefault(at["pp"], []).append((matrices, one.bytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from megatron.planner.storages import MemorySpan
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import SCHEDULES
 from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import run_ranks
 from tests.support.runs import arguments
 
 
@@ -31,20 +30,22 @@ def settings(world_size: int, *, gpus_per_node: int = 8, **changes: Any) -> Load
 
 
 def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
-    """Made in a process of their own, which may be any rank of any world. Chunks that do the same are traced once."""
+    """Chunks that do the same are traced once."""
+    return [planner.plan() for planner in _planners(loaded)]
 
-    def make(rank: int) -> list[Plan]:
-        traces: dict[object, Traces] = {}
-        plans = []
-        for one in loaded:
-            assert one.dry_run is not None
-            known = traces.setdefault(_what_is_traced(one.config), {})
-            plans.append(Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=known).plan())
-        return plans
 
-    (plans,) = run_ranks(1, make, init=False)
-    assert len(plans) == len(loaded)
-    return list(plans)
+def kinds_of(loaded: Sequence[LoadedConfig]) -> list[tuple[RankKind, ...]]:
+    """Return the kinds of ranks of jobs of at most two stages, as their plans have them, without the rest of the plans."""
+    assert all(one.config.parallel.pipeline_model_parallel_size <= 2 for one in loaded)
+    return [planner.work().kinds for planner in _planners(loaded)]
+
+
+def _planners(loaded: Sequence[LoadedConfig]) -> Iterator[Planner]:
+    traces: dict[object, Traces] = {}
+    for one in loaded:
+        assert one.dry_run is not None
+        known = traces.setdefault(_what_is_traced(one.config), {})
+        yield Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=known)
 
 
 class UntracedChunks(Traces):
@@ -61,18 +62,13 @@ class UntracedChunks(Traces):
 
 
 def untraced_kinds_of(loaded: Sequence[LoadedConfig]) -> list[tuple[RankKind, ...]]:
-    """Return the kinds of ranks of jobs of at most two stages, without what a trace finds. Made in a process of their own."""
-
-    def make(rank: int) -> list[tuple[RankKind, ...]]:
-        found = []
-        for one in loaded:
-            assert one.dry_run is not None and one.config.parallel.pipeline_model_parallel_size <= 2
-            planner = Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=UntracedChunks())
-            found.append(planner.work().kinds)
-        return found
-
-    (kinds,) = run_ranks(1, make, init=False)
-    return list(kinds)
+    """Return the kinds of ranks of jobs of at most two stages, without what a trace finds."""
+    found = []
+    for one in loaded:
+        assert one.dry_run is not None and one.config.parallel.pipeline_model_parallel_size <= 2
+        planner = Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=UntracedChunks())
+        found.append(planner.work().kinds)
+    return found
 
 
 def _what_is_traced(config: Config) -> object:

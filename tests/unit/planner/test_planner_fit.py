@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -34,19 +33,11 @@ from megatron.planner.plan import Plan
 from megatron.planner.step_time import StepTime, time_of
 from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron.verification.local_ranks import RanksError, run_ranks
 from tests.support.planned import settings
 from tests.support.runs import arguments
 
-T = TypeVar("T")
 GIVEN: dict[str, Any] = {"seq_length": 256, "vocab_size": 61}
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "block"}
-
-
-def in_own_process(make: Callable[[], T]) -> T:
-    """A planner may be any rank of any world, so no world may be there."""
-    (result,) = run_ranks(1, lambda rank: make(), init=False)
-    return result  # type: ignore[no-any-return]
 
 
 def job(world_size: int, **changes: Any) -> tuple[LoadedConfig, DryRun, int]:
@@ -75,7 +66,7 @@ def test_a_few_microbatches_show_the_peak_and_the_time_of_all(schedule: str, chu
             few = Planner(config, dry_run, rows, few=True)
             return make_plan(config, dry_run, rows), few.device_bytes(), few.work()
 
-        plan, needed, work = in_own_process(both)
+        plan, needed, work = both()
         by_stage = [max(kind.memory.total.device for kind in plan.kinds if stage in kind.stages) for stage in range(3)]
         assert needed == by_stage and max(kind.memory.total.device for kind in work.kinds) == fullest(plan)
         assert (work.share < 1) == (schedule != "gpipe")
@@ -89,7 +80,7 @@ def test_a_few_microbatches_borrow_all_buffers() -> None:
     def both() -> tuple[list[int], Plan]:
         return Planner(one.config, dry_run, rows, few=True).device_bytes(), make_plan(one.config, dry_run, rows)
 
-    needed, plan = in_own_process(both)
+    needed, plan = both()
     assert needed == [fullest(plan)]
 
 
@@ -152,7 +143,7 @@ def test_what_is_proposed_fits_and_one_layer_less_would_not(name: str) -> None:
             found.append((limit, best, planned, less))
         return found
 
-    found = in_own_process(search)
+    found = search()
     assert found[0][1] is not None and found[-1][1] is None, found
     seconds = 0.0
     for limit, best, planned, less in found:
@@ -181,7 +172,7 @@ def test_the_cheapest_of_all_levers_is_taken() -> None:
         ]
         return looking.best(limit), costs, limit
 
-    best, alone, _limit = in_own_process(search)
+    best, alone, _limit = search()
     assert best is not None and len(alone) > 2 and best.cost.seconds <= min(cost.seconds for cost in alone)
 
 
@@ -195,11 +186,11 @@ def test_a_loss_in_chunks_is_a_lever_where_it_is_whole() -> None:
         found = [each for kind, each in levers(one.config, dry_run, rows, 6) if kind == "loss"]
         return found, [looking.cost(Change()), *map(looking.cost, found)]
 
-    (lever,), (base, chunked) = in_own_process(search)
+    (lever,), (base, chunked) = search()
     assert dict(lever.fields) == {"loss_chunk_tokens": 4 * 256} and base is not None and chunked is not None
     assert base.activations - chunked.activations > 6 * 4 * 256 * 30_000 * 2  # of 7 of 8 microbatches, and more
     assert base.seconds < chunked.seconds < 1.3 * base.seconds
-    assert in_own_process(lambda: search(loss_chunk_tokens=1024))[0] == []
+    assert search(loss_chunk_tokens=1024)[0] == []
 
 
 def test_levers_together_are_estimated_by_parts() -> None:
@@ -228,11 +219,11 @@ def test_each_stage_computes_as_little_again_as_it_can() -> None:
         fewer = tuple(max(0, number - 1) for number in found)
         return found, [needed(found), needed(fewer)], limit
 
-    found, (fit, fewer), limit = in_own_process(search)
+    found, (fit, fewer), limit = search()
     assert len(set(found)) > 1 and list(found) == sorted(found, reverse=True)
     assert max(fit) <= limit and all(bytes_ > limit for bytes_, number in zip(fewer, found, strict=True) if number)
-    with pytest.raises(RanksError, match=r"stage 0 needs .* even with all of its layers computed again"):
-        in_own_process(lambda: least_layers(one.config, dry_run, rows, 1000))
+    with pytest.raises(ValueError, match=r"stage 0 needs .* even with all of its layers computed again"):
+        least_layers(one.config, dry_run, rows, 1000)
 
 
 def test_where_all_layers_are_not_enough_it_says_what_else_to_change() -> None:
@@ -249,7 +240,7 @@ def test_where_all_layers_are_not_enough_it_says_what_else_to_change() -> None:
         again = load([*arguments(**GIVEN, **auto, train_iters=1, micro_batch_size=2), *shlex.split(flags)], 4).config
         assert with_least_layers(again, dry_run, rows).memory.recomputed_by_stage is not None
 
-    in_own_process(search)
+    search()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +283,7 @@ def test_the_line_of_advice_can_be_followed() -> None:
         again = load([*arguments(**GIVEN, **WIDE, train_iters=1), *shlex.split(flags)], 4)
         assert again.config != one.config and told(again, needed / 1e9) == ()
 
-    in_own_process(search)
+    search()
 
 
 def test_the_limit_is_what_the_user_says() -> None:
@@ -310,7 +301,7 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
         looking = Search(one.config, dry_run, rows)
         return looking.cost(Change()), looking.cost(change(cpu_offload_activations=True))
 
-    kept, moved = in_own_process(search)
+    kept, moved = search()
     assert kept is not None and moved is not None
     assert moved.activations < kept.activations and moved.seconds > 1.1 * kept.seconds, "the layers are tiny, so copies take longer"
     offered = [each for kind, each in levers(one.config, dry_run, rows, 6) if kind == "offload"]
@@ -349,7 +340,7 @@ def test_context_ranks_are_a_lever_where_one_sequence_is_long() -> None:
         assert best is not None
         return base, best, fullest(make_plan(best.change.apply(one.config, 4)[0], dry_run, rows))
 
-    base, best, planned = in_own_process(search)
+    base, best, planned = search()
     ranks = dict(best.change.fields)["context_parallel_size"]
     assert best.cost.device == planned < base.device - base.activations * 2 // 3
     assert best.cost.activations < 1.4 / ranks * base.activations, "each holds its share, and keys of the others"
@@ -382,7 +373,7 @@ def test_a_few_microbatches_take_the_time_of_all(strategy: str, sharers: str) ->
         few_time, whole_time = (time_of(work, one.config, dry_run, rows, cluster) for work in (few, whole))
         return few_time, whole_time
 
-    few, whole = in_own_process(both)
+    few, whole = both()
     assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
     assert few.parts["moves to the host"] == pytest.approx(whole.parts["moves to the host"], rel=0.03)
     assert whole.parts["moves to the host"] > 0
@@ -397,7 +388,4 @@ def test_a_job_for_no_gpu_at_all_is_told_what_fits_the_largest() -> None:
         plan = make_plan(one.config, dry_run, rows)
         return with_fit_advice(plan, one.config, dry_run, rows).advice
 
-    assert any(
-        re.match(r"the fullest rank needs 28\d GB, but of a device of 288 GB it may take 274 GB", line)
-        for line in in_own_process(told)
-    )
+    assert any(re.match(r"the fullest rank needs 28\d GB, but of a device of 288 GB it may take 274 GB", line) for line in told())

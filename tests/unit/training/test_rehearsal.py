@@ -70,7 +70,7 @@ def program(config: Config, job: DryRun, vocab_size: int) -> str:
     return sys.argv[0]
 
 
-def plan_and_program(config: Config, job: DryRun, vocab_size: int) -> tuple[Plan | str, str]:
+def plan_and_program(config: Config, job: DryRun, vocab_size: int) -> tuple[Plan, str]:
     return full_plan(config, job, vocab_size), program(config, job, vocab_size)
 
 
@@ -145,7 +145,9 @@ def test_where_cuda_was_used_before_a_fresh_process_plans() -> None:
         rehearsal.begin(config)
         return rehearsal.plan(lone_rank())
 
-    plan, argv0 = run_ranks(1, rank, init=False)[0]
+    answer = run_ranks(1, rank, init=False)[0]
+    assert isinstance(answer, tuple), answer
+    plan, argv0 = answer
     assert isinstance(plan, Plan), plan
     assert argv0.endswith("rehearsal_child.py"), argv0
 
