@@ -88,7 +88,7 @@ def _follows_from_its_shape(tensor: Tensor) -> bool:
 
 def _result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
     """None where it is not clear how to make it again."""
-    if torch.Tag.inplace_view in func.tags or func.name().startswith(("aten::resize_", "aten::as_strided")):
+    if torch.Tag.inplace_view in func.tags or func.name() == "aten::as_strided":
         return None  # changes the shape or the storage of its argument, or looks at where the argument begins in its storage
     if func._schema.is_mutable:
         if args and out is args[0]:
