@@ -19,7 +19,7 @@ from tests.support.runs import arguments, digest, run, saved_tensors, timeless
 from tests.support.step_checkpoints import load, save
 from tests.support.warm import run_warm_ranks
 
-STEPS, STOP = 4, 2
+STEPS, STOP = 2, 1
 BASE: dict[str, Any] = {
     "bf16": True,
     "train_iters": STEPS,
@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
     "hidden_dropout": 0.1,
     "lr_decay_style": "cosine",
     "eval_iters": 1,
-    "eval_interval": 2,
+    "eval_interval": 1,
     "overlap_grad_reduce": True,
     "ddp_bucket_size": 5000,
     "ema_decay": 0.8,
