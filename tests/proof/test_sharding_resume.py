@@ -82,7 +82,9 @@ KINDS = ("model", "ema", "exp_avg", "exp_avg_sq")
 def recipe() -> Recipe:
     # Every dimension divides by two, three and four, but for the vocabulary, whose table is tied.
     shape = gpt2_like(num_layers=4, hidden=24, ffn=48, heads=6, kv_heads=6, head_size=4, vocab=61, seq=12, tied=True)
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, len(WALK), 12, 1, seed=2), ema=0.7)
+    places = itertools.islice(itertools.cycle(PLACES), len(WALK))
+    batches = [random_batches(shape, 1, 3 * place.get("dp", 1), 1, seed=number)[0] for number, place in enumerate(places)]
+    return Recipe(shape, random_weights(shape, seed=1), batches, ema=0.7)
 
 
 def move(rank: int, layout: Layout, number: int, folder: Path) -> float:
