@@ -49,7 +49,7 @@ class FrozenParams(Provider):
 
     def _give(self, entry: ParamEntry, fill: Fill) -> Shard:
         """Memory for a parameter, with its values or, where it had none, initial ones."""
-        values = torch.empty_like(entry.param, device=self._context.device, requires_grad=False)
+        values = torch.empty(entry.param.shape, dtype=entry.param.dtype, device=self._context.device)
         if not entry.param.is_meta:
             values.copy_(entry.param.detach())
         elif not values.is_meta:

@@ -7,6 +7,7 @@ any world on the meta device. A group of one needs no branch in the caller: ever
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 from dataclasses import dataclass, field, replace
 
@@ -55,12 +56,12 @@ class ParallelContext:
     """torch's word for the libraries that the world speaks."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def coordinates(self) -> dict[str, int]:
         """Place of this rank on every axis, the experts' axes too."""
         return self.topology.places(self.rank)
 
-    @property
+    @functools.cached_property
     def axis_sizes(self) -> dict[str, int]:
         """Size of every axis."""
         return {axis: self.topology.size(axis) for axis in (*AXES, *EXPERT_AXES)}

@@ -215,5 +215,9 @@ def materialize(module: nn.Module, table: ParamTable, device: torch.device) -> N
     """Give every meta parameter of the table memory on `device` (values undefined until initialised)."""
     for entry in table:
         if entry.param.is_meta:
-            entry.replace(nn.Parameter(torch.empty_like(entry.param, device=device), requires_grad=entry.param.requires_grad))
+            entry.replace(
+                nn.Parameter(
+                    torch.empty(entry.param.shape, dtype=entry.param.dtype, device=device), requires_grad=entry.param.requires_grad
+                )
+            )
     assert not any(p.is_meta for p in module.parameters()), "a parameter was made outside the table"

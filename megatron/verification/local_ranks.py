@@ -216,6 +216,7 @@ def _outcome(rank: int, world: LocalWorld, call: Callable[[int], Any]) -> bytes:
         if dist.is_initialized():
             dist.destroy_process_group()  # of the job before, which all ranks have ended
             gc.collect()  # cycles keep its groups, each with threads and sockets
+            gc.freeze()  # what is left stays: the next collection need not look through it
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -227,13 +228,20 @@ def _outcome(rank: int, world: LocalWorld, call: Callable[[int], Any]) -> bytes:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve
         torch.set_num_threads(1)
-        torch.manual_seed(1000 + rank)  # a result that leans on the default generator then differs between ranks
+        _seed(1000 + rank)  # a result that leans on the default generator then differs between ranks
         if world.store is not None:
             timeout = datetime.timedelta(seconds=world.timeout)
             dist.init_process_group(world.backend, f"file://{world.store}", timeout, world.size, rank)
         return pickle.dumps((call(rank), ""))
     except BaseException:  # noqa: BLE001 - the parent judges it; also SystemExit and outcomes of pytest
         return pickle.dumps((None, traceback.format_exc()))
+
+
+def _seed(seed: int) -> None:
+    """Seed the default generators. (`torch.manual_seed` formats the stack for each kind of device, which takes milliseconds.)"""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _stack(rank: LocalRank, folder: Path) -> str:

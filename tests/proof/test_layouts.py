@@ -104,7 +104,7 @@ VARIANTS = {
 )
 def test_model_variants_equal_the_reference(variant: str, layout: Layout) -> None:
     shape = VARIANTS[variant]
-    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 8, 2, seed=4))
+    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 4, 2, seed=4))
     expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, layout), expected)
 
@@ -125,7 +125,7 @@ SHARED = {"heads": 8, "head_size": 4, "ffn": 32, "num_layers": 2, "vocab": VOCAB
 def test_tensor_ranks_share_key_value_heads(kv_heads: int, layout: Layout) -> None:
     """Fewer heads than ranks: nothing is held twice, and all gradients are whole."""
     shape = llama_like(**SHARED, kv_heads=kv_heads, qk_norm=True, bias=True, sink="learned")
-    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 8, 2, seed=4))
+    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 4, 2, seed=4))
     expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, layout), expected)
 

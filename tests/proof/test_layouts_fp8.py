@@ -89,13 +89,13 @@ def reference(*key: Any) -> ReferenceRun:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 5, fits)
+        cases = product(AXES, fits) if metafunc.config.getoption("--full") else covering(AXES, 13, fits)
         metafunc.parametrize("case", cases, ids=lambda case: "-".join(str(value).replace(", ", "") for value in case.values()))
 
 
 def test_a_layout_equals_one_plain_process(case: dict[str, Any]) -> None:
     tp, pp, dp = case["sizes"]
-    key = (case["style"], EightBits(case["recipe"], case["hybrid"]), case["ends"], 2 * pp * MICRO * dp)
+    key = (case["style"], EightBits(case["recipe"], case["hybrid"]), case["ends"], (pp + 1) * MICRO * dp)
     settings = {name: case[name] for name in ("sequence_parallel", "schedule", "sharding")}
     layout = Layout(cp=case["cp"], tp=tp, pp=pp, dp=dp, micro_batch_size=MICRO, memory=MEMORY[case["memory"]], **settings)
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))

@@ -37,7 +37,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (2, {}),
     "three data ranks": (3, {"global_batch_size": 6}),
     "tensor": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pipeline": (4, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    "pipeline": (4, {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
 }
 AXES: dict[str, tuple[Any, ...]] = {
     "groups": tuple(GROUPS),
@@ -48,7 +48,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "offload": (False, True),
 }
 RUN: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 24,
     "num_attention_heads": 4,
     "seq_length": 8,

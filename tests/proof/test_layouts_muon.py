@@ -8,17 +8,17 @@ from __future__ import annotations
 import pytest
 
 from megatron.optimizer import matrix_plan
-from megatron.verification.local_ranks import run_ranks
 from tests.support.equality import assert_equal_runs
 from tests.support.joined import DEFAULTS, recipe_of, reference_of
 from tests.support.layout import Layout, run_layout
+from tests.support.warm import run_forked_ranks
 
 
 @pytest.mark.parametrize("most", [1, 1000])
 def test_many_rounds_are_no_other(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Rounds of one matrix a rank, and of some: while one is computed others travel, in buffers that are used again."""
     monkeypatch.setattr(matrix_plan, "MOST_ELEMENTS", most)
-    monkeypatch.setattr("tests.support.layout.run_warm_ranks", run_ranks)  # ranks that are forked now know the size
+    monkeypatch.setattr("tests.support.layout.run_warm_ranks", run_forked_ranks)  # ranks that are forked now know the size
     recipe = recipe_of({**DEFAULTS, "style": "llama, norms of heads", "rule": "muon, three, even steps", "microbatches": 4})
     expected = reference_of(recipe)
     for layout in (Layout(), Layout(tp=2, dp=2, sharding="optim"), Layout(dp=2, micro_batch_size=1, sharding="optim_grads_params")):

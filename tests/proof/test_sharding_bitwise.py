@@ -51,7 +51,7 @@ def trained(where: str, precision: str, microbatches: int, sharding: str, **sett
 
 
 CASES = [(where, "bfloat16") for where in LAYOUTS] + [("dp3", "float16"), ("dp3", "float32"), ("pp2-dp2", "float64")]
-MICROBATCHES = 4
+MICROBATCHES = 3
 
 
 @pytest.mark.parametrize(("where", "precision"), CASES)

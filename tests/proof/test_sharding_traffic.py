@@ -32,7 +32,7 @@ from tests.support.layout import (
 )
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches
 from tests.support.shared_memory import GroupCall, recorded_calls
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -105,25 +105,30 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 """Settings, and what a rank sends in elements of the model, on n data ranks with m microbatches."""
 
 
+def counted_in_each_case(rank: int, dp: int, num_microbatches: int) -> dict[str, tuple[Sent, int]]:
+    found = {}
+    for name, (settings, _) in CASES.items():
+        case = layout(name.partition(",")[0], dp=dp, **settings)
+        found[name] = counted(context_of(case, rank), case, "llama", num_microbatches)
+    return found
+
+
 @pytest.mark.parametrize(("dp", "num_microbatches"), [(2, 3), (4, 1)])
 def test_a_step_sends_what_the_formula_says(dp: int, num_microbatches: int) -> None:
     """Element by element, the padding of the buckets included, which is stated."""
 
-    def rank_run(rank: int) -> dict[str, tuple[Sent, int]]:
-        found = {}
-        for name, (settings, _) in CASES.items():
-            case = layout(name.partition(",")[0], dp=dp, **settings)
-            found[name] = counted(context_of(case, rank), case, "llama", num_microbatches)
-        return found
-
     parameters = sum(weights.numel() for weights in recipe("llama", num_microbatches * dp).weights.values())
-    for found in run_forked_ranks(dp, rank_run):
+    for found in run_warm_ranks(dp, counted_in_each_case, dp, num_microbatches):
         for name, (_, formula) in CASES.items():
             sent, padding = found[name]
             assert {ranks for ranks, _ in sent} == {tuple(range(dp))}
             factor = formula(Fraction(dp), num_microbatches)
             assert sum(sent.values()) == factor * (parameters + padding), name
             assert padding < 0.04 * parameters
+
+
+def counted_at(rank: int, case: Layout, num_microbatches: int) -> Sent:
+    return counted(context_of(case, rank), case, "llama", num_microbatches)[0]
 
 
 @pytest.mark.parametrize("reshard", ["always", "never"])
@@ -133,7 +138,7 @@ def test_replicas_send_sums_once_a_step(num_microbatches: int, reshard: str) -> 
     case = layout("optim_grads_params", dp=4, fsdp_shard_size=2, fsdp_reshard=reshard)
     parameters = sum(weights.numel() for weights in recipe("llama", 4).weights.values())
     gathers = 2 * num_microbatches if reshard == "always" else 1
-    ranks = run_forked_ranks(4, lambda rank: counted(context_of(case, rank), case, "llama", num_microbatches)[0])
+    ranks = run_warm_ranks(4, counted_at, case, num_microbatches)
     for rank, sent in enumerate(ranks):
         near, across = tuple(range(rank // 2 * 2, rank // 2 * 2 + 2)), (rank % 2, rank % 2 + 2)
         half = Fraction(parameters, 2)
@@ -153,6 +158,23 @@ REPORTED: dict[str, dict[str, Any]] = {
 }
 
 
+def counted_and_reported(rank: int, case: Layout) -> tuple[Sent, Sent]:
+    context, r = context_of(case, rank), recipe("gpt2", 3 * case.dp)
+    sent, _ = counted(context, case, "gpt2", 3)
+    activations = context.group("tp").ranks
+    found = {key: elements for key, elements in sent.items() if key[0] != activations or case.tp == 1}
+    schedule = make_schedule(case.schedule, case.pp, 3, case.virtual_stages or 1)
+    model = model_on_meta(context, r, case)
+    report = state_report(model, context, parallel_config(case), optimizer_config(r, case), schedule)
+    groups = {
+        "dp": context.gradient_group,
+        "tp x dp": context.group("tp", *GRADIENT_AXES),
+        "pipeline ends": context.pipeline_ends,
+    }
+    sizes = {"parameters": model.dtype.itemsize, "gradients": main_grad_dtype(model.dtype).itemsize}
+    return found, {(groups[some.over].ranks, some.kind): Fraction(some.bytes, sizes[some.kind]) for some in report.sent}
+
+
 @pytest.mark.parametrize(
     ("where", "sharding"),
     [(w, s) for w in REPORTED for s in STRATEGIES if s != STRATEGIES[-1] or "zb" not in REPORTED[w].get("schedule", "")],
@@ -160,22 +182,5 @@ REPORTED: dict[str, dict[str, Any]] = {
 def test_the_report_tells_what_a_step_sends(where: str, sharding: str) -> None:
     """With ties, in pipelines, with parameters whose gradients are summed over tensor ranks too: by group, element by element."""
     case = layout(sharding, **REPORTED[where])
-
-    def rank_run(rank: int) -> tuple[Sent, Sent]:
-        context, r = context_of(case, rank), recipe("gpt2", 3 * case.dp)
-        sent, _ = counted(context, case, "gpt2", 3)
-        activations = context.group("tp").ranks
-        found = {key: elements for key, elements in sent.items() if key[0] != activations or case.tp == 1}
-        schedule = make_schedule(case.schedule, case.pp, 3, case.virtual_stages or 1)
-        model = model_on_meta(context, r, case)
-        report = state_report(model, context, parallel_config(case), optimizer_config(r, case), schedule)
-        groups = {
-            "dp": context.gradient_group,
-            "tp x dp": context.group("tp", *GRADIENT_AXES),
-            "pipeline ends": context.pipeline_ends,
-        }
-        sizes = {"parameters": model.dtype.itemsize, "gradients": main_grad_dtype(model.dtype).itemsize}
-        return found, {(groups[some.over].ranks, some.kind): Fraction(some.bytes, sizes[some.kind]) for some in report.sent}
-
-    for found, told in run_forked_ranks(case.world_size, rank_run):
+    for found, told in run_warm_ranks(case.world_size, counted_and_reported, case):
         assert found == told

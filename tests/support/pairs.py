@@ -66,9 +66,10 @@ def cost(case: Case) -> float:
     """About the processor time of a run, in seconds."""
     ranks = case["tp"] * case["cp"] * case["pp"] * case["dp"]
     layers = (num_layers(case) + 1.5 * case["depths"]) / case["pp"]
-    work = 0.006 * steps_of(case) * case["microbatches"] * (1 + layers)
-    sharded = 1.5 if case["sharding"] == "optim_grads_params" else 1.0
-    return 0.15 + ranks * sharded * (0.06 + work) + (2.0 * ranks if case["compiled"] else 0.0)
+    each = 0.017 + 0.009 * bool(case["experts"]) + 0.002 * (case["memory"] != "kept")
+    work = (0.005 + each * steps_of(case) * case["microbatches"]) * layers
+    sharded = 0.03 + 0.008 * layers if case["sharding"] == "optim_grads_params" else 0.0
+    return ranks * (0.04 + work + sharded + (2.0 if case["compiled"] else 0.0))
 
 
 _ALL = [*CONSTRAINTS, *QUICK]
