@@ -1,7 +1,7 @@
 """Cases of few and small runs in which every pair of settings of a feature occurs: python -m tests.support.pairs [--help]
 
-It tells how many pairs the written cases have, of each feature and in all. With a flag, cases are chosen anew and written:
-greedily, each brings many new pairs for its cost, and no case is refused by the rules between the settings.
+It tells how many pairs the written cases have, of each feature and in all. `--write` chooses cases anew, greedily: each brings many
+new pairs for its cost, and no case is refused by the rules between the settings. `--improve` then makes them cheaper.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -210,18 +211,114 @@ class Chooser:
         return chosen
 
 
-def improved(cases: Sequence[Case], required: set[Pair], seed: int, tries: int) -> list[Case]:
-    """Cases of less cost, or these: those that bring least for their cost are chosen anew."""
-    draw = random.Random(seed)
-    has = [pairs_in([case]) & required for case in cases]
-    times = Counter(two for pairs in has for two in pairs)
-    worth = [
-        sum(times[two] == 1 for two in pairs) / cost(case) * draw.uniform(0.5, 1.5) for case, pairs in zip(cases, has, strict=True)
-    ]
-    limit = sorted(worth)[len(cases) // 4]
-    kept = [case for case, value in zip(cases, worth, strict=True) if value > limit]
-    others = kept + Chooser(required - pairs_in(kept), seed).choose(tries)
-    return others if sum(map(cost, others)) < sum(map(cost, cases)) else [*cases]
+class Search:
+    """Makes cases cheaper by small changes, and leaves cases out, without losing a required pair."""
+
+    def __init__(self, cases: Sequence[Case], required: set[Pair], seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.settings = sorted(_SETTINGS, key=repr)
+        number = {setting: i for i, setting in enumerate(self.settings)}
+        self.required = {tuple(sorted(number[setting] for setting in two)) for two in required}
+        self.cases = [*cases]
+        self.values = {
+            axis: sorted({default, *(dict(setting)[axis] for setting in self.settings if axis in dict(setting))}, key=repr)
+            for axis, default in DEFAULTS.items()
+        }
+        singles = (frozenset({(axis, value)}) for axis, values in self.values.items() for value in values)
+        self.moves = [dict(move) for move in dict.fromkeys([*self.settings, *singles])]
+        self.beside = {axis: sorted({o for axes in LOOKED_AT if axis in axes for o in axes} - {axis}) for axis in DEFAULTS}
+        self._pairs: dict[tuple[Any, ...], frozenset[tuple[int, ...]]] = {}
+        self._valid: dict[tuple[Any, ...], bool] = {}
+        self.times = Counter(two for case in cases for two in self.pairs(case))
+
+    def pairs(self, case: Case) -> frozenset[tuple[int, ...]]:
+        """Return the required pairs that a case has, by the numbers of their settings."""
+        key = tuple(case.values())
+        if key not in self._pairs:
+            has = [i for i, setting in enumerate(self.settings) if all(case[axis] == value for axis, value in setting)]
+            self._pairs[key] = frozenset(two for two in itertools.combinations(has, 2) if two in self.required)
+        return self._pairs[key]
+
+    def changed(self, case: Case, move: Setting) -> Case | None:
+        """Return a valid case that has a setting and, if that needs it, another value on one axis that depends on it."""
+        new = {**case, **move}
+        if not is_quick(new):
+            beside = sorted({other for axis in move for other in self.beside[axis]} - {*move})
+            near = ({**new, axis: value} for axis in self._shuffled(beside) for value in self._shuffled(self.values[axis]))
+            new = next(filter(is_quick, near), {})
+        key = tuple(new.values())
+        if new and key not in self._valid:
+            self._valid[key] = not refusals(new)
+        return new if new and self._valid[key] else None
+
+    def cheaper(self) -> None:
+        """Change one case into another that costs no more and has each pair that only this case had."""
+        place = self.draw.randrange(len(self.cases))
+        case = self.cases[place]
+        alone = {two for two in self.pairs(case) if self.times[two] == 1}
+        for move in self.draw.sample(self.moves, 12):
+            new = self.changed(case, move)
+            if new is not None and new != case and cost(new) <= cost(case) and alone <= self.pairs(new):
+                self._replace(place, new)
+                return
+
+    def left_out(self) -> None:
+        """Leave out one case, if changes of other cases that cost less have the pairs that only this case had."""
+        places = self.draw.sample(range(len(self.cases)), 4)
+        place = min(places, key=lambda i: sum(self.times[two] == 1 for two in self.pairs(self.cases[i])) / cost(self.cases[i]))
+        target = self.cases.pop(place)
+        self.times.subtract(self.pairs(target))
+        budget, before = cost(target), list[tuple[int, Case]]()
+        for two in self.pairs(target):
+            if self.times[two]:
+                continue
+            if (found := self._cheapest_with(two, budget)) is None:
+                for other, case in reversed(before):
+                    self._replace(other, case)
+                self.cases.insert(place, target)
+                self.times.update(self.pairs(target))
+                return
+            other, new = found
+            budget -= cost(new) - cost(self.cases[other])
+            before.append((other, self.cases[other]))
+            self._replace(other, new)
+
+    def _cheapest_with(self, two: tuple[int, ...], budget: float) -> tuple[int, Case] | None:
+        """Return a case's place and a change of it that has a pair, loses none and costs less than a budget more."""
+        move = {axis: value for i in two for axis, value in self.settings[i]}
+        near = sorted(self.draw.sample(range(len(self.cases)), min(120, len(self.cases))), key=lambda i: self._apart(i, move))
+        best = None
+        for place in near[:40]:
+            case = self.cases[place]
+            new = self.changed(case, move)
+            if new is None or (more := cost(new) - cost(case)) >= budget or two not in self.pairs(new):
+                continue
+            if all(self.times[other] > 1 or other in self.pairs(new) for other in self.pairs(case)):
+                best, budget = (place, new), more
+                if more <= 0:
+                    break
+        return best
+
+    def _apart(self, place: int, move: Setting) -> int:
+        return sum(self.cases[place][axis] != value for axis, value in move.items())
+
+    def _replace(self, place: int, case: Case) -> None:
+        self.times.subtract(self.pairs(self.cases[place]))
+        self.cases[place] = case
+        self.times.update(self.pairs(case))
+
+    def _shuffled(self, some: Sequence[Any]) -> list[Any]:
+        return self.draw.sample(some, len(some))
+
+
+def improved(cases: Sequence[Case], required: set[Pair], seed: int, minutes: float) -> list[Case]:
+    """Return cases of less cost that have the same required pairs, after a search of some minutes."""
+    search = Search(cases, required, seed)
+    until = time.monotonic() + 60 * minutes
+    while time.monotonic() < until:
+        search.cheaper() if search.draw.random() < 0.75 else search.left_out()
+    assert all(search.times[two] > 0 for two in search.required)
+    return search.cases
 
 
 def main() -> None:
@@ -229,7 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help="choose the cases anew, and write them")
     parser.add_argument(
-        "--improve", type=int, default=0, metavar="N", help="choose anew what does not fit, then others if it saves"
+        "--improve", type=float, metavar="MINUTES", help="choose anew what does not fit, then search for cheaper cases so long"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the choice")
     parser.add_argument("--tries", type=int, default=30, help="candidates for each case")
@@ -238,11 +335,10 @@ def main() -> None:
     whole = set().union(*required.values())
     if args.write:
         write(Chooser(whole, args.seed).choose(args.tries))
-    if args.improve:
+    if args.improve is not None:
         fitting = [case for case in written_cases() if is_quick(case) and not refusals(case)]
-        write(fitting + Chooser(whole - pairs_in(fitting), args.seed).choose(args.tries))
-    for k in range(1, args.improve):
-        write(improved(written_cases(), whole, args.seed + k, args.tries))
+        cases = fitting + Chooser(whole - pairs_in(fitting), args.seed).choose(args.tries)
+        write(improved(cases, whole, args.seed, args.improve))
     cases = written_cases()
     has = pairs_in(cases)
     for name, pairs in required.items():
