@@ -11,7 +11,7 @@ import pytest
 from tests.support.covering import Case, covering, product
 from tests.support.features import FEATURES
 from tests.support.joined import is_quick, refusals
-from tests.support.pairs import pairs_in, pairs_of, written_cases
+from tests.support.pairs import Chooser, Search, cost, pairs_in, pairs_of, written_cases
 
 AXES: dict[str, list[Any]] = {
     "tp": [1, 2, 4, 8],
@@ -61,10 +61,22 @@ def test_one_axis_takes_every_setting() -> None:
 
 
 def test_every_pair_of_settings_of_a_feature_is_in_a_case_of_the_normal_run() -> None:
-    """`python -m tests.support.pairs --write` chooses the cases anew where axes change."""
+    """`python -m tests.support.pairs --improve 10` chooses the cases anew where axes change."""
     cases = written_cases()
     assert [case for case in cases if not is_quick(case)] == []
     assert {message for case in cases for message in refusals(case)} == set()
     found = pairs_in(cases)
     missing = {name: pairs_of(feature) - found for name, feature in FEATURES.items()}
     assert not any(missing.values()), missing
+
+
+def test_the_search_makes_cases_cheaper_and_loses_no_pair() -> None:
+    required = pairs_of(FEATURES["packing"])
+    cases = Chooser(required, seed=2).choose(tries=3)
+    search = Search(cases, required, seed=2)
+    for _ in range(60):
+        search.cheaper()
+        search.left_out()
+    assert pairs_in(search.cases) >= required and all(map(is_quick, search.cases))
+    assert not any(map(refusals, search.cases))
+    assert sum(map(cost, search.cases)) < 0.95 * sum(map(cost, cases)) and len(search.cases) <= len(cases)
