@@ -21,11 +21,11 @@ class _ViewOfFirst(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     further: int
-    """Where it begins, in elements behind the first element of the argument."""
+    """Offset of the view, in elements behind the first element of the argument."""
 
 
 class _Written(NamedTuple):
-    """What the operation wrote into: the first argument, or the one of this name."""
+    """The argument that the operation wrote into: the first, or the keyword argument of this name."""
 
     name: str | None
 
@@ -40,12 +40,12 @@ class _NewTensors(NamedTuple):
 
 _Result = _ViewOfFirst | _Written | _NewTensors
 _known: dict[tuple[Any, ...], _Result] = {}
-"""What an operation gave, by a description of what it got."""
+"""Results of operations that ran, by a description of their arguments."""
 
 
 class CpuKernels(FakeTensorMode):
-    """While it is entered, tensors of the CPU have no memory. The result of an operation that ran before on like tensors is made
-    anew."""
+    """Mode in which CPU tensors have no memory, and an operation that ran before on tensors alike is not run again: its result is
+    created from the description of the first result."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -82,12 +82,12 @@ class CpuKernels(FakeTensorMode):
 
 
 def _follows_from_its_shape(tensor: Tensor) -> bool:
-    """Whether all that is known of it is its shape, not also its numbers."""
+    """Return whether only the shape of a tensor is known, not its numbers."""
     return type(tensor) is FakeTensor and tensor.constant is None and tensor.fake_device.type == "cpu"
 
 
 def _result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
-    """None where it is not clear how to make it again."""
+    """Return a description of a result, or None for a result that cannot be created from a description."""
     if torch.Tag.inplace_view in func.tags or func.name() == "aten::as_strided":
         return None  # changes the shape or the storage of its argument, or looks at where the argument begins in its storage
     if func._schema.is_mutable:

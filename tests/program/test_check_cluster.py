@@ -190,9 +190,9 @@ def test_a_stop_in_the_middle_of_a_start_leaves_nobody_behind(rank_kind: type[Ra
 
 
 def test_a_rank_that_never_comes(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is stuck before it begins: it is named, and the check ends with its limit, and with it the ranks.
+    """A rank that is stuck before it begins is named, and the check ends after its limit, together with all ranks.
 
-    By a clock that passes the limit once the second waits for the first.
+    The clock passes the limit once the second rank waits for the first.
     """
     program = tmp_path / "rank"
     program.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] && exec sleep 600\nexec {warm_python()} -m tools.cluster.links "$@"\n')

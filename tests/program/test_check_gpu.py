@@ -91,7 +91,7 @@ def test_some_checks_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("name", [name for name in FULLEST if name != SMALL_SCRIPT])
 def test_the_fullest_rank_of_a_small_model_makes_a_step(name: str, tmp_path: Path) -> None:
-    """Of scripts whose check takes long to plan: the same step, of fewer microbatches and without the plan."""
+    """Make the same step as scripts whose check takes long to plan, of fewer microbatches and without the plan."""
     rank, *sizes = FULLEST[name]
 
     def steps(_: int) -> list[int]:

@@ -100,7 +100,7 @@ class Nodes:
         return self.folders(save)[node]
 
     def folders(self, save: Path) -> list[Path]:
-        """Where the keepers of all nodes have their files."""
+        """Return the folder in which the keepers of all nodes have their files."""
         pids = [sleeper.pid for sleeper in self._sleepers]
         return [keeper._folder_of(keeper.Keeper(str(save), pid, keeper.process_of(pid), False)) for pid in pids]
 

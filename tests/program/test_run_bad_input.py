@@ -231,7 +231,7 @@ def test_a_step_that_is_not_there(saved: Path) -> None:
 
 
 def test_a_checkpoint_without_optimizer_state(tmp_path: Path) -> None:
-    """Of --no-save-optim, which holds weights only: refused by default; --no-load-optim takes the weights and the counts."""
+    """A checkpoint of --no-save-optim has weights only. By default it is refused; --no-load-optim takes weights and counts."""
     run([*arguments(train_iters=2, save=tmp_path, exit_interval=1), "--no-save-optim"])
     assert saved_tensors(tmp_path, 1) and not saved_tensors(tmp_path, 1, "exp_avg")
     again = arguments(train_iters=2, load=tmp_path, save=tmp_path)

@@ -219,7 +219,7 @@ def test_the_step_asked_for_is_damaged(tmp_path: Path, stopped: Path) -> None:
 
 
 def small_files(*ranks: int) -> Callable[[int], None]:
-    """For `before`: on these ranks, and in processes that they start, no file may become larger than 20 kB."""
+    """Return a `before` after which these ranks, and processes that they start, can write no file larger than 20 kB."""
 
     def before(rank: int) -> None:
         fork_modules()

@@ -74,7 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def notes_attention(folder: Path) -> Callable[[int], None]:
-    """For `before`: each rank writes into the folder how many sequences of full attention the last step was worth."""
+    """Return a `before` with which each rank writes into the folder how many sequences of full attention its last step equals."""
 
     def before(rank: int) -> None:
         plain = TrainStep.run
@@ -95,7 +95,7 @@ def assert_attention(folder: Path, world_size: int, expected: float | None) -> N
 
 
 def expected_attention(step: int) -> float:
-    """That of the documents of a step's samples."""
+    """Compute it from the documents of a step's samples."""
     source = MockDataset(split=0, seed=1234, seq_length=16, vocab_size=61, eod=60)
     expected = 0.0
     for tokens in source.samples(8 * step, 8)[:, :-1].tolist():

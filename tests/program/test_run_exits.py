@@ -54,7 +54,7 @@ def _assert_stopped(folder: Path, whole: Path, at: int) -> None:
 
 
 def _assert_goes_on(folder: Path, whole: Path, stopped_at: int) -> None:
-    """It resumes to the end as if it had not been interrupted, too."""
+    """The run also resumes to the end as if it had not been interrupted."""
     _assert_stopped(folder, whole, stopped_at)
     run(arguments(**SETTINGS, save=folder, load=folder, metrics_file=folder / "metrics"), 2)
     assert digest(folder, STEPS) == digest(whole, STEPS)

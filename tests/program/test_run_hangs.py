@@ -188,7 +188,7 @@ def _said_by_first_rank() -> str:
 
 
 def _pauses(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
-    """A signal stops the rank until the hang is told. The next step lasts until the watcher has seen that the run goes on."""
+    """A signal stops the rank until the hang is reported. The next step lasts until the watcher has seen that the run goes on."""
     ranks, flags = LAYOUTS[layout]
 
     def stop(_: Flight) -> None:

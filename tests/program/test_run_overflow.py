@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Take every layout with --full, and without it a subset for each test, so that each layout is in one of them at least."""
+    """Take every layout with --full, and without it a subset for each test, so that each layout is in at least one subset."""
     if "layout" not in metafunc.fixturenames:
         return
     full, subset = CASES[metafunc.function]

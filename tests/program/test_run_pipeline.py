@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_another_schedule(base: Path, tmp_path: Path) -> None
 
 
 def test_a_run_that_goes_on_tells_of_its_pipeline(base: Path, tmp_path: Path) -> None:
-    """In the log, at the start."""
+    """The start-up log describes it."""
     lines = [line.strip() for line in go_on(base, tmp_path, "zb-v").splitlines()]
     table = lines.index(next(line for line in lines if line.startswith("stage")))
     assert "0-0 (1)" in lines[table + 1] and "4-4 (1)" in lines[table + 1] and "loss" in lines[table + 1]

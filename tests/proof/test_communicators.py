@@ -72,7 +72,7 @@ UsedGroups = tuple[set[tuple[int, ...]], set[tuple[int, ...]], dict[str, tuple[i
 
 
 def used_groups(rank: int) -> list[UsedGroups]:
-    """Those of a rank, in each case."""
+    """Return the communicators of a rank, in each case."""
     used = []
     for case in cases():
         context = real_context(case.config, rank, 8)

@@ -27,7 +27,7 @@ VOCAB = 61  # divides by no tensor size: the last rank holds padding
 
 
 def name(case: Case) -> str:
-    """What is not as usual."""
+    """Changes of the usual case."""
     usual = {axis: value for axis, value in case.items() if value != DEFAULTS[axis]}
     words = [value if isinstance(value, str) else axis if value is True else f"{axis}{value}" for axis, value in usual.items()]
     return "-".join(words) or "nothing"
@@ -73,7 +73,7 @@ COMPILED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", COMPILED, ids=lambda settings: name({**DEFAULTS, **settings}))
 def test_compiled_layers_do_the_same(settings: dict[str, Any]) -> None:
-    """What torch has no kernel for stands between two graphs; sums over tensor ranks within one are summed both ways."""
+    """Operations without a kernel of torch stand between two graphs; sums over tensor ranks within one are summed both ways."""
     check({**DEFAULTS, **settings, "compiled": True})
 
 

@@ -27,7 +27,7 @@ RUNS: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "loss_chunk": 4, "style": "gpt2", "tied": True},
     {"tp": 2, "sequence_parallel": "overlapping", "tied": True, "documents": "all"},
 ]
-"""Of every kind; each memory setting that may go with it has two of them at least."""
+"""Return cases of every kind; each memory setting that may go with a kind has at least two."""
 
 
 PLAIN_RUNS: dict[tuple[ReferenceShape, Layout, Any], LayoutRun] = {}

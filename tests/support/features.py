@@ -72,7 +72,7 @@ class Feature:
         return (not case.keys() >= axes.keys() or self.valid(*(case[axis] for axis in axes))) and fits(case)
 
     def cases(self, *parts: Setting) -> Iterator[Case]:
-        """Its product, or the cases of it that have all of these settings."""
+        """Yield the cases of the product, or those that have all of these settings."""
         decided = {axis: value for part in parts for axis, value in part.items()}
         left = [settings for settings in self.axes.values() if not settings[0].keys() <= decided.keys()]
         return self._with(decided, left)
@@ -88,7 +88,7 @@ class Feature:
 
 
 def completed(case: Case) -> Case:
-    """What follows from the rest where nothing is said of it."""
+    """Fill in the settings that follow from the others and that a case leaves out."""
     case = dict(case)
     if case["cp"] > 1 and case["way"] is None:
         case["way"] = "all_gather"

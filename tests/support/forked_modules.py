@@ -1,7 +1,7 @@
 """Helper processes of a run as forks of its ranks, for tests that are not about their start.
 
-A writer of checkpoints and a keeper of state import their modules anew, which takes longer than what they do in a test. A fork of a
-rank has the modules already.
+A writer of checkpoints and a keeper of state import their modules again, which takes longer than their work in a test. A fork of a rank
+has the modules already.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.checkpoint import keeper, rank_writer
 
 
 def fork_modules() -> None:
-    """In this process, start keepers and writers as forks from now on."""
+    """Start keepers and writers of this process as forks from now on."""
     for starter in (keeper, rank_writer):
         starter.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _Forked})  # type: ignore[attr-defined]
 

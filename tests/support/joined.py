@@ -173,7 +173,7 @@ KINDS: dict[str, Callable[[tuple[bool, ...], tuple[bool, ...]], ExpertsShape]] =
         some, 4, 1, 8, 8, score="sigmoid", bias_step=0.1, capacity=1.25, drops_last=True
     ),
 }
-"""Of a model in which every layer has experts, or some have."""
+"""Experts of a model in which every layer has them, or some layers."""
 
 MEMORIES = {
     "kept": MemoryConfig(),
@@ -232,7 +232,7 @@ WAYS: dict[str | None, tuple[ContextWay, ...]] = {
     "a2a": ("a2a",),
     "each": ("a2a", "p2p", "all_gather"),
 }
-"""How context ranks share keys and values, in the layers in turn."""
+"""Ways in which context ranks share keys and values, in the layers in turn."""
 FSDP_WAYS: dict[str, dict[str, Any]] = {
     "always": {},
     "never": {"fsdp_reshard": "never"},
@@ -325,7 +325,7 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     lambda compiled, memory: not (compiled and ("norms" in memory or "mlp" in memory)),  # refused
     lambda compiled, loss_chunk: not compiled or loss_chunk > 0,  # the loss is not traced
 ]
-"""What a case must fulfil to mean something and not be refused. Each looks at the axes that its parameters name."""
+"""Constraints of every case: it means something and is not refused. Each looks at the axes that its parameters name."""
 QUICK: list[Callable[..., bool]] = [
     lambda compiled, tp, cp, pp, dp: not compiled or tp * cp * pp * dp <= 2,  # every rank traces its layers
     lambda compiled, sequence_parallel, schedule: not (compiled and sequence_parallel) or schedule in ("1f1b", "zb-h1"),
@@ -343,7 +343,7 @@ QUICK: list[Callable[..., bool]] = [
     lambda compiled, virtual_stages, split: not compiled or (virtual_stages < 3 and split == "even"),
     lambda compiled, attention: not compiled or attention == "auto",
 ]
-"""What a case of the normal run must fulfil beside: layers are compiled in small worlds, without much else."""
+"""Further constraints of a case of the normal run: layers are compiled in small worlds, without much else."""
 LOOKED_AT = [dict.fromkeys(inspect.signature(constraint).parameters).keys() for constraint in [*CONSTRAINTS, *QUICK]]
 
 
@@ -359,7 +359,7 @@ def is_quick(case: Case) -> bool:
 
 @functools.cache
 def _within(known: frozenset[str]) -> list[list[tuple[Callable[..., bool], Iterable[str]]]]:
-    """The constraints that look at these axes alone, and their axes: those of every case, and those of the normal run."""
+    """Return the constraints that look at known axes only, each with its axes: of every case, and of the normal run beside."""
     axes = iter(LOOKED_AT)
     return [[(one, looked_at) for one in part if known >= (looked_at := next(axes))] for part in (CONSTRAINTS, QUICK)]
 
@@ -431,7 +431,7 @@ def steps_of(case: Case) -> int:
 
 
 def recipe_of(case: Case) -> Recipe:
-    """What is trained, and how."""
+    """Return the recipe of a case: what is trained, and how."""
     shape, micro = shape_of(case), case["micro_batch_size"]
     batch = case["microbatches"] * micro * case["dp"]
     steps = steps_of(case)
@@ -446,7 +446,7 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def layout_of(case: Case) -> Layout:
-    """How it is run."""
+    """Return the layout of a case."""
     schedule, virtual = case["schedule"], case["virtual_stages"]
     by_hand, late = case["split"] == "layout", SCHEDULES[schedule].splits_backward
     same: tuple[str, ...] = (
@@ -477,7 +477,7 @@ def layout_of(case: Case) -> Layout:
 
 
 def layout_string(num_chunks: int, layers: int) -> str:
-    """The embedding alone, then chunks of two layers while there are any, then chunks of none, then the loss."""
+    """Return a split by hand: the embedding alone, chunks of two layers until all are used, empty chunks, and the loss."""
     words = ["E"]
     for _ in range(num_chunks - 1):
         words.append("t" * min(2, layers))
@@ -488,7 +488,7 @@ def layout_string(num_chunks: int, layers: int) -> str:
 
 
 def reference_of(recipe: Recipe) -> ReferenceRun:
-    """The same in one plain process. Documents are samples of their own where nothing joins them."""
+    """Train a recipe in one plain process. Documents are samples of their own where nothing joins them."""
     shape, loss = recipe.shape, mean_loss
     if recipe.rules is not None:
         rules = recipe.rules
@@ -512,7 +512,7 @@ def reference_of(recipe: Recipe) -> ReferenceRun:
 
 
 def refusals(case: Case) -> list[str]:
-    """What the rules between the settings say against a case."""
+    """Return the messages of the rules between settings that refuse a case."""
     layout, shape = layout_of(case), shape_of(case)
     optimizer, settings = RULES[case["rule"]]
     recipe = Recipe(shape, {}, [], optimizer=optimizer, update=settings)

@@ -1,7 +1,8 @@
-"""Cases of few and small runs in which every pair of settings of a feature occurs: python -m tests.support.pairs [--help]
+"""Choose cases of few and small runs in which every pair of settings of a feature occurs: python -m tests.support.pairs [--help]
 
-It tells how many pairs the written cases have, of each feature and in all. `--write` chooses cases anew, greedily: each brings many
-new pairs for its cost, and no case is refused by the rules between the settings. `--improve` then makes them cheaper.
+Without a flag the program counts the pairs that the written cases have, of each feature and in all. `--write` chooses all cases
+again, greedily: each brings many new pairs for its cost, and no case is refused by the rules between the settings. `--improve`
+replaces cases that no longer fit, adds cases for missing pairs, and searches for cheaper ones.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Pair = frozenset[frozenset[tuple[str, Any]]]
 
 
 def written_cases() -> list[Case]:
-    """Those of the normal run."""
+    """Return the cases of the normal run."""
     return [{**DEFAULTS, **case} for case in json.loads(WRITTEN.read_text())]
 
 
@@ -324,9 +325,9 @@ def improved(cases: Sequence[Case], required: set[Pair], seed: int, minutes: flo
 def main() -> None:
     """Tell of the pairs, or choose cases and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--write", action="store_true", help="choose the cases anew, and write them")
+    parser.add_argument("--write", action="store_true", help="choose all cases again, and write them")
     parser.add_argument(
-        "--improve", type=float, metavar="MINUTES", help="choose anew what does not fit, then search for cheaper cases so long"
+        "--improve", type=float, metavar="MINUTES", help="replace cases that do not fit, then search for cheaper cases so long"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the choice")
     parser.add_argument("--tries", type=int, default=30, help="candidates for each case")

@@ -49,7 +49,7 @@ def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) 
     argv = [*shlex.split(FLAGS), *shlex.split(flags), *own, "--json", str(found)]
 
     def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float, init: bool = True) -> list[Any]:
-        """In place of `run_ranks`; the reference runs here."""
+        """Run in place of `run_ranks`; the reference runs in this process."""
         return _RANKS.run(world_size, _with_faults, faulty, function, args, timeout=timeout) if init else [function(0, *args)]
 
     with (

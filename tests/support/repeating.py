@@ -34,7 +34,7 @@ def lines(failures: Sequence[tuple[str, str]], *, full: bool) -> Iterator[str]:
 
 
 def seed(report: str) -> str:
-    """What a report says of what was drawn: the example of a property test, or the line that names the seed; else nothing."""
+    """Return what a report says of a random draw: the example of a property test, or the line that names the seed; else nothing."""
     told = [line[1:].strip().partition("  # ")[0] for line in report.splitlines() if line.startswith("E")]
     for number, line in enumerate(told):
         if begins := _EXAMPLE.match(line):

@@ -35,7 +35,7 @@ def writers_to(file: Path) -> dict[int, str]:
 
 
 def _sleep_in_steps(step_s: float) -> None:
-    """In this process and its forks, sleep before each step."""
+    """Sleep before each step of this process and its forks."""
     original = TrainStep.run
 
     def slowed(self: TrainStep, *args: Any, **named: Any) -> Any:

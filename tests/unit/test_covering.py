@@ -61,7 +61,7 @@ def test_one_axis_takes_every_setting() -> None:
 
 
 def test_every_pair_of_settings_of_a_feature_is_in_a_case_of_the_normal_run() -> None:
-    """`python -m tests.support.pairs --improve 10` chooses the cases anew where axes change."""
+    """`python -m tests.support.pairs --improve 10` adds and replaces cases where axes change."""
     cases = written_cases()
     assert [case for case in cases if not is_quick(case)] == []
     assert {message for case in cases for message in refusals(case)} == set()

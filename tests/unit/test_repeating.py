@@ -35,7 +35,7 @@ def test_without_its_fixture(broken):
 
 
 def test_a_run_that_fails_ends_with_what_repeats_it(tmp_path: Path) -> None:
-    """With the settings of these tests, in a process of its own; a worker's reports come to the same place."""
+    """Run pytest with the settings of these tests in another process; a worker's reports come to the same place."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import *")
     (tmp_path / "test_it.py").write_text(FAILING)
     run = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--full", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]

@@ -29,7 +29,7 @@ def test_every_flag_has_a_page() -> None:
 
 
 def test_a_name_may_have_underscores() -> None:
-    """Of a setting, of a request to the program, of a flag that has no effect, and of one that is taken as another."""
+    """Pages of a setting, of a request to the program, of a flag without effect, and of a flag that is taken as another."""
     names = (min(flags()), *(min(name for name in names if "-" in name) for names in (REQUESTS, KNOWN, {*TAKEN} - {*flags()})))
     assert all("-" in name and explain(f"--{name.replace('-', '_')}") == explain(name) for name in names), names
 
