@@ -1,7 +1,7 @@
 """Helper processes of a run as forks of its ranks, for tests that are not about their start.
 
-A writer of checkpoints and a keeper of state import their modules again, which takes longer than their work in a test. A fork of a rank
-has the modules already.
+A writer of checkpoints and a keeper of state import their modules again, which takes longer than their work in a
+test. A fork of a rank has the modules already.
 """
 
 from __future__ import annotations
