@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron.verification.local_ranks import die_with, kill_group
 from tests.support.warm_python import MARK, MARK_LENGTH, warm_python
@@ -87,6 +88,22 @@ def spawn_cli(
 def forget_children() -> None:
     """In a fork of the test's process that runs a program: the ranks of the test are not its own to end when it is interrupted."""
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+
+
+def live_as_program(program: Callable[[], int | None]) -> NoReturn:
+    """Call a function in a fork of a test's process, and end this with its exit code; print an error that it raises."""
+    code = 1
+    try:
+        code = program() or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - shown as an interpreter shows it
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _left_after_grace(mark: str) -> list[int]:

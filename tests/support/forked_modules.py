@@ -12,12 +12,12 @@ import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import IO, NoReturn
+from typing import IO
 
 from megatron.checkpoint import keeper, rank_writer
+from tests.support.cli import live_as_program
 
 
 def fork_modules() -> None:
@@ -45,7 +45,8 @@ class _Forked:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run(command[command.index("-m") + 1 :], env, {0: reads, 1: said}, pass_fds)
+            words = command[command.index("-m") + 1 :]
+            live_as_program(lambda: _run(words, env, {0: reads, 1: said}, pass_fds))
         os.close(reads)
         os.close(said)
         self.stdin: IO[bytes] | None = None if writes is None else os.fdopen(writes, "wb")
@@ -73,32 +74,20 @@ class _Forked:
         return self.returncode
 
 
-def _run(words: Sequence[str], env: Mapping[str, str], streams: Mapping[int, int], pass_fds: Sequence[int]) -> NoReturn:
-    """Life of a fork: that of a fresh interpreter which runs a module."""
-    code = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
-        for descriptor, stream in streams.items():
-            os.dup2(stream, descriptor)
-        kept = sorted({0, 1, 2, *pass_fds})
-        for low, high in zip(kept, [*kept[1:], 4096], strict=True):
-            os.closerange(low + 1, high)
-        os.environ.clear()
-        os.environ.update(env)
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-        sys.argv = [*words]
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - shown as an interpreter shows it
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+def _run(words: Sequence[str], env: Mapping[str, str], streams: Mapping[int, int], pass_fds: Sequence[int]) -> None:
+    """Run a module as a fresh interpreter would."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for descriptor, stream in streams.items():
+        os.dup2(stream, descriptor)
+    kept = sorted({0, 1, 2, *pass_fds})
+    for low, high in zip(kept, [*kept[1:], 4096], strict=True):
+        os.closerange(low + 1, high)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.argv = [*words]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -7,7 +7,6 @@ Ranks talk through shared memory, which takes a third less of the processor than
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -19,12 +18,11 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch._dynamo  # torch's optimizers import it: once here, not in every forked rank
@@ -43,7 +41,7 @@ from megatron.training import startup
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import die_with, kill_group
 from tests.support.checkpoint_worlds import load_tensors, read_manifest
-from tests.support.cli import ROOT, forget_children
+from tests.support.cli import ROOT, forget_children, live_as_program
 from tests.support.shared_memory import SHARED_MEMORY
 
 # What a run imports late and works out once: here, not in every forked rank.
@@ -182,51 +180,39 @@ def _fork(rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[in
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
         pid = os.fork()
     if pid == 0:
-        _rank(rank, world_size, argv, prepare, folder, port, parent)
+        live_as_program(lambda: _rank(rank, world_size, argv, prepare, folder, port, parent))
     return pid
 
 
 def _rank(
     rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], folder: Path, port: int, parent: int
-) -> NoReturn:
-    """Life of one rank: never returns into the test."""
-    code = 70
-    try:
-        os.setpgid(0, 0)
-        die_with(parent, signal.SIGKILL)
-        forget_children()
-        gc.freeze()  # what the test's process made stays: to look through it would only copy its memory
-        for number, suffix in ((1, "out"), (2, "err")):
-            os.dup2(os.open(folder / f"{rank}.{suffix}", os.O_WRONLY | os.O_CREAT), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        logging.getLogger().handlers.clear()  # pytest's
-        faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(name, None)
-        found = os.read(port, 5).decode().strip()
-        if world_size > 1:
-            os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": found,
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else ""),
-            }
-        prepare(rank)
-        pretrain_gpt.main(list(argv))
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001 - told to the test by the exit code
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+) -> None:
+    """Run one rank."""
+    os.setpgid(0, 0)
+    die_with(parent, signal.SIGKILL)
+    forget_children()
+    gc.freeze()  # what the test's process made stays: to look through it would only copy its memory
+    for number, suffix in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{suffix}", os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    logging.getLogger().handlers.clear()  # pytest's
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    found = os.read(port, 5).decode().strip()
+    if world_size > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": found,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else ""),
+        }
+    prepare(rank)
+    pretrain_gpt.main(list(argv))
 
 
 def _wait(pids: Mapping[int, int], codes: dict[int, int], timeout: float) -> None:

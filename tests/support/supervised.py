@@ -8,17 +8,16 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from megatron.resilience import supervisor
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import die_with, free_port
-from tests.support.cli import ROOT, forget_children
+from tests.support.cli import ROOT, forget_children, live_as_program
 from tests.support.runs import arguments, complete_checkpoints, read_metrics
 
 MARK = "TEST_SUPERVISED"
@@ -65,35 +64,24 @@ class Node:
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
             self.pid = os.fork()
         if self.pid == 0:
-            self._become_supervisor(words, parent, step_s)
+            live_as_program(lambda: self._become_supervisor(words, parent, step_s))
 
-    def _become_supervisor(self, words: Sequence[str], parent: int, step_s: float) -> NoReturn:
-        code = 70
-        try:
-            os.setsid()
-            die_with(parent, signal.SIGKILL)
-            forget_children()
-            for number in (1, 2):
-                os.dup2(os.open(self.said_in, os.O_WRONLY | os.O_APPEND), number)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-            logging.getLogger().handlers.clear()  # pytest's
-            for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-                os.environ.pop(name, None)
-            os.environ |= {"GLOO_SOCKET_IFNAME": "lo", MARK: str(self.said_in)}
-            sys.path.insert(0, "")
-            os.chdir(ROOT)
-            if step_s:
-                _sleep_in_steps(step_s)
-            code = supervisor.main(words)
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:  # noqa: BLE001 - told by the exit code
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(BaseException):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+    def _become_supervisor(self, words: Sequence[str], parent: int, step_s: float) -> int:
+        os.setsid()
+        die_with(parent, signal.SIGKILL)
+        forget_children()
+        for number in (1, 2):
+            os.dup2(os.open(self.said_in, os.O_WRONLY | os.O_APPEND), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        logging.getLogger().handlers.clear()  # pytest's
+        for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", MARK: str(self.said_in)}
+        sys.path.insert(0, "")
+        os.chdir(ROOT)
+        if step_s:
+            _sleep_in_steps(step_s)
+        return supervisor.main(words)
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None as long as it runs."""
