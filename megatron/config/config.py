@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.config.data import DataConfig
 from megatron.config.memory import MemoryConfig
@@ -30,6 +31,10 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Return the value of every setting by topic and name. (`dataclasses.asdict` would copy each, which takes milliseconds.)"""
+        return {topic: {**vars(part)} for topic, part in vars(self).items()}
 
     @property
     def tokens_per_rank(self) -> int:

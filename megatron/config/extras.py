@@ -6,7 +6,6 @@ installed by the extra of the package that has their name.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -63,7 +62,7 @@ def missing_note() -> list[str]:
 
 def missing_packages(config: Config) -> Iterator[Violation]:
     """Find the settings that need a missing package."""
-    values = {field: value for topic in dataclasses.asdict(config).values() for field, value in topic.items()}
+    values = {field: value for topic in config.values().values() for field, value in topic.items()}
     for module, package in PACKAGES.items():
         fields = [field for field in package.settings if values[field]]
         if fields and is_missing(module):

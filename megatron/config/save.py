@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import platform
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Settings as nested JSON types, one mapping a topic."""
     return {
         topic: {name: list(value) if isinstance(value, tuple) else value for name, value in part.items()}
-        for topic, part in dataclasses.asdict(config).items()
+        for topic, part in config.values().items()
     }
 
 
