@@ -18,7 +18,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/tools/setup_env.sh" dev
 cd "$root"
 case "${1:-}" in
---fuzz*) exec python -m tests.support.fuzz "$@" ;;
+--fuzz*) exec python -m tests.trials.fuzz "$@" ;;
 esac
 
 words=() timed=

@@ -10,10 +10,10 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from tests.support import fuzz
 from tests.support.random_configs import CommandLine
 from tests.support.random_lines import line_of, simpler
 from tests.support.random_runs import Outcome, WrongError, judge
+from tests.trials import fuzz
 
 QUICK, FULL = (1, 4, 8, 10, 11, 16, 22, 42, 47), range(1, 101)
 """In the quick run none of many tensor ranks or of many chunks of a loss, which are the dear ones."""

@@ -103,7 +103,7 @@ def suite(command: str, folder: Path, full: bool) -> None:
     noted = folder / "noted"
     program = (
         "#!/usr/bin/env bash",
-        f'[[ "$1 $2" == "-m pytest" || "$1 $2" == "-m tests.support.fuzz" ]] || exec {sys.executable} "$@"',
+        f'[[ "$1 $2" == "-m pytest" || "$1 $2" == "-m tests.trials.fuzz" ]] || exec {sys.executable} "$@"',
         f'echo "${{@:3}}" > {noted}',
     )
     write_program(folder / "python", "\n".join(program) + "\n")

@@ -15,7 +15,6 @@ from megatron.parallel.accumulate import GradSink
 from megatron.training.reporter import Reporter
 from megatron.training.sentinel import Sentinel
 from megatron.training.step import TrainStep
-from tests.support.flips import BITS, KINDS, LAYOUTS, Flip, draw_flips, flip_bit, run_flips
 from tests.support.runs import (
     Ended,
     arguments,
@@ -28,6 +27,7 @@ from tests.support.runs import (
     run,
     timeless,
 )
+from tests.trials.flips import BITS, KINDS, LAYOUTS, Flip, draw_flips, flip_bit, run_flips
 
 WATCHED: dict[str, Any] = {"sentinel_interval": 1}
 EXPERTS: dict[str, Any] = {

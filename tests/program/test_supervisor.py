@@ -11,9 +11,9 @@ import pytest
 
 from megatron.data.indexed_writer import write_dataset
 from tests.support.equality import tensor_differences
-from tests.support.kills import lose_some
 from tests.support.runs import arguments, digest, run, saved_tensors
 from tests.support.supervised import Job, check_samples
+from tests.trials.kills import lose_some
 
 STEPS = 24
 SETTINGS: dict[str, Any] = {"num_layers": 1, "save_interval": 4, "fp64": True, "micro_batch_size": 1, "global_batch_size": 4}

@@ -2,7 +2,7 @@
 
 Losses and gradient norms of each step, every gradient of the first and every weight after the last are compared: the second step
 begins from what the first left behind. The normal run takes few cases, each with many features, in which every pair of settings of
-each feature occurs (`python -m tests.support.pairs` counts them); `--full` takes the whole product of every feature.
+each feature occurs (`python -m tests.layouts.pairs` counts them); `--full` takes the whole product of every feature.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import is_trained, random_weights
 from megatron.verification.reference.update_rules import Numbers
+from tests.layouts.case import DEFAULTS, LORA, layout_of, recipe_of, reference_of
+from tests.layouts.features import FEATURES
+from tests.layouts.pairs import written_cases
 from tests.support.covering import Case
 from tests.support.equality import assert_equal_runs
-from tests.support.features import FEATURES
-from tests.support.joined import DEFAULTS, LORA, layout_of, recipe_of, reference_of
 from tests.support.layout import Layout, Recipe, run_layout
-from tests.support.pairs import written_cases
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches, train
 
 VOCAB = 61  # divides by no tensor size: the last rank holds padding

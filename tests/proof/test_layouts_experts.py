@@ -11,8 +11,8 @@ from megatron.moe.balance import BalanceResult
 from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.model import Seen, token_losses
 from megatron.verification.reference.shape import random_weights
+from tests.layouts.case import DEFAULTS, recipe_of
 from tests.support.equality import assert_equal_runs
-from tests.support.joined import DEFAULTS, recipe_of
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, run_layout
 from tests.support.reference_runs import llama_like, random_batches, train
 from tests.support.warm import run_warm_ranks

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.memory import MemoryConfig
 from megatron.optimizer.grad_scaler import GradScaler
-from tests.support.joined import DEFAULTS, recipe_of, reference_of
+from tests.layouts.case import DEFAULTS, recipe_of, reference_of
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, run_layout
 from tests.support.warm import run_warm_ranks
 

@@ -12,10 +12,10 @@ import pytest
 
 from megatron.config.memory import MemoryConfig
 from megatron.verification.reference.shape import ReferenceShape
+from tests.layouts.case import layout_of, recipe_of
+from tests.layouts.features import FEATURES
 from tests.support.covering import Case
 from tests.support.equality import assert_same_bits
-from tests.support.features import FEATURES
-from tests.support.joined import layout_of, recipe_of
 from tests.support.layout import Layout, LayoutRun, run_layout
 
 RUNS: list[dict[str, Any]] = [

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.optimizer import matrix_plan
+from tests.layouts.case import DEFAULTS, recipe_of, reference_of
 from tests.support.equality import assert_equal_runs
-from tests.support.joined import DEFAULTS, recipe_of, reference_of
 from tests.support.layout import Layout, run_layout
 from tests.support.warm import run_forked_ranks
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.layouts.case import is_quick, refusals
+from tests.layouts.features import FEATURES
+from tests.layouts.pairs import Chooser, Search, cost, pairs_in, pairs_of, written_cases
 from tests.support.covering import Case, covering, product
-from tests.support.features import FEATURES
-from tests.support.joined import is_quick, refusals
-from tests.support.pairs import Chooser, Search, cost, pairs_in, pairs_of, written_cases
 
 AXES: dict[str, list[Any]] = {
     "tp": [1, 2, 4, 8],
@@ -61,7 +61,7 @@ def test_one_axis_takes_every_setting() -> None:
 
 
 def test_every_pair_of_settings_of_a_feature_is_in_a_case_of_the_normal_run() -> None:
-    """`python -m tests.support.pairs --improve 10` adds and replaces cases where axes change."""
+    """`python -m tests.layouts.pairs --improve 10` adds and replaces cases where axes change."""
     cases = written_cases()
     assert [case for case in cases if not is_quick(case)] == []
     assert {message for case in cases for message in refusals(case)} == set()

@@ -1,7 +1,7 @@
 """Runs in which nothing goes wrong, under the watcher of hangs: it must not raise an alarm, and must cost next to nothing.
 
-    python -m tests.support.clean_runs --minutes 60
-    python -m tests.support.clean_runs --pairs 20
+    python -m tests.trials.clean_runs --minutes 60
+    python -m tests.trials.clean_runs --pairs 20
 
 The first makes one run after the other, over layouts, with saves and evaluations. The second makes pairs of the same run, watched
 and not, in turn, and compares the processor time that their ranks take for a step: it is less noisy than the clock's.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from megatron.training.loop import Loop
-from tests.support.kills import LAYOUTS, STAGES, TENSOR
 from tests.support.runs import arguments, launch, report
+from tests.trials.kills import LAYOUTS, STAGES, TENSOR
 
 _STEPS, _WARM_UP = 60, 10
 

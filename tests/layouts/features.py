@@ -1,4 +1,4 @@
-"""The settings of each feature, and which of them are to meet: its axes, in the words of `joined.py`.
+"""The settings of each feature, and which of them are to meet: its axes, in the words of `case.py`.
 
 A setting is the part of a case that it decides. Every pair of settings of two axes that a valid case of the feature's product has
 is to occur in a run; `--full` runs the products whole.
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.spec.schedules import SCHEDULES
+from tests.layouts.case import DEFAULTS, FSDP_WAYS, KINDS, LORA, MUON, RULES, fits
 from tests.support.covering import Case
-from tests.support.joined import DEFAULTS, FSDP_WAYS, KINDS, LORA, MUON, RULES, fits
 
 Setting = Mapping[str, Any]
 """What a case has on some axes."""

@@ -1,8 +1,8 @@
 """Random losses: runs under the supervisor at random layouts, of which ranks or nodes are killed at random moments, replaced, left
 out and taken back. The weights at the end must be those of a run that nobody disturbed.
 
-    python -m tests.support.kills --seeds 0:500
-    python -m tests.support.kills --time 11
+    python -m tests.trials.kills --seeds 0:500
+    python -m tests.trials.kills --time 11
 
 The first reports every failure with its seed. The second kills ranks of a run of eight, and tells how long it took to come back,
 part by part, in seconds from when the supervisor saw it.

@@ -1,4 +1,4 @@
-"""Choose cases of few and small runs in which every pair of settings of a feature occurs: python -m tests.support.pairs [--help]
+"""Choose cases of few and small runs in which every pair of settings of a feature occurs: python -m tests.layouts.pairs [--help]
 
 Without a flag the program counts the pairs that the written cases have, of each feature and in all. `--write` chooses all cases
 again, greedily: each brings many new pairs for its cost, and no case is refused by the rules between the settings. `--improve`
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.layouts.case import CONSTRAINTS, DEFAULTS, KINDS, LOOKED_AT, LORA, QUICK, is_quick, num_layers, refusals, steps_of
+from tests.layouts.features import FEATURES, Feature, Setting
 from tests.support.covering import Case
-from tests.support.features import FEATURES, Feature, Setting
-from tests.support.joined import CONSTRAINTS, DEFAULTS, KINDS, LOOKED_AT, LORA, QUICK, is_quick, num_layers, refusals, steps_of
 
 WRITTEN = Path(__file__).parent.parent / "data" / "layout_cases.json"
 Pair = frozenset[frozenset[tuple[str, Any]]]

@@ -1,7 +1,7 @@
 """Flips single bits in runs that the sentinel watches, and tells what share of them it has found.
 
-    python -m tests.support.flips [--flips N] [--only LAYOUT]
-    python -m tests.support.flips --overhead
+    python -m tests.trials.flips [--flips N] [--only LAYOUT]
+    python -m tests.trials.flips --overhead
 
 prints the tables of docs/trust.md: N flips of each bit of each kind of tensor at each layout, in random elements on random ranks.
 Or it tells what a comparison costs.
