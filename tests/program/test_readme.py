@@ -297,7 +297,11 @@ def test_files_exist(name: str) -> None:
 @functools.cache
 def flags_of_tools() -> frozenset[str]:
     """Return the names of all flags that a parser of the tools gets."""
-    sources = [path.read_text() for folder in ("tools", "tests/support") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path.read_text()
+        for folder in ("tools", "tests/trials", "tests/mutants", "tests/lines")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
     return frozenset(flag for names in added for flag in re.findall(r'"--([\w-]+)"', names))
 
