@@ -238,10 +238,14 @@ def _outcome(rank: int, world: LocalWorld, call: Callable[[int], Any]) -> bytes:
 
 
 def _seed(seed: int) -> None:
-    """Seed the default generators. (`torch.manual_seed` formats the stack for each kind of device, which takes milliseconds.)"""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+    """Seed the default generators. No driver is asked, which would not survive a fork.
+
+    Without CUDA this leaves out `torch.manual_seed`, which formats the stack for each kind of device and takes milliseconds.
+    """
+    if torch.backends.cuda.is_built():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def _stack(rank: LocalRank, folder: Path) -> str:
