@@ -426,15 +426,15 @@ def documents(shape: ReferenceShape, steps: int, samples: int) -> list[Batch]:
 
 
 def steps_of(case: Case) -> int:
-    """The second begins from what the first left behind. One rule warms up."""
+    """Return the number of steps. The second begins from what the first left behind; some rules warm up."""
     return 4 if case["rule"] == "ademamix" else 3 if "relative" in case["rule"] else 2
 
 
-def recipe_of(case: Case) -> Recipe:
-    """Return the recipe of a case: what is trained, and how."""
+def recipe_of(case: Case, steps: int | None = None) -> Recipe:
+    """Return the recipe of a case: what is trained, and how; for as many steps as the case asks for, or for fewer."""
     shape, micro = shape_of(case), case["micro_batch_size"]
     batch = case["microbatches"] * micro * case["dp"]
-    steps = steps_of(case)
+    steps = steps or steps_of(case)
     rules = None
     if case["documents"]:
         every = case["documents"] == "all"

@@ -61,6 +61,26 @@ def pairs_in(cases: Iterable[Case]) -> set[Pair]:
     return {frozenset(two) for case in cases for two in itertools.combinations(settings_in(case), 2)}
 
 
+SECOND_STEPS = 4
+"""Cases in which a setting has to train for a second step."""
+
+
+def written_steps() -> list[int]:
+    """Return the number of steps of each case of the normal run.
+
+    The dearest cases do with one step, as long as each of their settings is in `SECOND_STEPS` cases that make another.
+    """
+    cases = written_cases()
+    steps = [steps_of(case) for case in cases]
+    left = Counter(setting for case in cases for setting in settings_in(case))
+    for place in sorted(range(len(cases)), key=lambda place: cost(cases[place]), reverse=True):
+        has = settings_in(cases[place])
+        if steps[place] == 2 and all(left[setting] > SECOND_STEPS for setting in has):
+            steps[place] = 1
+            left.subtract(has)
+    return steps
+
+
 # ---- the choice
 
 

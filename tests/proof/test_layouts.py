@@ -1,8 +1,9 @@
 """The proof: in float64, every layout trains exactly as one process written plainly does, with every feature of a run.
 
-Losses and gradient norms of each step, every gradient of the first and every weight after the last are compared: the second step
-begins from what the first left behind. The normal run takes few cases, each with many features, in which every pair of settings of
-each feature occurs (`python -m tests.layouts.pairs` counts them); `--full` takes the whole product of every feature.
+Losses and gradient norms of each step, every gradient of the first and every weight after the last are compared. The second step
+begins from what the first left behind; in the normal run some cases do with one. The normal run takes few cases, each with many
+features, in which every pair of settings of each feature occurs (`python -m tests.layouts.pairs` counts them); `--full` takes the
+whole product of every feature.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron.verification.reference.shape import is_trained, random_weights
 from megatron.verification.reference.update_rules import Numbers
 from tests.layouts.case import DEFAULTS, LORA, layout_of, recipe_of, reference_of
 from tests.layouts.features import FEATURES
-from tests.layouts.pairs import written_cases
+from tests.layouts.pairs import written_cases, written_steps
 from tests.support.covering import Case
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
@@ -35,13 +36,15 @@ def name(case: Case) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        full = metafunc.config.getoption("--full")
-        cases = [case for feature in FEATURES.values() for case in feature.cases()] if full else written_cases()
-        metafunc.parametrize("case", cases, ids=name)
+        if metafunc.config.getoption("--full"):
+            cases = [(case, None) for feature in FEATURES.values() for case in feature.cases()]
+        else:
+            cases = [*zip(written_cases(), written_steps(), strict=True)]
+        metafunc.parametrize(("case", "steps"), cases, ids=[name(case) for case, _ in cases])
 
 
-def check(case: Case) -> None:
-    recipe = recipe_of(case)
+def check(case: Case, steps: int | None = None) -> None:
+    recipe = recipe_of(case, steps)
     found = run_layout(recipe, layout_of(case))
     assert_equal_runs(found, reference_of(recipe))
     if case["lora"]:
@@ -50,8 +53,8 @@ def check(case: Case) -> None:
         assert all(is_trained(recipe.shape, name) for name in found.first_gradients)
 
 
-def test_layout_equals_one_plain_process(case: Case) -> None:
-    check(case)
+def test_layout_equals_one_plain_process(case: Case, steps: int | None) -> None:
+    check(case, steps)
 
 
 COMPILED: list[dict[str, Any]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,17 @@ import pytest
 
 from tests.layouts.case import is_quick, refusals
 from tests.layouts.features import FEATURES
-from tests.layouts.pairs import Chooser, Search, cost, pairs_in, pairs_of, written_cases
+from tests.layouts.pairs import (
+    SECOND_STEPS,
+    Chooser,
+    Search,
+    cost,
+    pairs_in,
+    pairs_of,
+    settings_in,
+    written_cases,
+    written_steps,
+)
 from tests.support.covering import Case, covering, product
 
 AXES: dict[str, list[Any]] = {
@@ -68,6 +79,13 @@ def test_every_pair_of_settings_of_a_feature_is_in_a_case_of_the_normal_run() ->
     found = pairs_in(cases)
     missing = {name: pairs_of(feature) - found for name, feature in FEATURES.items()}
     assert not any(missing.values()), missing
+
+
+def test_each_setting_trains_for_a_second_step_in_some_cases() -> None:
+    cases = [*zip(written_cases(), written_steps(), strict=True)]
+    every, longer = (Counter(s for case, steps in cases if steps > least for s in settings_in(case)) for least in (0, 1))
+    assert all(longer[setting] >= min(SECOND_STEPS, count) for setting, count in every.items())
+    assert 1 in written_steps()
 
 
 def test_the_search_makes_cases_cheaper_and_loses_no_pair() -> None:
