@@ -30,6 +30,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.support import repeating  # noqa: E402
+from tests.support.huge_pages import collapse_pages  # noqa: E402
 
 hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, print_blob=True, max_examples=30)
 hypothesis.settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=500)
@@ -80,6 +81,12 @@ def pytest_collection_finish() -> None:
     """From here on memory is looked through again, but for what is there now: neither tests nor forked ranks visit it."""
     gc.freeze()
     gc.enable()
+    collapse_pages()
+
+
+def pytest_runtest_teardown() -> None:
+    """Look after the memory that a test has added: the next ones fork it."""
+    collapse_pages()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

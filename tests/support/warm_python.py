@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.verification.local_ranks import die_with, kill_group
+from tests.support.huge_pages import collapse_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_SPAWN_CLI_ID"
@@ -224,6 +225,7 @@ def main() -> None:
     atexit._clear()
     gc.collect()
     gc.freeze()
+    collapse_pages()
     _Server(Path(sys.argv[1])).serve()
 
 
