@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 import os
@@ -24,6 +25,8 @@ TIMEOUT = 900.0
 _TEST_TIMEOUT = 120
 """The same for a single test."""
 _HERE = str(Path(__file__).resolve().parents[2])
+_replaced: list[object] = []
+"""Modules that a fork imports anew from its copy. They are kept, since to free them would copy the memory of the parent."""
 _SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", re.MULTILINE)
 
 
@@ -131,8 +134,9 @@ def _live(root: Path, output: Path, tests: Sequence[str]) -> None:
         os.environ |= {"PYTHONPATH": str(root), "TMPDIR": str(root.parent)}
         tempfile.tempdir = None  # to be read again
         sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", _HERE))]
-        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "megatron", "tools", "pretrain_gpt")]:
-            del sys.modules[name]
+        gc.freeze()
+        again = [name for name in sys.modules if name.split(".")[0] in ("tests", "megatron", "tools", "pretrain_gpt")]
+        _replaced.extend(sys.modules.pop(name) for name in again)
         import pytest
 
         options = ["-x", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
