@@ -84,8 +84,8 @@ def pytest_collection_finish() -> None:
     collapse_pages()
 
 
-def pytest_runtest_teardown() -> None:
-    """Look after the memory that a test has added: the next ones fork it."""
+def pytest_runtest_setup() -> None:
+    """Look after the memory that the tests before have added: this one may fork it."""
     collapse_pages()
 
 
