@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -62,5 +63,7 @@ def _run_unchanged(path: str) -> Trial:
 
 def _run(mutation: Mutation, first: Sequence[str], tests: Sequence[str]) -> Trial:
     """Run the tests that found the mutation earlier, then, unless one fails, all tests of its package."""
-    trial = _copy.run(mutation, first) if first else None
+    trial = None
+    with contextlib.suppress(LookupError):  # a test of an earlier run need no longer be there
+        trial = _copy.run(mutation, first) if first else None
     return trial if trial is not None and trial.killed else _copy.run(mutation, tests)

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.mutants.mutations import Mutation
 
 TIMEOUT = 900.0
@@ -80,7 +82,11 @@ class Copy:
             subprocess.run(["git", *command], cwd=self.root, check=True)
 
     def run(self, mutation: Mutation | None, tests: Sequence[str]) -> Trial:
-        """Run tests against a mutation, or without one, until one fails."""
+        """Run tests against a mutation, or without one, until one fails.
+
+        Raises:
+            LookupError: there are no such tests.
+        """
         if mutation is None:
             began = time.monotonic()
             return Trial("", *self._pytest(tests), time.monotonic() - began)
@@ -117,6 +123,8 @@ class Copy:
         text = output.read_text(errors="replace")
         if code == 0:
             return False, "", ""
+        if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise LookupError(f"pytest finds none of {', '.join(tests)}: {text[-1000:]}")
         failed = _SUMMARY.search(text)
         return (True, failed[1], failed[2] or "") if failed else (True, "", f"pytest ended with {code}: {text[-300:]}")
 
@@ -137,8 +145,6 @@ def _live(root: Path, output: Path, tests: Sequence[str]) -> None:
         gc.freeze()
         again = [name for name in sys.modules if name.split(".")[0] in ("tests", "megatron", "tools", "pretrain_gpt")]
         _replaced.extend(sys.modules.pop(name) for name in again)
-        import pytest
-
         options = ["-x", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
         code = pytest.main(
             [*options, f"--timeout={_TEST_TIMEOUT}", f"--basetemp={root.parent / 'tmp'}", "--rootdir", str(root), *tests]

@@ -86,7 +86,7 @@ def test_each_equivalent_mutant_exists_and_has_a_reason() -> None:
     assert all(len(reason) > 10 for reason in equivalents().values())
 
 
-def test_a_mutant_is_found_or_survives(tmp_path: Path) -> None:
+def test_a_mutant_is_found_or_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = tmp_path / "repository"
     (repository / "megatron/spec").mkdir(parents=True)
     (repository / "megatron/spec/x.py").write_text(SOURCE.replace("    log(x)\n", ""))
@@ -100,6 +100,11 @@ def test_a_mutant_is_found_or_survives(tmp_path: Path) -> None:
     assert {mutation.kind for mutation in survivors} == {"bound", "constant"}  # both of the comparison that no test reaches
     assert {trial.by for trial in trials.values()} == {"", "test_x.py::test_share"}
     assert not copy.run(None, ["test_x.py"]).killed, "no mutant is left behind in the copy"
+    with pytest.raises(LookupError, match=r"test_x\.py::test_that_was_renamed"):
+        copy.run(mutants[0], ["test_x.py::test_that_was_renamed"])
+    monkeypatch.setattr(pool, "_copy", copy, raising=False)
+    renamed = [pool._run(mutation, ["test_x.py::test_that_was_renamed"], ["test_x.py"]) for mutation in mutants]
+    assert {trial.by for trial in renamed} == {"", "test_x.py::test_share"}
     assert "| all | 5 | 1 | 3 | 1 | 75.0% |" in table(mutants, trials, {survivors[0].identity})
 
 
