@@ -29,6 +29,7 @@ from megatron.spec.layers import ScoreSpec
 from megatron.verification.local_ranks import run_ranks
 from tests.support.covering import covering, product
 from tests.support.flash_attention import plain_backward, plain_forward
+from tests.support.shared_memory import recorded_calls
 from tests.support.warm import run_warm_ranks
 
 S, B, G = 32, 2, 4
@@ -289,3 +290,18 @@ def test_a_rank_holds_of_others_what_the_formula_says() -> None:
     (found,) = run_ranks(1, held_in_backward, cases, init=False, timeout=60.0)
     for (way, ranks, _), (held, named) in zip(cases, found, strict=True):
         assert held < named if (way, ranks) == ("p2p", 2) else held == named, (way, ranks)
+
+
+def messages(rank: int) -> list[tuple[str, int]]:
+    """What a rank of a ring sends forward and backward, and how much of it: kinds of calls and numbers of elements."""
+    context = make_context(Topology(cp=4), rank, torch.device("cpu"))
+    case = {"cut": "mirrored", "ends": "whole", "ranks": 4, "sizes": (1, 6, 6), "scores": "plain", "way": "p2p"}
+    with recorded_calls() as calls:
+        of_a_case(context, rank, case)
+    return [(call.what, call.elements) for call in calls]
+
+
+def test_a_ring_sends_keys_and_values_to_all_others_and_gradients_around() -> None:
+    """Keys and values stop at the last rank that needs them, in the forward and again in the backward; sums of gradients return."""
+    held = S // 4 * B * G * (6 + 6)
+    assert run_warm_ranks(4, messages) == [[("send", held)] * (3 + 3 + 4)] * 4

@@ -116,6 +116,23 @@ def test_the_report_says_how_many_epochs_are_shuffled(tmp_path: Path) -> None:
     assert "2 epochs, the last of them apart: 28 samples (5 tokens left out: less than a sample)" in report
 
 
+@given(
+    weights=st.lists(st.integers(1, 100), min_size=2, max_size=6),
+    numbers=st.lists(st.integers(0, 500), min_size=1, max_size=5),
+)
+def test_the_first_guess_rounds_the_largest_fractions_up(weights: list[int], numbers: list[int]) -> None:
+    """In every lane by itself, and the counts of a lane sum to its number of choices."""
+    shares = np.array(weights, dtype=np.float64) / sum(weights)
+    found = megatron_order._guess(shares, np.array(numbers))
+    for lane, number in enumerate(numbers):
+        exact = shares * number
+        counts = [int(count) for count in np.floor(exact)]
+        by_fraction = sorted(range(len(weights)), key=lambda place: counts[place] - exact[place])
+        for place in by_fraction[: number - sum(counts)]:
+            counts[place] += 1
+        assert found[:, lane].tolist() == counts
+
+
 weights = st.lists(st.integers(1, 100).map(float) | st.floats(1e-3, 1.0), min_size=1, max_size=12)
 
 
