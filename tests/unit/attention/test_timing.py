@@ -91,6 +91,14 @@ def test_wrong_results_are_found(monkeypatch: pytest.MonkeyPatch, wrong: float, 
         step.check()
 
 
+def test_gradients_that_are_zero_are_equal() -> None:
+    """Of one token: its softmax is one whatever its score is."""
+    step = AttentionStep((torch.randn(1, 2, 2, 2, 4), torch.randn(1, 2, 2, 4), torch.randn(1, 2, 2, 4)), 0.0)
+    assert not step()[1].any()
+    step.check()
+    step.check()
+
+
 def choice_of_rank(rank: int) -> tuple[KernelChoice | None, tuple[AttentionKernel, ...], bool]:
     """Return the choice of a rank, the kernels it then uses, and whether those of before come back. The first rank measures that
     cuDNN's kernel is faster, and the other would find the opposite."""

@@ -113,6 +113,7 @@ def test_null_tokenizer_reads_numbers_below_its_size() -> None:
             tokenizer.encode(text)
     with pytest.raises(ValueError, match="--vocab-size must be at least 1"):
         NullTokenizer(0)
+    assert (NullTokenizer(1).vocab_size, NullTokenizer(1).eod) == (2, 1)
 
 
 @given(text=st.text() | st.text(alphabet="abtehcs' \n1ö東"))
