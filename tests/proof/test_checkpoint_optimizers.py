@@ -20,6 +20,7 @@ from megatron.training.step import TrainStep
 from megatron.verification.plain_run import rule_numbers
 from megatron.verification.reference.shape import random_weights
 from tests.support.checkpoint_worlds import read_manifest
+from tests.support.covering import full_but
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
 from tests.support.reference_runs import ReferenceRun, deepseek_like, llama_like, random_batches, train
@@ -137,10 +138,20 @@ def test_a_run_goes_on_at_any_other_layout(rule: str, tmp_path: Path) -> None:
     assert_equal_tensors(saved_tensors(tmp_path, len(WALK) * STEPS), expected.weights_after, what="weights")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("layout", WALK[:3], ids=["tp2-dp2-optim", "dp3-optim_grads", "pp2-dp2-fsdp"])
-def test_a_resume_at_the_same_layout_changes_no_bit(rule: str, layout: Layout, tmp_path: Path) -> None:
+SAME = {"tp2-dp2-optim": WALK[0], "dp3-optim_grads": WALK[1], "pp2-dp2-fsdp": WALK[2]}
+EACH = [(rule, where) for rule in RULES for where in SAME]
+
+
+@pytest.mark.parametrize(
+    ("rule", "where"),
+    full_but(
+        [("adafactor", "pp2-dp2-fsdp"), ("adam8bit", "dp3-optim_grads"), ("muon", "tp2-dp2-optim")],
+        EACH,
+        "each rule and each strategy at another pair of them",
+    ),
+)
+def test_a_resume_at_the_same_layout_changes_no_bit(rule: str, where: str, tmp_path: Path) -> None:
     """In float32, where every other order of a sum would show."""
-    layout = replace(layout, micro_batch_size=1, dtype=torch.float32)
+    layout = replace(SAME[where], micro_batch_size=1, dtype=torch.float32)
     run_warm_ranks(layout.world_size, whole_and_resumed, rule, layout, tmp_path)
     assert content(tmp_path / "whole", 2) == content(tmp_path / "resumed", 2) != content(tmp_path / "whole", 1)

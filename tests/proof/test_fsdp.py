@@ -73,7 +73,7 @@ LAYOUTS = {
 
 FULL = (
     *("depths-reduced-once-pipeline", "depths-host-tensor", "never", "never-interleaved", "host-pipeline-tied", "offloaded"),
-    *("hybrid", "hybrid-tensor", "hybrid-pipeline"),
+    *("hybrid", "hybrid-tensor", "hybrid-pipeline", "uneven", "uneven-gated-hybrid", "alone"),
 )
 """Cases that only --full runs: the layout tests have each pair of their settings."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.verification.reference.shape import ReferenceShape, random_weights
+from tests.support.covering import full_but
 from tests.support.equality import assert_equal_runs, number_differences
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, random_batches, train
@@ -65,9 +66,21 @@ def may_be(schedule: str, sharding: str) -> bool:
     return not (sharding == "optim_grads_params" and schedule.startswith("zb"))
 
 
-@pytest.mark.parametrize(
-    ("ends", "sharding"), [(e, s) for e in ENDS for s in SHARDED if may_be(ENDS[e].get("schedule", "1f1b"), s)]
-)
+TIED = [(e, s) for e in ENDS for s in SHARDED if may_be(ENDS[e].get("schedule", "1f1b"), s)]
+
+
+FEW = [
+    ("one-stage", "optim_grads_params"),
+    ("two-stages", "optim"),
+    ("apart", "optim_grads"),
+    ("interleaved", "optim_grads_params"),
+    ("late", "optim_grads"),
+    ("one-rank-has-both", "optim"),
+    ("tensor", "optim_grads_params"),
+]
+
+
+@pytest.mark.parametrize(("ends", "sharding"), full_but(FEW, TIED, "each place and each strategy at another pair of them"))
 def test_a_tied_embedding(ends: str, sharding: str) -> None:
     """Its gradient has two parts: on two stages, or from two uses on one rank. Summed over the data ranks, and over the stages."""
     settings = ENDS[ends]
@@ -122,11 +135,15 @@ EACH = [*((sharding, "always") for sharding in STRATEGIES), ("optim_grads_params
 
 @pytest.mark.parametrize(
     ("schedule", "sharding", "reshard"),
-    [
-        *(("1f1b", *each) for each in EACH),
-        *(("interleaved", *each) for each in EACH[3:]),
-        *(("zb-v", *each) for each in EACH[:3]),
-    ],
+    full_but(
+        [("1f1b", *EACH[3]), ("1f1b", *EACH[2]), ("interleaved", *EACH[4]), ("zb-v", *EACH[1])],
+        [
+            *(("1f1b", *each) for each in EACH),
+            *(("interleaved", *each) for each in EACH[3:]),
+            *(("zb-v", *each) for each in EACH[:3]),
+        ],
+        "each strategy and each schedule at another pair of them",
+    ),
 )
 def test_the_number_of_microbatches_changes(schedule: str, sharding: str, reshard: str) -> None:
     """Up, as in a ramp-up of the batch, and down."""

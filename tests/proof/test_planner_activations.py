@@ -76,9 +76,15 @@ def test_a_sum_of_gradients_is_made_in_place_where_nobody_else_holds_the_first()
             del total, holder
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("changes", CHANGES)
-def test_repeated_layers_are_as_all_layers_run(device_type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "device_type"),
+    [(changes, ("cpu", "cuda")[number % 2]) for number, changes in enumerate(CHANGES)]
+    + [
+        pytest.param(changes, ("cuda", "cpu")[number % 2], marks=pytest.mark.full("the same case for the other device"))
+        for number, changes in enumerate(CHANGES)
+    ],
+)
+def test_repeated_layers_are_as_all_layers_run(changes: dict[str, Any], device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and collectives of every operation, to the last byte; and nothing is left when all have run."""
     config = settings(4, num_layers=10, **PP2, **TP2, **changes)
     repeated = [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)]

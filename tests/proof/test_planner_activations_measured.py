@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.activation_runs import measure, plan_ranks, products_take_more, settings
-from tests.support.covering import every_setting_once
+from tests.support.covering import full_but
 from tests.support.shared_memory import SHARED_MEMORY
 
 LLAMA = {
@@ -329,18 +329,34 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All cases with --full, else few in which each setting occurs that any of them has."""
-    names = (
-        CASES
-        if metafunc.config.getoption("--full")
-        else every_setting_once({name: changes for name, (_, changes) in CASES.items()})
-    )
-    metafunc.parametrize(("world_size", "changes"), [CASES[name] for name in names], ids=[*names])
+QUICK = (
+    "llama, adapters, sequence parallel, bf16",
+    "gpt, attention by plain products, bf16",
+    "gpt, interleaved, exchanges",
+    "gpt, zb-v",
+    "llama, overlapping tensor ranks, bf16",
+    "llama, 8 bits by row, but for the ends, sequence parallel, zb-h1",
+    "llama, full recompute, optim_grads_params",
+    "gpt, squared relu, selective, fp16, float32 residual, dropout",
+    "deepseek, sequence parallel, packed, zb-h1",
+    "gpt, loss in chunks, z-loss",
+    "gpt, two depths, the MLP and norms again, largest scores, 1f1b",
+    "llama, a depth, full recompute of all layers, offload, interleaved",
+    "llama, offload of two layers, zb-h1",
+    "llama, windows, norms over all heads, offload, tensor parallel",
+    "llama, context ranks that gather",
+    "gpt, context ranks in a ring, documents, dropout",
+    "llama, context ranks by heads, documents, full",
+    "llama, experts on ranks that exchange tokens, a depth, zb-h1",
+    "llama, experts on ranks that gather tokens, full",
+)
+"""Each way to divide a model, to schedule it and to hold less of it. A plan runs the operations of any model alike."""
 
 
-def test_planned_is_measured(world_size: int, changes: dict[str, Any], full: bool) -> None:
+@pytest.mark.parametrize("name", full_but(QUICK, CASES, "cases of the normal run with the same ways to divide and to hold less"))
+def test_planned_is_measured(name: str, full: bool) -> None:
     """On every rank."""
+    world_size, changes = CASES[name]
     # Without stages all microbatches behind the first are alike; ranks that share a case's batch have two each anyway.
     if not full and not {*PP2, SHARDING, "expert_model_parallel_size"} & set(changes):
         changes = {**changes, "global_batch_size": 8}

@@ -15,6 +15,7 @@ from megatron.pipeline_parallel.executor import ForwardFunction
 from megatron.spec.operations import Schedule
 from tests.proof.test_planner_activations_measured import EIGHT_BITS_WITHIN, LLAMA, PACKED
 from tests.support.activation_runs import build_step, plan_rank, settings
+from tests.support.covering import full_but
 from tests.support.warm import run_forked_ranks
 
 Heard = Counter[tuple[str, int | None, int, int]]
@@ -71,24 +72,33 @@ def _calls_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> Cal
     return calls
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"sequence_parallel": True, "bf16": True, **LLAMA},
-        {"sequence_parallel": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
-        {"pipeline_schedule": "zb-v", **PACKED},
-        {"sequence_parallel": True, "recompute_activations": True, "recompute_modules": ("layernorm", "mlp")},
-        {"sequence_parallel": True, "tp_comm_overlap": True, **LLAMA},
-        {"bf16": True, "fp8_format": "hybrid", "pipeline_schedule": "zb-v", **LLAMA},
-        {"bf16": True, "sequence_parallel": True, **EIGHT_BITS_WITHIN},
-        {"sequence_parallel": True, "tp_comm_overlap": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
-    ],
-    ids=lambda changes: "-".join(map(str, changes.values())) or "plain",
-)
-def test_planned_transfers_are_the_calls_of_real_ranks(changes: dict[str, Any]) -> None:
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "llama, sequence parallel, bf16": {"sequence_parallel": True, "bf16": True, **LLAMA},
+    "sequence parallel, zb-h1": {"sequence_parallel": True, "pipeline_schedule": "zb-h1", "num_layers": 10},
+    "zb-v, documents": {"pipeline_schedule": "zb-v", **PACKED},
+    "norms and the MLP again": {
+        "sequence_parallel": True,
+        "recompute_activations": True,
+        "recompute_modules": ("layernorm", "mlp"),
+    },
+    "overlapping tensor ranks": {"sequence_parallel": True, "tp_comm_overlap": True, **LLAMA},
+    "8 bits, zb-v": {"bf16": True, "fp8_format": "hybrid", "pipeline_schedule": "zb-v", **LLAMA},
+    "8 bits within, sequence parallel": {"bf16": True, "sequence_parallel": True, **EIGHT_BITS_WITHIN},
+    "overlapping tensor ranks, zb-h1": {
+        "sequence_parallel": True,
+        "tp_comm_overlap": True,
+        "pipeline_schedule": "zb-h1",
+        "num_layers": 10,
+    },
+}
+QUICK = ("norms and the MLP again", "8 bits, zb-v", "8 bits within, sequence parallel", "overlapping tensor ranks, zb-h1")
+
+
+@pytest.mark.parametrize("name", full_but(QUICK, CASES, "cases with more of these settings together"))
+def test_planned_transfers_are_the_calls_of_real_ranks(name: str) -> None:
     """Ranks lie tensor first: rank = tensor place + 2 x stage."""
-    changes = TP2_PP2 | {"hidden_size": 32, "seq_length": 64} | changes
+    changes = TP2_PP2 | {"hidden_size": 32, "seq_length": 64} | CASES[name]
     config = settings(4, **changes)
     for rank, real in enumerate(run_forked_ranks(4, _calls_of_a_step, 4, changes)):
         transfers = plan_rank(config, 4, rank).transfers

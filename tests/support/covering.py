@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 Case = dict[str, Any]
 
@@ -58,6 +59,21 @@ def every_setting_once(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
         missing -= left.pop(best)
         chosen.add(best)
     return [name for name in cases if name in chosen]
+
+
+def full_but(kept: Collection[Any], values: Iterable[Any], instead: str) -> list[Any]:
+    """Return values of a parametrisation of which the normal run takes some, and --full all.
+
+    Args:
+        kept: those of the normal run.
+        instead: what proves the same for the others in the normal run.
+    """
+    values = [*values]
+    assert kept and not [value for value in kept if value not in values], "a value that is kept is there"
+    rest = pytest.mark.full(instead)
+    return [
+        value if value in kept else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=rest) for value in values
+    ]
 
 
 class _Watched(Mapping[str, Any]):
