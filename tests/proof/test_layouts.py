@@ -19,7 +19,7 @@ from megatron.verification.reference.update_rules import Numbers
 from tests.layouts.case import DEFAULTS, LORA, layout_of, recipe_of, reference_of
 from tests.layouts.features import FEATURES
 from tests.layouts.pairs import written_cases, written_steps
-from tests.support.covering import Case
+from tests.support.covering import Case, full_but
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches, train
@@ -58,23 +58,30 @@ def test_layout_equals_one_plain_process(case: Case, steps: int | None) -> None:
 
 
 COMPILED: list[dict[str, Any]] = [
-    {"style": "sinks"},
-    {"style": "two bases", "documents": "all"},
     {"style": "norms over all heads", "tp": 2, "sequence_parallel": True},
-    {"style": "latents", "tp": 2, "sequence_parallel": True},
     {"style": "latents, windows", "documents": "all"},
-    *({"style": "yarn", "documents": "all", "cp": 2, "way": way} for way in ("all_gather", "p2p", "a2a")),
+    {"style": "yarn", "documents": "all", "cp": 2, "way": "p2p"},
     {"tp": 2, "sequence_parallel": True, "lora": LORA[0]},
     {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "memory": "full, host"},
-    {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "tp": 2, "sequence_parallel": True},
     {"experts": "sigmoids in groups with biases, shared", "dispatcher": "alltoall", "dp": 2, "ep": 2},
-    {"experts": "top 4, gated shared, dropped by probability", "dispatcher": "alltoall", "depths": 1},
     {"experts": "dropped by position, padded", "dispatcher": "allgather", "tp": 2, "sequence_parallel": True},
     {"experts": "top 2", "dispatcher": "alltoall", "pp": 2, "schedule": "zb-h1", "documents": "all"},
 ]
+COMPILED_IN_FULL: list[dict[str, Any]] = [
+    {"style": "sinks"},
+    {"style": "two bases", "documents": "all"},
+    {"style": "latents", "tp": 2, "sequence_parallel": True},
+    *({"style": "yarn", "documents": "all", "cp": 2, "way": way} for way in ("all_gather", "a2a")),
+    {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "tp": 2, "sequence_parallel": True},
+    {"experts": "top 4, gated shared, dropped by probability", "dispatcher": "alltoall", "depths": 1},
+]
 
 
-@pytest.mark.parametrize("settings", COMPILED, ids=lambda settings: name({**DEFAULTS, **settings}))
+@pytest.mark.parametrize(
+    "settings",
+    full_but(COMPILED, COMPILED + COMPILED_IN_FULL, "the other compiled cases, and these parts without a compiler"),
+    ids=lambda settings: name({**DEFAULTS, **settings}),
+)
 def test_compiled_layers_do_the_same(settings: dict[str, Any]) -> None:
     """Operations without a kernel of torch stand between two graphs; sums over tensor ranks within one are summed both ways."""
     check({**DEFAULTS, **settings, "compiled": True})
@@ -101,12 +108,18 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+PLACES = {"one": Layout(), "tp2-pp2-sp": Layout(tp=2, pp=2, sequence_parallel=True), "tp2-dp2": Layout(tp=2, dp=2)}
+VARIANTS_AT_PLACES = [(variant, place) for place in PLACES for variant in VARIANTS]
+
+
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2, pp=2, sequence_parallel=True), Layout(tp=2, dp=2)], ids=["one", "tp2-pp2-sp", "tp2-dp2"]
+    ("variant", "place"),
+    full_but(
+        [(variant, "tp2-pp2-sp") for variant in VARIANTS], VARIANTS_AT_PLACES, "the same variant over tensor ranks and stages"
+    ),
 )
-def test_model_variants_equal_the_reference(variant: str, layout: Layout) -> None:
-    shape = VARIANTS[variant]
+def test_model_variants_equal_the_reference(variant: str, place: str) -> None:
+    shape, layout = VARIANTS[variant], PLACES[place]
     r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 4, 2, seed=4))
     expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, layout), expected)
