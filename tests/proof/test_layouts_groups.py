@@ -12,9 +12,9 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.verification.diagnosis import diagnose
-from megatron.verification.prove import prove
 from tests.support.covering import covering, product
 from tests.support.runs import arguments
+from tests.support.verify_observations import prove_warm
 
 GROUPS: dict[str, dict[str, Any]] = {
     "patterns": {
@@ -91,6 +91,6 @@ def test_layout_equals_the_plain_reference(case: dict[str, Any]) -> None:
         settings["param_groups"] = tuple(
             text.replace(" adam-beta1=0.6", "").replace("adam-eps=0.1", "lr-mult=2") for text in settings["param_groups"]
         )
-    found = diagnose(prove(load(arguments(**settings), world_size).config, world_size))
+    found = diagnose(prove_warm(load(arguments(**settings), world_size).config, world_size))
     assert found.equal, "\n".join(finding.text for finding in found.findings)
     assert found.num_steps == RUN["train_iters"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _MADV_COLLAPSE = 25  # Linux 6.1 and newer; older ones refuse it, which changes nothing
 _HUGE = 1 << 21
-_GROWTH = 32 << 20
+_GROWTH = 64 << 20
 """Bytes that have to be new before the pages are looked at again."""
 _LIBC = ctypes.CDLL(None)
 _resident = 0
