@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import Topology
+from tests.support.covering import full_but
 from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, Trace, backward, build, in_world, inputs, numel, shard, step
 from tests.support.lone_rank import lone_rank
 
@@ -50,10 +52,16 @@ def two_steps(context: ParallelContext, **policy: Any) -> tuple[bool, list[tuple
     return same, heard
 
 
-@pytest.mark.parametrize("policy", [{}, {"reduce_once": True}, {"params_cpu": True}], ids=["", "once", "host"])
-@pytest.mark.parametrize("size", [4, 2], ids=["all", "hybrid"])
-def test_a_step_begins_anew_in_the_same_memory_and_says_when_a_unit_is_reduced(size: int, policy: dict[str, Any]) -> None:
+POLICIES: dict[str, dict[str, Any]] = {"": {}, "once": {"reduce_once": True}, "host": {"params_cpu": True}}
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    full_but([(2, ""), (4, "once"), (2, "host")], itertools.product((4, 2), POLICIES), "each policy and each size with another"),
+)
+def test_a_step_begins_anew_in_the_same_memory_and_says_when_a_unit_is_reduced(size: int, name: str) -> None:
     """But for what comes to host memory: there nobody has to know."""
+    policy = POLICIES[name]
     for same, heard in in_world(Topology(dp=4), partial(two_steps, **policy), size):
         assert same and heard == [(0 if "params_cpu" in policy else 1, True)] * NUM_UNITS
 

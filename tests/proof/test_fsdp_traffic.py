@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
 from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.shape import random_weights
+from tests.support.covering import full_but
 from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, UNTIED, Trace, build, in_world, inputs, numel, shard, step
 from tests.support.held import held_by
 from tests.support.layout import Layout, Recipe, build_step, microbatches
@@ -84,9 +86,11 @@ def test_what_a_step_sends(replicas: str, reshard: FsdpReshard, policy: str) -> 
         assert sorted(reduced) == (sorted(parts) if ranks > size else [])
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("reshard", ["always", "never"])
-def test_layers_that_run_again_are_gathered_no_more_often(reshard: FsdpReshard, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "reshard"),
+    full_but([(2, "always"), (1, "never")], itertools.product((1, 2), ("always", "never")), "each of the two with another"),
+)
+def test_layers_that_run_again_are_gathered_no_more_often(size: int, reshard: FsdpReshard) -> None:
     """What a layer's second forward gathers, its backward finds."""
     memory = MemoryConfig("full", recompute_num_layers=size)
     for events, parts in in_world(Topology(dp=2), partial(traced, reshard=reshard, memory=memory)):
@@ -108,7 +112,11 @@ def traced_with_experts(context: ParallelContext, memory: MemoryConfig) -> tuple
 
 @pytest.mark.parametrize(
     "memory",
-    [MemoryConfig(), MemoryConfig("full"), MemoryConfig("selective", recompute_modules=("mlp",))],
+    [
+        pytest.param(MemoryConfig(), marks=pytest.mark.full("experts run again")),
+        pytest.param(MemoryConfig("full"), marks=pytest.mark.full("test_layers_that_run_again_are_gathered_no_more_often")),
+        MemoryConfig("selective", recompute_modules=("mlp",)),
+    ],
     ids=["kept", "run again", "experts run again"],
 )
 def test_experts_are_gathered_by_themselves_as_often(memory: MemoryConfig) -> None:
@@ -136,7 +144,11 @@ def traced_with_depths(context: ParallelContext, memory: MemoryConfig) -> tuple[
     return Counter((kind.removeprefix("blocking "), n) for kind, n, _ in trace.events if kind != "reduce"), parts, bucket.plan.size
 
 
-@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("full")], ids=["kept", "run again"])
+@pytest.mark.parametrize(
+    "memory",
+    [pytest.param(MemoryConfig(), marks=pytest.mark.full("run again")), MemoryConfig("full")],
+    ids=["kept", "run again"],
+)
 def test_what_all_depths_use_is_gathered_once(memory: MemoryConfig) -> None:
     """The final norm and the output layer, around the depths; and their gradients are reduced once in a microbatch."""
     for found, parts, bucket in in_world(Topology(dp=2), partial(traced_with_depths, memory=memory)):

@@ -134,8 +134,12 @@ def formula(sharding: str, ranks: int) -> dict[str, float]:
     return {kind: each / ranks if kind in divided else each for kind, each in everything.items()}
 
 
+FOUR = pytest.mark.full("the same on four data ranks, and on two with a tied table")
+TWO = pytest.param(2, marks=FOUR)
+
+
 @pytest.mark.parametrize("sharding", STRATEGIES)
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("dp", [TWO, 4])
 def test_each_rank_keeps_what_the_formula_says(dp: int, sharding: str) -> None:
     for counted in counts(dp, False)[sharding]:
         for kind, each in formula(sharding, dp).items():
@@ -146,7 +150,7 @@ def test_each_rank_keeps_what_the_formula_says(dp: int, sharding: str) -> None:
 
 
 @pytest.mark.parametrize("sharding", STRATEGIES)
-@pytest.mark.parametrize(("dp", "tied"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("dp", "tied"), [pytest.param(2, False, marks=FOUR), (4, False), (2, True)])
 def test_the_report_tells_what_is_kept(dp: int, tied: bool, sharding: str) -> None:
     """Byte by byte. Of what only passes through it tells the most, most of which is gone between steps."""
     for counted in counts(dp, tied)[sharding]:
@@ -157,7 +161,7 @@ def test_the_report_tells_what_is_kept(dp: int, tied: bool, sharding: str) -> No
 
 
 @pytest.mark.parametrize("sharding", STRATEGIES)
-@pytest.mark.parametrize(("dp", "tied"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("dp", "tied"), [pytest.param(2, False, marks=FOUR), (4, False), (2, True)])
 def test_nothing_else_is_kept(dp: int, tied: bool, sharding: str) -> None:
     """All tensors of the process, but for a little: counts of steps, messages."""
     for counted in counts(dp, tied)[sharding]:
@@ -213,7 +217,10 @@ def seen(layout: Layout, *, steps: int, num_layers: int = 2) -> list[Seen]:
     return ranks
 
 
-@pytest.mark.parametrize(("overlap", "bucket_size", "at_most"), [(False, 20_000, 1.5), (True, 100_000, 5)])
+@pytest.mark.parametrize(
+    ("overlap", "bucket_size", "at_most"),
+    [pytest.param(False, 20_000, 1.5, marks=pytest.mark.full("with overlap")), (True, 100_000, 5)],
+)
 def test_gradients_only_pass_through_a_few_buffers(overlap: bool, bucket_size: int, at_most: float) -> None:
     """optim_grads: beside its slice a rank has what is written, and with overlap four buckets that are reduced, but never all."""
     for found in seen(layout(2, "optim_grads", bucket_size=bucket_size, overlap=overlap), steps=3, num_layers=8):
