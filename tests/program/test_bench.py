@@ -26,7 +26,14 @@ from tools.memory.measure import Measured
 SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
 
 
-@pytest.mark.parametrize("more", [["--recompute-ms", "2"], ["--no-overlap-p2p"]], ids=["recompute", "no overlap"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["--recompute-ms", "2"], marks=pytest.mark.full("the other case; tests/unit/pipeline_parallel has recompute")),
+        ["--no-overlap-p2p"],
+    ],
+    ids=["recompute", "no overlap"],
+)
 def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
     done = spawn_cli(["tools/bench.py", "bubble", *SHORT, *more], nproc=None)
     assert not done.stderr

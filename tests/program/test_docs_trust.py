@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs/trust.md").read_text()
 
 def test_the_proof_of_the_page(tmp_path: Path, full: bool) -> None:
     (command,) = [command for command in commands(PAGE) if "verify_layout" in command]
-    proof(command if full else f"{command} --num-layers 4 --global-batch-size 4", tmp_path, full)
+    proof(command, tmp_path, full)
 
 
 def test_the_traces_of_the_page(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.covering import full_but
 from tests.support.model_styles import STYLES
 from tests.support.runs import arguments, losses, run
 
@@ -70,8 +72,14 @@ def exact(tmp_path_factory: pytest.TempPathFactory, steps: dict[str, Any]) -> di
     return {style: losses(folder / style) for style in STYLES}
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+QUICK = {("float32", "llama"), ("bfloat16, float32 residual", "llama"), ("8 bits by row", "gpt2"), ("float16", "llama")}
+"""Every kind of rounding once. Of 8 bits with one scale a tensor: tests/proof/test_layouts_fp8.py."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "style"),
+    full_but(QUICK, itertools.product(PRECISIONS, STYLES), "the case of the other style, or of another rounding"),
+)
 def test_within_the_band(
     exact: dict[str, list[float]], steps: dict[str, Any], full: bool, tmp_path: Path, precision: str, style: str
 ) -> None:
@@ -88,6 +96,7 @@ def test_within_the_band_on_two_tensor_ranks(exact: dict[str, list[float]], step
     assert_close(losses(tmp_path / "metrics"), exact["llama"], band)
 
 
+@pytest.mark.full("tests/proof/test_grad_reduce_bf16.py")
 @pytest.mark.parametrize("sharding", ["optim", "optim_grads"])
 def test_within_the_band_with_gradients_that_travel_in_bfloat16(
     exact: dict[str, list[float]], steps: dict[str, Any], tmp_path: Path, sharding: str

@@ -134,6 +134,7 @@ def test_sigterm_while_starting(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
+@pytest.mark.full("test_exit_without_saving, and resumes in test_run_resume.py and test_run_rates.py")
 def test_exit_interval(tmp_path: Path, whole: Path) -> None:
     """Save and exit at each multiple before the end, which is an end as any other."""
     said = run(arguments(**SETTINGS, exit_interval=2, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics"), 2)
@@ -152,6 +153,7 @@ def test_exit_after_some_time(tmp_path: Path, whole: Path) -> None:
     _assert_stopped(tmp_path, whole, 1)
 
 
+@pytest.mark.full("test_checkpoint_kill.py and test_supervisor.py")
 def test_a_run_that_was_killed_goes_on_from_its_last_save(tmp_path: Path, whole: Path) -> None:
     """Steps after the save are made again, with the same results; the metrics file then has them twice."""
     settings = {**SETTINGS, "save": tmp_path, "load": tmp_path, "metrics_file": tmp_path / "metrics"}

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Take every layout with --full, and without it a subset for each test, so that each layout is in at least one subset."""
+    """Take every layout with --full, and without it a subset for each test, so that each kind of buckets is in one."""
     if "layout" not in metafunc.fixturenames:
         return
     full, subset = CASES[metafunc.function]
@@ -127,7 +127,7 @@ def test_a_constant_scale_stays(tmp_path: Path) -> None:
     assert [(line["loss_scale"], line["skipped"]) for line in lines] == [(512.0, 0), (512.0, 1), (512.0, 0)]
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+@pytest.mark.parametrize("precision", [pytest.param({}, marks=pytest.mark.full("the other case, in bfloat16")), {"bf16": True}])
 def test_a_nan_names_step_rank_and_parameter(tmp_path: Path, precision: dict[str, bool]) -> None:
     """Exit code 1 on every rank, rank 0 alone explains, and nothing of the step is saved."""
     name = "layers.1.mlp.down.weight"
@@ -239,9 +239,9 @@ def test_a_nan_in_the_loss_names_the_rank_that_has_it(tmp_path: Path) -> None:
     def poison(step: Any) -> None:
         next(entry.param for entry in step.model.params if entry.record.name == "final_norm.weight").data.fill_(math.nan)
 
-    ended = launch(arguments(pipeline_model_parallel_size=2, train_iters=4, save=tmp_path), 4, before=on_rank(3, 2, poison))
-    assert [end.code for end in ended] == [1] * 4, report(ended)
-    assert "iteration 2:" in ended[0].stderr and "loss not finite on rank 3\n" in ended[0].stderr
+    ended = launch(arguments(pipeline_model_parallel_size=2, train_iters=4, save=tmp_path), 2, before=on_rank(1, 2, poison))
+    assert [end.code for end in ended] == [1] * 2, report(ended)
+    assert "iteration 2:" in ended[0].stderr and "loss not finite on rank 1\n" in ended[0].stderr
     assert complete_checkpoints(tmp_path) == []
 
 
@@ -298,14 +298,14 @@ def test_a_batch_without_tokens_that_count_is_an_error(tmp_path: Path) -> None:
 CASES: dict[Callable[..., None], tuple[Sequence[str], Sequence[str]]] = {
     test_an_overflow_on_one_rank_skips_the_step_on_all: (
         [*LAYOUTS],
-        ["dp2", "tp2", "pp2", "optim, gathered late", "optim, offload", "optim_grads", "optim_grads_params"],
+        ["pp2", "optim, offload", "optim_grads_params"],
     ),
-    test_a_nan_that_comes_again_is_named_where_it_begins: (DATA_PARALLEL, ["optim", "optim_grads", "optim_grads_params"]),
+    test_a_nan_that_comes_again_is_named_where_it_begins: (DATA_PARALLEL, ["optim_grads_params"]),
     test_a_nan_that_does_not_come_again_is_named_where_the_sum_is: (
         DATA_PARALLEL,
-        ["dp2", "optim, gathered late", "optim_grads_params, never"],
+        ["optim, gathered late"],
     ),
-    test_a_nan_in_one_tensor_replica_alone_is_seen_at_once: ([*REPLICATED], ["tp2", "optim", "optim_grads_params"]),
-    test_an_overflow_in_one_tensor_replica_alone_skips_the_step_on_all: ([*REPLICATED], ["optim, offload", "optim_grads"]),
+    test_a_nan_in_one_tensor_replica_alone_is_seen_at_once: ([*REPLICATED], ["optim"]),
+    test_an_overflow_in_one_tensor_replica_alone_skips_the_step_on_all: ([*REPLICATED], ["optim_grads"]),
 }
 """The layouts of each test, with --full and without."""

@@ -76,14 +76,16 @@ LAYOUTS: dict[int, dict[str, Any]] = {
 }
 
 
-SEVERAL_RANKS = {2: ["bfloat16"], 4: ["bfloat16, 8 bits", "float16, shrinking"]}
+QUICK = [(1, "bfloat16, 8 bits"), (1, "float16, growing"), (4, "float16, shrinking")]
+"""Every state that a run has beside weights and moments, and once tensor ranks and stages. What any number of ranks save of weights
+and moments of any precision: tests/proof/test_checkpoint_layouts.py, test_sharding_resume.py and test_checkpoint_optimizers.py."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """At the layouts of several ranks take few precisions without --full: others have nothing that these or one rank have not."""
     if "precision" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
-        cases = [(ranks, name) for ranks in LAYOUTS for name in PRECISIONS if full or ranks == 1 or name in SEVERAL_RANKS[ranks]]
+        cases = [(ranks, name) for ranks in LAYOUTS for name in PRECISIONS if full or (ranks, name) in QUICK]
         metafunc.parametrize(("world_size", "precision"), cases)
 
 
@@ -126,6 +128,7 @@ def test_a_run_goes_on_with_8_bits_and_without(tmp_path: Path) -> None:
         assert ("differs from the checkpoint: --fp8-format" in said) == (steps > 1)
 
 
+@pytest.mark.full("test_kept_state.py::test_a_lost_node_is_no_loss_with_a_copy, proof/test_checkpoint_layouts.py")
 @pytest.mark.parametrize(
     ("eight", "then"), [({}, {}), ({"fp8_format": "hybrid"}, {"context_parallel_size": 2})], ids=["", "8 bits"]
 )
