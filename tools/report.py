@@ -54,7 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--expect-lower-loss", action="store_true", help="end with 1 if a training loss did not fall")
     given = parser.parse_args(arguments)
-    os.nice(5)  # a run that goes on comes first
     try:
         runs = runs_of(given.folders, [read_history(folder) for folder in given.folders])
         alone = runs[0].history if len(runs) == 1 else None
@@ -75,4 +74,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.nice(5)  # a run that goes on comes first
     sys.exit(main())
