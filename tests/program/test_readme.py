@@ -243,7 +243,7 @@ def proof(command: str, folder: Path, full: bool) -> None:
         assert shell(command, folder).startswith("EQUAL")
         return
     rest, own = verify_layout.take(shlex.split(command)[2:])
-    assert own.world_size is not None and not load(rest, own.world_size).notes
+    assert rest is not None and own.world_size is not None and not load(rest, own.world_size).notes
 
 
 KINDS: list[tuple[str, Callable[[str, Path, bool], None]]] = [

@@ -36,10 +36,9 @@ def name(case: Case) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
+        cases: list[tuple[Case, int | None]] = [*zip(written_cases(), written_steps(), strict=True)]
         if metafunc.config.getoption("--full"):
             cases = [(case, None) for feature in FEATURES.values() for case in feature.cases()]
-        else:
-            cases = [*zip(written_cases(), written_steps(), strict=True)]
         metafunc.parametrize(("case", "steps"), cases, ids=[name(case) for case, _ in cases])
 
 
