@@ -431,7 +431,11 @@ def steps_of(case: Case) -> int:
 
 
 def recipe_of(case: Case, steps: int | None = None) -> Recipe:
-    """Return the recipe of a case: what is trained, and how; for as many steps as the case asks for, or for fewer."""
+    """Return the recipe of a case: what is trained, and how.
+
+    Args:
+        steps: number of steps; by default that of `steps_of`.
+    """
     shape, micro = shape_of(case), case["micro_batch_size"]
     batch = case["microbatches"] * micro * case["dp"]
     steps = steps or steps_of(case)

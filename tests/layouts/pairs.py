@@ -62,13 +62,13 @@ def pairs_in(cases: Iterable[Case]) -> set[Pair]:
 
 
 SECOND_STEPS = 4
-"""Cases in which a setting has to train for a second step."""
+"""Fewest cases with a second step for each setting, unless it has fewer cases in all."""
 
 
 def written_steps() -> list[int]:
     """Return the number of steps of each case of the normal run.
 
-    The dearest cases do with one step, as long as each of their settings is in `SECOND_STEPS` cases that make another.
+    The cases that cost most make a single step, as long as each of their settings is in `SECOND_STEPS` cases that make another.
     """
     cases = written_cases()
     steps = [steps_of(case) for case in cases]

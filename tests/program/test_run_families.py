@@ -35,7 +35,7 @@ START, QUICK_STEPS, FULL_STEPS = 30, 60, 200
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", FAMILIES if metafunc.config.getoption("--full") else ["deepseek"])
+        metafunc.parametrize("family", FAMILIES if metafunc.config.getoption("--full") else START_BANDS)
 
 
 def test_the_curve_stays_in_the_band(family: str, tmp_path: Path, full: bool) -> None:

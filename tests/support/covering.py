@@ -50,26 +50,16 @@ def covering(
     return chosen
 
 
-def every_setting_once(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of a few of these cases, in their order, such that each setting of any case is in one of them. Greedy."""
-    left = {name: {(setting, repr(value)) for setting, value in case.items()} for name, case in cases.items()}
-    missing, chosen = set().union(*left.values()), set()
-    while missing:
-        best = max(left, key=lambda name: len(left[name] & missing))
-        missing -= left.pop(best)
-        chosen.add(best)
-    return [name for name in cases if name in chosen]
-
-
 def full_but(kept: Collection[Any], values: Iterable[Any], instead: str) -> list[Any]:
-    """Return values of a parametrisation of which the normal run takes some, and --full all.
+    """Return the values of a parametrisation, with a mark on those that only --full runs.
 
     Args:
-        kept: those of the normal run.
-        instead: what proves the same for the others in the normal run.
+        kept: values of the normal run, at least one.
+        values: all values; a tuple has one for each parameter.
+        instead: what proves the same for the other values in the normal run.
     """
     values = [*values]
-    assert kept and not [value for value in kept if value not in values], "a value that is kept is there"
+    assert kept and all(value in values for value in kept), f"{kept} are to be some of {values}"
     rest = pytest.mark.full(instead)
     return [
         value if value in kept else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=rest) for value in values

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
+from tests import conftest
 from tests.layouts.case import is_quick, refusals
 from tests.layouts.features import FEATURES
 from tests.layouts.pairs import (
@@ -22,7 +25,7 @@ from tests.layouts.pairs import (
     written_cases,
     written_steps,
 )
-from tests.support.covering import Case, covering, product
+from tests.support.covering import Case, covering, full_but, product
 
 AXES: dict[str, list[Any]] = {
     "tp": [1, 2, 4, 8],
@@ -79,6 +82,32 @@ def test_every_pair_of_settings_of_a_feature_is_in_a_case_of_the_normal_run() ->
     found = pairs_in(cases)
     missing = {name: pairs_of(feature) - found for name, feature in FEATURES.items()}
     assert not any(missing.values()), missing
+
+
+def test_a_value_that_is_not_kept_has_the_mark_of_full() -> None:
+    first, second, third = full_but([("a", 2)], [("a", 1), ("a", 2), ("b", 1)], "the other value")
+    assert second == ("a", 2)
+    assert [(param.values, *(mark.name for mark in param.marks)) for param in (first, third)] == [
+        (("a", 1), "full"),
+        (("b", 1), "full"),
+    ]
+    with pytest.raises(AssertionError, match="are to be some of"):
+        full_but(["c"], ["a", "b"], "a value that is gone")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_marked_tests_run_with_full_alone(full: bool) -> None:
+    items: list[Any] = [Mock(path=name) for name in ("plain", "marked")]
+    items[0].get_closest_marker.return_value = None
+    left_out: list[Any] = []
+    config = SimpleNamespace(
+        getoption={"--full": full, "--piece": None}.__getitem__,
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
+    conftest.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+    assert items[0].get_closest_marker.call_args_list in ([call("full")], [])
+    assert [one.path for one in items] == ["plain", *(["marked"] if full else [])]
+    assert [one.path for one in left_out] == ([] if full else ["marked"])
 
 
 def test_each_setting_trains_for_a_second_step_in_some_cases() -> None:
