@@ -38,8 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context, data": (4, {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}),
 }
 """Without sharding; traces of sharded runs on several data ranks are compared in tests/program/test_run_sharding.py."""
-QUICK = ("pipeline, tied",)
-"""Ranks of one stage have one trace: tests/program/test_run_sharding.py, of tensor and data ranks alike."""
+QUICK = ("tensor", "pipeline, tied")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "lr_decay_style": "cosine",
 }
-KILLS = {"path": (4, 50), "url": (2, 20)}
+KILLS = {"path": (2, 50), "url": (1, 20)}
 """In the normal run, and in all."""
 MARK = "MEGATRON_TEST_RUN"
 """Variable of the environment by which the processes that a run starts are known."""

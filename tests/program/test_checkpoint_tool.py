@@ -199,7 +199,7 @@ def test_the_difference_of_two_tensors(values: list[float], data: st.DataObject)
     ("flags", "layers"),
     [
         (["--tp", 4, "--pp", 2], ["01"] * 4 + ["23"] * 4),
-        (["--tensor-model-parallel-size", 2], ["0123"] * 2),
+        pytest.param(["--tensor-model-parallel-size", 2], ["0123"] * 2, marks=pytest.mark.full("the first case")),
         (["--pp", 2, "--num-virtual-stages-per-pipeline-rank", 2], ["02", "13"]),
         (["--pp", 2, "--decoder-first-pipeline-num-layers", 3], ["012", "3"]),
     ],
@@ -222,6 +222,7 @@ def test_reshard(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "is there already" in failed(capsys, 1, "reshard", original, tmp_path / "cut", *flags)
 
 
+@pytest.mark.full("test_run_experts.py::test_files_are_cut_as_the_ranks_hold_experts")
 def test_a_resharded_checkpoint_has_the_boxes_that_its_ranks_save(original: Path, tmp_path: Path) -> None:
     """A run at the layout, which loads it and saves it as it is, writes the same boxes."""
     assert main(["reshard", str(original), str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0

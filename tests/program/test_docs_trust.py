@@ -6,6 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron.verification.wording import NEGLIGIBLE
 from tests.program.test_readme import commands, proof
 from tests.program.test_run_curves import PRECISIONS
@@ -22,6 +24,7 @@ def test_the_proof_of_the_page(tmp_path: Path, full: bool) -> None:
     proof(command, tmp_path, full)
 
 
+@pytest.mark.full("test_audit_trace.py, and test_verify_layout.py::test_two_traces_are_compared_as_json_too")
 def test_the_traces_of_the_page(tmp_path: Path) -> None:
     """Two layouts of one run are equal to rounding, another run is not."""
     kinds: dict[str, tuple[int, dict[str, Any]]] = {

@@ -107,7 +107,7 @@ def test_a_job_of_3072_ranks_on_a_laptop(tmp_path: Path, full: bool) -> None:
     tests/program/test_examples.py plans all 512 microbatches of such a job in any case.
     """
     file = tmp_path / "plan.json"
-    settings = TRILLION if full else {**TRILLION, "global_batch_size": 6 * 64}
+    settings = TRILLION if full else {**TRILLION, "global_batch_size": 6 * 8}
     argv = arguments(**settings, train_iters=1, dry_run=True, world_size=3072, dry_run_json=file)
     (done,) = launch(argv, before=lambda _: resource.setrlimit(resource.RLIMIT_DATA, (data_size() + 2 * 10**9,) * 2), timeout=240)
     assert done.code == 0, done.stderr
@@ -124,6 +124,7 @@ def test_a_job_of_3072_ranks_on_a_laptop(tmp_path: Path, full: bool) -> None:
     assert f"{said['device_bytes'] / 1e9:.3g} GB of device memory" in done.stdout.splitlines()[0]
 
 
+@pytest.mark.full("test_sharded_over_ranks_that_divide_no_dimension, test_a_job_of_3072_ranks_on_a_laptop")
 def test_a_million_ranks_fall_into_few_kinds(full: bool) -> None:
     """More ranks than there are elements of the model, so that many keep nothing of the optimizer's state.
 
@@ -158,9 +159,9 @@ def test_a_million_ranks_fall_into_few_kinds(full: bool) -> None:
 # ---- what is simulated and counted
 
 
-def test_idle_time_is_the_simulators() -> None:
+def test_idle_time_is_the_simulators(full: bool) -> None:
     """With FLOPs for durations: of a stage's layers, and of the loss on the last chunk."""
-    chunks = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
+    chunks = {"1f1b": 1, "zb-h1": 1, "zb-v": 2} if full else {"1f1b": 1, "zb-v": 2}
     layouts: list[dict[str, Any]] = [
         {"num_layers": 4 * count, "pipeline_model_parallel_size": 4, "pipeline_schedule": schedule}
         for schedule, count in chunks.items()
@@ -288,13 +289,26 @@ def test_the_times_are_those_of_the_cluster_that_is_named() -> None:
     assert load_cluster("h200").name in ended.stdout and "advice: the fullest rank needs" in ended.stdout
 
 
+def test_what_context_ranks_hold_of_each_other_is_told() -> None:
+    """Of a job that shares sequences of several documents, where each rank has one head of keys for its head of queries."""
+    heads: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 2, "tensor_model_parallel_size": 2}
+    (made,) = plans_of([settings(4, context_parallel_size=2, reset_attention_mask=True, device=None, bf16=True, **heads)])
+    assert any(re.match(r"of other context ranks a rank holds at most \S+ \w+ of keys, values and", note) for note in made.notes)
+    assert any("depends on the documents" in note for note in made.notes)
+    assert not any("copy keys and values" in note for note in made.notes)
+
+
 def test_host_memory_and_jobs_that_fit_no_gpu() -> None:
     kinds = tuple(
-        dataclasses.replace(kind, memory=dataclasses.replace(kind.memory, moments=Bytes(10**12, 10**10))) for kind in plan().kinds
+        dataclasses.replace(
+            kind, memory=dataclasses.replace(kind.memory, moments=Bytes(10**12, 10**10)), to_host=kind.first_rank * 10**9
+        )
+        for kind in plan().kinds
     )
     lines = format_plan(plan(kinds=kinds))
     assert "more than any GPU has (the largest has 288 GB)" in lines[0]
     assert lines[2] == "  and 10 GB of host memory, 80 GB on a node: moments 10 GB"
+    assert "  a rank moves up to 8 GB of activations to host memory and back" in lines
     (alone,) = plans_of([settings(1)])
     said = format_plan(alone)
     assert said[0].startswith("fullest rank (rank 0): needs ") and "GPU" not in said[0]
@@ -316,6 +330,7 @@ def test_json_holds_all_of_it(tmp_path: Path) -> None:
 # ---- from the command line
 
 
+@pytest.mark.full("tests/proof/test_dry_run_memory.py")
 def test_a_run_and_its_plan_agree_on_the_model(tmp_path: Path) -> None:
     """The same flags: once on real ranks, once laid out."""
     flags = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "train_iters": 1, "device": "cpu"}

@@ -41,8 +41,11 @@ def test_every_fork_is_known() -> None:
     assert found == set(FORKS)
 
 
-def test_what_a_run_imports_calls_no_cuda_and_needs_only_torch_and_numpy() -> None:
-    """The supervisor imports it before it forks ranks. In CUDA builds torch itself tells a fork."""
+def test_what_a_run_imports_calls_no_cuda_and_needs_only_torch_and_numpy(full: bool) -> None:
+    """The supervisor imports it before it forks ranks. In CUDA builds torch itself tells a fork.
+
+    In a fresh interpreter with --full; else in a fork of this one, which imports its modules anew.
+    """
     program = f"""
 import os, sys
 sys.modules.update(dict.fromkeys({list(PACKAGES)}))
@@ -59,8 +62,19 @@ pid = os.fork()
 if pid == 0: os._exit(bad())
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
+
+    def anew(_: int) -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+            del sys.modules[name]
+        exec(program, {})
+        sys.exit()
+
+    if full:
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
+    else:
+        (ended,) = launch([], before=anew)
+        assert (ended.stdout, ended.code) == ("0\n", 0), report([ended])
 
 
 @pytest.fixture(scope="module")

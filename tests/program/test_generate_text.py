@@ -112,7 +112,18 @@ def test_several_texts_follow_from_the_seed(trained: Path, say: Say) -> None:
     )
 
 
-@pytest.mark.parametrize("flag", [None, "--pipeline-model-parallel-size", "--context-parallel-size"], ids=["tp2", "pp2", "cp2"])
+LAYOUTS = pytest.mark.full("tests/proof/test_inference_generate.py")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        pytest.param(None, marks=LAYOUTS),
+        "--pipeline-model-parallel-size",
+        pytest.param("--context-parallel-size", marks=LAYOUTS),
+    ],
+    ids=["tp2", "pp2", "cp2"],
+)
 def test_the_same_text_on_two_processes(trained: Path, say: Say, flag: str | None) -> None:
     words = ["--load", str(trained), "--max-new-tokens", "12", "--prompt", PROMPT, "abc", "--dtype", "float64", "--device", "cpu"]
     expected = say(*words)

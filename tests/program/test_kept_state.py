@@ -140,6 +140,7 @@ def _gone(*folders: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full("the next test; test_forks.py starts the keeper as an interpreter of its own")
 def test_a_restart_goes_on_from_memory(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
     """Bit for bit, with nothing on the storage, and nothing stays behind in memory."""
     node = nodes(1, fresh=True)
@@ -162,6 +163,7 @@ def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: P
     assert "resuming from nodes://state/iter_0000006 at iteration 6" in said, said
     assert f"rewound to {checkpoint(tmp_path / 'run', 4)} (iteration 4); samples 32 to 79 are passed over" in said
     assert digest(tmp_path / "run", 9) == digest(tmp_path / "whole", 9)
+    _gone(node.folder(0, tmp_path / "run"))
 
 
 def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes: Callable[..., Nodes]) -> None:
@@ -179,7 +181,7 @@ def test_state_in_memory_is_written_when_the_launcher_ends(tmp_path: Path, nodes
     assert "iter_0000004 at iteration 4" in said
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full("the other case, and test_supervisor.py")), 1])
 def test_a_lost_node_is_no_loss_with_a_copy(tmp_path: Path, nodes: Callable[..., Nodes], ranks: int) -> None:
     """Another node takes its place, or the ranks that are left go on at another layout."""
     pair = nodes(2)

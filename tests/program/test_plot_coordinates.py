@@ -26,7 +26,10 @@ def growths(widths: Sequence[int], base: int | None, **settings: object) -> dict
 INSIDE = {"attention of the last layer", "MLP of the last layer", "last layer", "logits"}
 
 
-@pytest.mark.parametrize("style", [{}, {"untie_embeddings_and_output_weights": True, "swiglu": True, "ffn_hidden_size": 64}])
+TIED = pytest.param({}, marks=pytest.mark.full("the other case, and tests/unit/optimizer"))
+
+
+@pytest.mark.parametrize("style", [TIED, {"untie_embeddings_and_output_weights": True, "swiglu": True, "ffn_hidden_size": 64}])
 def test_with_mup_changes_do_not_grow_with_the_width(style: dict[str, object]) -> None:
     widths = (32, 64, 128)
     with_mup, without = growths(widths, 32, **style), growths(widths, None, **style)
@@ -47,7 +50,17 @@ def test_sgd_has_its_own_column() -> None:
 
 def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    words = [*arguments(**RUN), "--widths", "64,32", "--updates", "1", "--seeds", "1", "--output", str(tmp_path / "picture.svg")]
+    words = [
+        *arguments(**{**RUN, "num_layers": 1}),
+        "--widths",
+        "32,16",
+        "--updates",
+        "1",
+        "--seeds",
+        "1",
+        "--output",
+        str(tmp_path / "picture.svg"),
+    ]
     assert plot_coordinates.main(words) == 0
     told = capsys.readouterr().out
     assert "without muP: change" in told and "with muP: change" in told and "logits" in told

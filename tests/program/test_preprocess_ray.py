@@ -1,10 +1,13 @@
-"""The same shard function on Ray: the same bytes, lost workers, errors."""
+"""The same shard function on Ray: the same bytes, lost workers, errors. Ray itself takes long to start, and runs with --full."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -17,19 +20,63 @@ from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import spawn_cli
 from tests.support.corpora import JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, written
 from tests.support.remote_shards import elsewhere, lost_at_first, never
+from tools.preprocess_data import main
 
 RAY = Engine("ray")
 
 
+class StandIn:
+    """What the engine asks of Ray, in this process: a task runs at once, in a folder of its own, and is tried again as often."""
+
+    exceptions = types.SimpleNamespace(RayError=OSError)
+    is_initialized = staticmethod(lambda: True)
+    put = staticmethod(lambda value: value)
+    wait = staticmethod(lambda tasks, num_returns: (tasks[:num_returns], tasks[num_returns:]))
+    cancel = staticmethod(lambda task, force: None)
+
+    def __init__(self, elsewhere: Path) -> None:
+        self._elsewhere = elsewhere
+
+    def remote(self, function: Callable[..., Any]) -> Any:
+        def options(num_cpus: int, max_retries: int, retry_exceptions: list[type[Exception]]) -> Any:
+            def task(*given: Any) -> Callable[[], Any]:
+                failures: list[Exception] = []
+                with contextlib.chdir(self._elsewhere):
+                    while len(failures) <= max_retries:
+                        try:
+                            found = function(*given)
+                            return lambda: found
+                        except tuple(retry_exceptions) as failure:
+                            failures.append(failure)
+                return lambda: _raise(failures[-1])
+
+            return types.SimpleNamespace(remote=task)
+
+        return types.SimpleNamespace(options=options)
+
+    def get(self, task: Callable[[], Any]) -> Any:
+        return task()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
 @pytest.fixture(scope="module", autouse=True)
-def ray() -> Iterator[Any]:
-    """The library, imported only where it is used, with a cluster of two workers, which the jobs of this file share."""
-    library = pytest.importorskip("ray")
-    engines._connect(library, 2, None)
-    yield library
-    library.shutdown()
+def ray(full: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The library with a cluster of two workers, which the jobs of this file share; without --full a stand-in."""
+    if full:
+        library = pytest.importorskip("ray")
+        engines._connect(library, 2, None)
+        yield library
+        library.shutdown()
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "ray", StandIn(tmp_path_factory.mktemp("elsewhere")))
+            yield sys.modules["ray"]
 
 
+@pytest.mark.full("the next test, and those of the stand-in")
 def test_the_tool_finds_a_cluster_by_its_address(tmp_path: Path, ray: Any) -> None:
     argv = ["tools/preprocess_data.py", "--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out")]
     argv += ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--shard-size", "1K", "--engine", "ray"]
@@ -39,6 +86,26 @@ def test_the_tool_finds_a_cluster_by_its_address(tmp_path: Path, ray: Any) -> No
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
+def test_the_tool_asks_for_the_cluster_of_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or for one of its own; and says what to do where none answers."""
+    asked = []
+
+    def init(**given: Any) -> NoReturn:
+        asked.append(given)
+        raise ConnectionError("nobody there")
+
+    absent = types.SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", absent)  # type: ignore[arg-type]
+    argv = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type"]
+    assert main([*argv, "ByteTokenizer", "--engine", "ray", "--ray-address", "10.0.0.1:6379"]) == 1
+    assert "--ray-address 10.0.0.1:6379: nobody there\n  Start Ray on the nodes" in capsys.readouterr().err
+    assert main([*argv, "ByteTokenizer", "--engine", "ray", "--workers", "3"]) == 1
+    assert [(given["address"], given.get("num_cpus")) for given in asked] == [("10.0.0.1:6379", None), ("local", 3)]
+
+
+@pytest.mark.full("test_a_task_that_always_fails_ends_the_job: a task is tried again")
 def test_lost_workers_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "run_shard_remotely", lost_at_first)
     preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=Engine("ray", 2), shard_size=1000)

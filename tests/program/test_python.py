@@ -291,7 +291,7 @@ def test_a_layout_is_proved_with_parts_of_the_user(tmp_path: Path) -> None:
         shape = {**TINY, "train_iters": 2, "use_distributed_optimizer": True, "imports": [module]}
         tensor = {"tensor_model_parallel_size": 2}
         for ranks, steps, parts in (
-            (4, 2, {"optimizer": "own", "activation": "own", **tensor}),
+            (2, 1, {"optimizer": "own", "activation": "own", **tensor}),
             (4, 1, {"optimizer": "cut"}),
             (2, 1, {"activation": "mixed", **tensor}),
         ):

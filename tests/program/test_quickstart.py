@@ -182,7 +182,9 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     said = shell(call, tmp_path)
     for words in ("1 of csv, 4 of text", "left out for no known kind: 1 ending with .png", "latin.txt: not UTF-8", "1 bad lines"):
         assert words in said
-    assert "validation loss at iteration 16" in said
+    assert "resuming from" in said and re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
+    written = re.sub(r"\d+ tokens in .* a second\n", "", said)  # it may stand amid the sample, which comes by way of a pipe
+    assert "".join((tmp_path / "my run/run/sample.txt").read_text().split()) in "".join(written.split())
     steps = dict(re.findall(r"^# (\w+).*\n(.+)$", said.partition("== Next steps")[2], re.MULTILINE))
     assert list(steps) == ["Longer", "Bigger", "More", "The", "These", "Up"]
     # The path of modules is only for the warm Python, which runs none of another tree.

@@ -267,9 +267,7 @@ QUICK_START = pytest.mark.full("test_quickstart.py::test_ones_own_text_and_what_
 """Of the command that the README opens with: in the normal run the same script trains on a text in one process."""
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(one, marks=[QUICK_START] if one == COMMANDS[0] else [], id=one) for one in COMMANDS]
-)
+@pytest.mark.parametrize("command", [pytest.param(one, marks=[QUICK_START] if one == COMMANDS[0] else []) for one in COMMANDS])
 def test_a_command_of_the_readme(command: str, tmp_path: Path, full: bool) -> None:
     check = next((check for pattern, check in KINDS if re.match(pattern, command)), None)
     assert check is not None, f"no kind of command that this test can check: {command}"

@@ -88,7 +88,7 @@ def test_damage_that_only_a_full_read_finds(saved: Path, tmp_path: Path, world_s
         assert digest(tmp_path / "on", 3) == digest(saved, 3)  # trained again, to the same bits
 
 
-@pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.full("of one checkpoint")), True])
+@pytest.mark.parametrize("single", [pytest.param(False, marks=pytest.mark.full("the next test takes a folder")), True])
 def test_weights_of_another_run(saved: Path, tmp_path: Path, single: bool) -> None:
     """A new run at another layout, without the old one's counts and moments; of a folder or of one checkpoint in it."""
     base = checkpoint(saved, 2) if single else saved

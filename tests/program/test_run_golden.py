@@ -36,8 +36,11 @@ def _losses(style: str, precision: str, folder: Path) -> list[float]:
     return [*losses(folder / "metrics"), read_metrics(folder / "metrics")[-1]["validation_loss"]]
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+CASES = [(precision, style) for precision in PRECISIONS for style in STYLES]
+OTHERS = pytest.mark.full("the same style and the same precision, each once")
+
+
+@pytest.mark.parametrize(("precision", "style"), [CASES[0], *(pytest.param(*case, marks=OTHERS) for case in CASES[1:3]), CASES[3]])
 def test_the_losses_are_those_that_are_kept(tmp_path: Path, style: str, precision: str) -> None:
     """Without dropout, whose masks depend on the build of torch."""
     kept = json.loads(FILE.read_text())[f"{style} {precision}"]

@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "half of the moments on the host": (2, HALF),
     "activations and half of the moments on the host": (1, {"cpu_offload_activations": True, **HALF}),
 }
-QUICK = ("pipeline", "optim_grads_params, host", "activations and half of the moments on the host")
+QUICK = ("optim_grads_params, host", "activations and half of the moments on the host")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

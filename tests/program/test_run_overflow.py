@@ -254,6 +254,7 @@ def test_an_absurd_learning_rate_ends_the_run(tmp_path: Path) -> None:
     assert complete_checkpoints(tmp_path) == []
 
 
+@pytest.mark.full("test_run_spikes.py::test_a_rewind_is_the_run_that_is_started_by_hand")
 def test_the_bad_batch_can_be_left_out(tmp_path: Path) -> None:
     """As the message of a NaN advises: its data is consumed without an update."""
     settings = {"train_iters": 4, "save": tmp_path, "save_interval": 1}

@@ -30,7 +30,7 @@ def start(folder: Path, **settings: Any) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize("save", ["now", "async"])
+@pytest.mark.parametrize("save", [pytest.param("now", marks=pytest.mark.full("the other case")), "async"])
 def test_a_start_that_is_refused_leaves_a_run_alone(tmp_path: Path, save: str) -> None:
     """Whatever it is refused for: that run lives, other settings, a checkpoint that is not there, a folder of curves."""
     told: list[Ended] = []

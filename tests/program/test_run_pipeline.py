@@ -55,8 +55,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("zb-h1", "layout", "recompute by stage", "host memory", "host memory, recompute, zb-v")
-"""Every setting once, with the tests of the pipelines that a run goes on with and of those split by measured costs."""
+QUICK = ("host memory, recompute, zb-v",)
+"""What comes late, again and back. Any pipeline: tests/proof/test_layouts_pipeline.py and test_layouts_memory.py."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -106,6 +106,7 @@ def go_on(base: Path, folder: Path, pipeline: str) -> str:
     return said
 
 
+@pytest.mark.full("the next test, at zb-v")
 def test_a_run_goes_on_with_another_schedule(base: Path, tmp_path: Path) -> None:
     go_on(base, tmp_path, "interleaved")
 

@@ -82,7 +82,7 @@ def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
     assert (
         f"the record of the run is {tmp_path}/stopped/{HISTORY}, its picture is loss.png there and report.html at the end" in said
     )
-    nan = launch(arguments(**kept | {"save_interval": None}, tensorboard_dir=tmp_path / "nan"), before=spoils)
+    nan = launch(arguments(**kept | {"save_interval": None, "no_report": True}, tensorboard_dir=tmp_path / "nan"), before=spoils)
     assert nan[0].code == 1, report(nan)
     end = read_history(tmp_path / "nan").events[-1]
     assert end["event"] == "end" and "gradient" in end["words"] and len(read_history(tmp_path / "nan").steps) == 2

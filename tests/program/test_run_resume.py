@@ -82,7 +82,6 @@ and moments of any precision: tests/proof/test_checkpoint_layouts.py, test_shard
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """At the layouts of several ranks take few precisions without --full: others have nothing that these or one rank have not."""
     if "precision" in metafunc.fixturenames:
         full = metafunc.config.getoption("--full")
         cases = [(ranks, name) for ranks in LAYOUTS for name in PRECISIONS if full or (ranks, name) in QUICK]

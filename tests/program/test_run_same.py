@@ -62,7 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("layout", LAYOUTS if full else ["pp2-dp2, ranks of a pipeline side by side"])
     if "sequence_parallel" in metafunc.fixturenames:
         pairs = itertools.product((False, True), (1, 2))
-        metafunc.parametrize(("sequence_parallel", "stages"), pairs)
+        metafunc.parametrize(("sequence_parallel", "stages"), [*pairs])
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +106,6 @@ def test_overlap_begins_reductions_before_the_end_of_backward(overlap: bool) -> 
     assert ("begun: 0" not in said) == overlap
 
 
-@pytest.mark.full("tests/unit/data and tests/proof/test_dropout.py: what follows from the seed")
-def test_another_seed_is_another_run(base: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """What the comparison above would see: another order of data, other masks and other initial weights."""
-    folder, settings = base
-    run(arguments(**settings, seed=4321, save=tmp_path / "save", metrics_file=tmp_path / "metrics"), 4)
-    assert set(losses(tmp_path / "metrics")).isdisjoint(losses(folder / "metrics"))
-    assert digest(tmp_path / "save", STEPS) != digest(folder / "save", STEPS)
-
-
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -132,6 +123,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
     run(arguments(**DROPOUT, fp64=True, train_iters=STEPS, save=folder, metrics_file=folder / "metrics"))
     return folder
+
+
+def test_another_seed_is_another_run(one_rank: Path, tmp_path: Path) -> None:
+    """What the comparisons would see: another order of data, other masks and other initial weights."""
+    settings = {**DROPOUT, "fp64": True, "train_iters": STEPS, "seed": 4321}
+    run(arguments(**settings, save=tmp_path, metrics_file=tmp_path / "metrics"))
+    assert set(losses(tmp_path / "metrics")).isdisjoint(losses(one_rank / "metrics"))
+    assert digest(tmp_path, STEPS) != digest(one_rank, STEPS)
 
 
 def test_dropout_is_the_same_over_pipeline_and_data_ranks(one_rank: Path, tmp_path: Path, layout: str) -> None:
@@ -155,8 +154,8 @@ def test_dropout_is_the_same_over_pipeline_and_data_ranks(one_rank: Path, tmp_pa
 
 
 def test_context_ranks_share_a_sequence_in_any_way(tmp_path: Path, full: bool) -> None:
-    """Each --cp-comm-type, and another for each layer, gives the run of one process, evaluations too, where documents end within
-    samples. (The ring has its own communicators.) Each of them alone only with --full."""
+    """Another --cp-comm-type for each layer, and with --full each alone, gives the run of one process, evaluations too, where
+    documents end within samples. (The ring has its own communicators.)"""
     settings: dict[str, Any] = {"num_layers": 3, "train_iters": 2, "eval_iters": 1, "eval_interval": 2, "fp64": True}
     settings |= {"micro_batch_size": 1, "global_batch_size": 2, "position_embedding_type": "rope"}
     settings |= {"reset_position_ids": True, "reset_attention_mask": True}

@@ -66,15 +66,8 @@ TRACED = (
 
 OVER_GLOO = ("distributed optimizer, tensor", "optim_grads_params, host, once")
 """Runs over gloo, as a user's; others go through shared memory."""
-QUICK = (
-    "distributed optimizer, tensor",
-    "optim, pipeline",
-    "optim_grads, ranks of a pipeline side by side",
-    "optim_grads_params, replicas",
-    "optim_grads_params, host, once",
-    "optim_grads_params, never, half in host memory",
-)
-"""Every strategy beside other axes, every setting once."""
+QUICK = ("optim_grads, ranks of a pipeline side by side",)
+"""Each strategy beside all other axes: tests/proof/test_layouts_sharding.py and test_layouts.py; whole runs: test_run_checks.py."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -82,14 +75,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_losses_are_those_of_one_process:
         metafunc.parametrize("name", RUNS if full else QUICK)
     if metafunc.function is test_the_start_up_log_tells_what_is_kept_and_sent:
-        metafunc.parametrize("strategy", PER_PARAMETER if full else ("no_shard", "optim_grads_params"))
+        metafunc.parametrize("strategy", PER_PARAMETER if full else ("optim_grads_params",))
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def one_process(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[int, Path]:
     """Folders of runs of one process, by the number of layers."""
     folders = {}
-    for layers in (2, 4):
+    for layers in (2, 4) if full else (4,):
         folders[layers] = folder = tmp_path_factory.mktemp("one")
         files = {"save": folder, "metrics_file": folder / "metrics", "save_trace": folder / "trace"}
         said = run(arguments(**BASE, num_layers=layers, **files))
@@ -128,7 +121,7 @@ def test_zeros_of_the_gradient_are_counted_once(tmp_path: Path, full: bool) -> N
     flags = {"untie_embeddings_and_output_weights": True, "vocab_size": 500, "log_num_zeros_in_grad": True, "fp64": True}
     found = []
     # Without sharding, tensor and pipeline ranks count in tests/program/test_run_log.py.
-    strategies = ("no_shard", *(["no_shard"] if full else []), "optim", "optim_grads", "optim_grads_params")
+    strategies = ("no_shard", *(["no_shard", "optim", "optim_grads"] if full else []), "optim_grads_params")
     beside, ranks = (SPLIT, 4) if full else ({}, 2)
     for number, strategy in enumerate(strategies):
         settings = {

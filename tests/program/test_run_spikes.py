@@ -48,15 +48,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-SKIPS, REWOUND = ("tp2", "pp2"), ("dp2, optim_grads_params",)
-"""Layouts of each policy, unless all are asked for; "optim" is among the settings of the rewind that is started by hand."""
+SKIPS = ("pp2",)
+"""Layouts of a skip, unless all are asked for. Of the rewind that is started by hand "optim" is among the settings."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = metafunc.config.getoption("--full")
-    for test, few in ((test_a_spike_is_skipped_at_every_layout, SKIPS), (test_a_rewind_is_the_same_at_every_layout, REWOUND)):
-        if metafunc.function is test:
-            metafunc.parametrize("layout", list(LAYOUTS)[1:] if full else few)
+    if "layout" in metafunc.fixturenames:
+        every = full or metafunc.function is test_a_rewind_is_the_same_at_every_layout
+        metafunc.parametrize("layout", list(LAYOUTS)[1:] if every else SKIPS)
     if metafunc.function is test_a_rewind_is_the_run_that_is_started_by_hand:
         metafunc.parametrize("size", [1, 2] if full else [2])
 
@@ -163,6 +163,7 @@ EVERYTHING: dict[str, Any] = {
     "hidden_dropout": 0.1,
     "async_save": True,
     "num_workers": 2,
+    "check_replicas_every": 2,
 }
 
 
@@ -217,6 +218,7 @@ def _assert_goodput_goes_on(begun: Path, resumed: Path) -> None:
     assert all(0.0 < line["goodput"] < 1.0 for line in read_metrics(resumed / "metrics"))
 
 
+@pytest.mark.full("test_a_rewind_is_the_run_that_is_started_by_hand")
 def test_a_rewind_is_the_same_at_every_layout(tmp_path: Path, one_rewinds: Path, layout: str, full: bool) -> None:
     """Begun at a layout, the run ends in one process as that of one process does; with `--full` also with saves in the background,
     which the rewind that is started by hand always has."""
@@ -271,7 +273,10 @@ def _damaging(*files: Path) -> Callable[[int], None]:
     return before
 
 
-@pytest.mark.parametrize("name", ["state.json", "rank_00000.safetensors"])
+WEIGHTS = pytest.param("rank_00000.safetensors", marks=pytest.mark.full("the next test: where all weights are damaged"))
+
+
+@pytest.mark.parametrize("name", ["state.json", WEIGHTS])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str) -> None:
     """Also one that is found so when weights were filled from it. The one before is taken, and the iterations are saved again."""
     settings = {**REWINDS, "train_iters": 7, "save": tmp_path}

@@ -31,6 +31,7 @@ def assert_same_run(job: Job, whole: Path) -> None:
         assert not tensor_differences(kind, saved_tensors(job.save, last, kind), saved_tensors(whole, last, kind), 1e-10)
 
 
+@pytest.mark.full("test_a_broken_place_is_left_out_and_tried_again kills three")
 def test_killed_ranks_are_started_again(tmp_path: Path) -> None:
     """At the same layout: bit for bit the run that nobody disturbed."""
     run(arguments(**SETTINGS, train_iters=STEPS, save=tmp_path / "whole"), 2)

@@ -36,7 +36,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckContext:
     monkeypatch.setattr(speed, "_SECONDS_OF_STEPS", 0.0)
     monkeypatch.setattr(speed, "_WARM_UP_STEPS", 1)
     for name in speed._CPU_SHAPES.values():
-        monkeypatch.setitem(SHAPES, name, replace(SHAPES[name], hidden=64, seq=32, vocab=256))
+        monkeypatch.setitem(SHAPES, name, replace(SHAPES[name], layers=1, hidden=64, seq=32, vocab=256))
     return CheckContext("cpu", tmp_path)
 
 
