@@ -189,8 +189,8 @@ def test_a_missing_and_a_doubled_gradient_do_not_cancel() -> None:
 SHARDINGS = ["no_shard", "optim", "optim_grads"]
 Case = tuple[str, int | None, bool, int]
 """Strategy, bucket size, overlap, order in which parameters are written."""
-IN_EITHER_ORDER = {("no_shard", 1), ("no_shard", 2000), ("optim", 2000), ("optim_grads", None)}
-"""Strategies and bucket sizes with which the normal run tries the second order too, so that every pair of settings occurs."""
+IN_EITHER_ORDER = {("no_shard", 2000), ("optim", 2000), ("optim_grads", 1)}
+"""Strategies and bucket sizes with which the normal run tries the second order too."""
 SHALLOW = replace(MODEL, num_layers=2)
 
 

@@ -26,6 +26,7 @@ from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.counts import count_parameters
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, GROUPS
+from tests.support.warm import run_warm_ranks
 
 EIGHT = [
     Topology(tp=2, pp=2, dp=2),
@@ -69,7 +70,7 @@ def in_world(rank: int) -> list[dict[str, Any]]:
 
 
 def test_groups_of_eight_ranks_are_those_of_the_topology() -> None:
-    ranks = run_ranks(8, in_world, timeout=90.0)
+    ranks = run_warm_ranks(8, in_world, timeout=90.0)
     for number, topology in enumerate(EIGHT):
         for rank in range(8):
             found = ranks[rank][number]
@@ -111,7 +112,7 @@ def in_hybrid_world(rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_data_ranks_divide_into_neighbours_that_shard_and_replicas_across() -> None:
-    ranks = run_ranks(8, in_hybrid_world, timeout=60.0)
+    ranks = run_warm_ranks(8, in_hybrid_world, timeout=60.0)
     for number, (topology, size) in enumerate(HYBRID):
         for rank in range(8):
             (shard, index, asked), (replica, place, asked_across) = ranks[rank][number]

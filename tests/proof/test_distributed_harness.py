@@ -189,7 +189,7 @@ def test_command_that_leaves_a_process_behind_is_refused_and_cleaned_up(script: 
 
 
 def test_command_under_torchrun(script: Path, tmp_path: Path) -> None:
-    done = spawn_cli([str(script), str(tmp_path), "0"], nproc=2, fresh=True)
+    done = spawn_cli([str(script), str(tmp_path), "0"], nproc=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1, done.stdout
 

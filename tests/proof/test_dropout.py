@@ -30,7 +30,7 @@ from megatron.training.step import TrainStep
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.warm import run_forked_ranks
 
-VOCAB, SEQ, MICRO, GLOBAL, STEPS = 32, 8, 2, 8, 3
+VOCAB, SEQ, MICRO, GLOBAL, STEPS = 32, 8, 2, 8, 2
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=SEQ, make_vocab_size_divisible_by=1)
 KEY = DropoutKey(seed=1, step=8, first_sample=12)
 

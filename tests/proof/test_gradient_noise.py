@@ -47,7 +47,7 @@ def estimates(rank: int, layout: Layout) -> list[NoiseEstimate | None]:
     step._noise = GradientNoise(step.providers, step.counted_shards, context)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_noise, "_AT_ONCE", 101)  # so that a gradient comes in several pieces
+        patch.setattr(gradient_noise, "_AT_ONCE", 301)  # so that a gradient comes in several pieces
         for number, batch in enumerate(r.batches, start=1):
             inputs = microbatches(batch, context, MICRO)
             found.append(step.run(inputs, iteration=number, learning_rate=0.0, weight_decay=0.0).noise)

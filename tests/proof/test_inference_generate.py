@@ -126,8 +126,15 @@ def test_scores_are_those_of_recomputation(alone: ParallelContext, style: str, p
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(cp=2), Layout(cp=4), Layout(tp=2, cp=2, pp=2)],
-    ids=["one", "tp2", "pp2", "tp2-pp2", "cp2", "cp4", "tp2-cp2-pp2"],
+    [
+        Layout(),
+        Layout(tp=2, cp=2, pp=2),
+        *(
+            pytest.param(layout, marks=pytest.mark.full("all of these groups at once"))
+            for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2), Layout(cp=2), Layout(cp=4))
+        ),
+    ],
+    ids=["one", "tp2-cp2-pp2", "tp2", "pp2", "tp2-pp2", "cp2", "cp4"],
 )
 def test_the_same_text_at_every_layout(layout: Layout) -> None:
     """Greedy as by recomputation on every rank; drawn as by one process."""
@@ -152,27 +159,24 @@ def texts_of_one_process() -> list[list[list[int]]]:
     return texts(0, Layout())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_context_ranks_share_the_prompts(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.full("4, of which some have no token of a prompt"))])
+def test_context_ranks_share_the_prompts(ranks: int, full: bool) -> None:
     """Their scores are those of one rank, of whatever each layer keeps; the next tokens are read by all."""
-    for found in run_warm_ranks(ranks, scores, ranks):
-        for mine, wanted in zip(found, scores_of_one_process(), strict=True):
+    styles = tuple(SHAPES) if full else ("gpt2", "longrope", "windows-two-bases", "windows-sinks", "latents-windows-sinks")
+    alone = scores(0, 1, styles)
+    for found in run_warm_ranks(ranks, scores, ranks, styles):
+        for mine, wanted in zip(found, alone, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
 
 
-def scores(rank: int, ranks: int) -> list[list[torch.Tensor | None]]:
-    """Return the scores of a context rank: of every shape, for the prompts and for some next tokens."""
+def scores(rank: int, ranks: int, styles: tuple[str, ...]) -> list[list[torch.Tensor | None]]:
+    """Return the scores of a context rank: of these styles, for the prompts and for some next tokens."""
     found, context = [], make_context(Topology(cp=ranks), rank, torch.device("cpu"))
-    for shape in SHAPES.values():
-        decoder = Decoder(build(shape, context), context, 14)
+    for style in styles:
+        decoder = Decoder(build(SHAPES[style], context), context, 14)
         first = decoder.read(PROMPTS)
         found.append([first, *(decoder.step(torch.tensor([7, 1, 30 + step])) for step in range(4))])
     return found
-
-
-@functools.cache
-def scores_of_one_process() -> list[list[torch.Tensor | None]]:
-    return scores(0, 1)
 
 
 def test_a_sequence_does_not_depend_on_what_is_beside_it(alone: ParallelContext) -> None:

@@ -56,12 +56,12 @@ RUN: dict[str, Any] = {
     "make_vocab_size_divisible_by": 1,
     "micro_batch_size": 1,
     "global_batch_size": 4,
-    "train_iters": 4,
+    "train_iters": 3,
     "lr": 1e-2,
     "min_lr": 1e-4,
     "lr_decay_style": "cosine",
     "lr_decay_iters": 2,
-    "lr_rewarm_start_iters": 2,
+    "lr_rewarm_start_iters": 1,
     "lr_rewarm_iters": 1,
     "weight_decay": 0.1,
     "ddp_bucket_size": 1500,
@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         cases = product(AXES)
         if not metafunc.config.getoption("--full"):  # pairs of four axes, and the other two take turns
-            pairs = covering({name: AXES[name] for name in AXES if name not in ("groups", "split")}, seed=2)
+            pairs = covering({name: AXES[name] for name in AXES if name not in ("groups", "split")}, seed=1289)
             turns = zip(pairs, itertools.cycle(GROUPS), itertools.cycle(SPLITS), strict=False)
             cases = [{"groups": groups, "split": split, **pair} for pair, groups, split in turns]
         metafunc.parametrize("case", cases, ids=lambda case: "-".join(str(value) for value in case.values()))
@@ -91,6 +91,6 @@ def test_layout_equals_the_plain_reference(case: dict[str, Any]) -> None:
         settings["param_groups"] = tuple(
             text.replace(" adam-beta1=0.6", "").replace("adam-eps=0.1", "lr-mult=2") for text in settings["param_groups"]
         )
-    found = diagnose(prove_warm(load(arguments(**settings), world_size).config, world_size))
+    found = diagnose(prove_warm(load(arguments(**settings), world_size).config, world_size, dropout=False))
     assert found.equal, "\n".join(finding.text for finding in found.findings)
     assert found.num_steps == RUN["train_iters"]

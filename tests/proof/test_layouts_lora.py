@@ -39,7 +39,6 @@ def recipe(style: str, layers: int, batch: int, targets: tuple[str, ...]) -> Rec
 WALK = (
     Layout(tp=2, dp=2, sharding="optim", sequence_parallel=True, micro_batch_size=1, bucket_size=200),
     Layout(pp=2, dp=2, sharding="optim_grads", micro_batch_size=1, bucket_size=300),
-    Layout(tp=4, micro_batch_size=1),
 )
 KEY = ("gpt2 tied", 2, 4, ALL)
 

@@ -14,7 +14,7 @@ from tests.support.layout import Layout, run_layout
 from tests.support.warm import run_forked_ranks
 
 
-@pytest.mark.parametrize("most", [1, 1000])
+@pytest.mark.parametrize("most", [1, pytest.param(1000, marks=pytest.mark.full("1, and test_matrix_plan.py"))])
 def test_many_rounds_are_no_other(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Rounds of one matrix a rank, and of some: while one is computed others travel, in buffers that are used again."""
     monkeypatch.setattr(matrix_plan, "MOST_ELEMENTS", most)

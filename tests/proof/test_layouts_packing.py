@@ -49,8 +49,15 @@ def recipe(positions: str, kv_heads: int, tied: bool, layers: int, rules: Docume
     return Recipe(shape, random_weights(shape, seed=5), documents(2, 8), rules=rules)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize(
+    ("flags", "positions"),
+    [
+        pytest.param(flags, positions, marks=() if sum(flags) % 2 == number else pytest.mark.full("each flag with both positions"))
+        for flags in FLAGS
+        for number, positions in enumerate(("learned", "rope"))
+    ],
+    ids=str,
+)
 def test_each_rule_does_what_it_says(flags: tuple[bool, bool, bool], positions: str) -> None:
     r = recipe(positions, 2, True, 2, DocumentRules(EOD, *flags))
     loss = functools.partial(loss_with_rules, rules=Rules(EOD, *flags))
@@ -58,7 +65,7 @@ def test_each_rule_does_what_it_says(flags: tuple[bool, bool, bool], positions: 
     assert_equal_runs(run_layout(r, Layout()), expected)
 
 
-@pytest.mark.parametrize("flags", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize("flags", [(True, False, False), (False, True, False)], ids=str)
 def test_each_rule_reaches_the_stages_in_the_middle(flags: tuple[bool, bool, bool]) -> None:
     r = recipe("rope", 2, False, 3, DocumentRules(EOD, *flags))
     loss = functools.partial(loss_with_rules, rules=Rules(EOD, *flags))

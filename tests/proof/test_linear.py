@@ -355,6 +355,7 @@ def test_float16_products_on_a_cpu_are_made_in_float32() -> None:
     assert seen == {torch.float32}
 
 
+@pytest.mark.full("test_compiled.py::test_tracing_changes_no_bit_and_all_layers_share_it, of whole layers")
 @pytest.mark.usefixtures("compiles_before_forks")
 def test_compiled_layers_share_one_graph_and_have_the_same_bits() -> None:
     """A layer enters its compiled operation as a handle: a second one takes the first one's graph, and its own parameters."""

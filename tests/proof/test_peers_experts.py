@@ -97,8 +97,6 @@ def test_choices_are_counted_once() -> None:
     full = MemoryConfig("full")
     layouts = {
         "one process": (Layout(), False),
-        "run again": (Layout(memory=full), False),
-        "evaluated before each step": (Layout(), True),
         "more microbatches on fewer tokens": (Layout(tp=2, sequence_parallel=True, micro_batch_size=1, memory=full), False),
         "stages": (Layout(pp=2, schedule="zb-h1", micro_batch_size=1), True),
     }
@@ -193,9 +191,7 @@ def test_every_expert_is_saved_with_its_state(tmp_path: Path) -> None:
     legs = (
         Layout(tp=4, ep=2, etp=1, sequence_parallel=True),
         Layout(dp=4, ep=4, micro_batch_size=1),
-        Layout(tp=2, dp=2, ep=1, etp=4, sequence_parallel=True),
-        Layout(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, sharding="optim_grads"),
-        Layout(),
+        Layout(tp=2, dp=2, ep=1, etp=4, sequence_parallel=True, sharding="optim_grads"),
     )
     r = recipe(steps=len(legs))
     expected = train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)

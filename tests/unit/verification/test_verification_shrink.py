@@ -124,7 +124,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("max_ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("max_ranks", [2, 8, *(pytest.param(most, marks=pytest.mark.full("2 and 8")) for most in (4, 6))])
 def test_small_settings_are_valid_and_small(case: str, max_ranks: int) -> None:
     world_size, flags = CASES[case]
     for each in shrunk(world_size, flags, max_ranks=max_ranks):
@@ -413,7 +413,16 @@ def test_several_buckets_stay_several() -> None:
     assert each.config.parallel.ddp_bucket_size is None
 
 
-@pytest.mark.parametrize(("case", "steps"), [("balanced", 1), ("sharded in copies", 1), ("a scheduled batch", 4)])
+@pytest.mark.parametrize(
+    ("case", "steps"),
+    [
+        ("balanced", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.full("balanced, and test_verification_run.py with such settings"))
+            for case in (("sharded in copies", 1), ("a scheduled batch", 4))
+        ),
+    ],
+)
 def test_small_settings_run(case: str, steps: int) -> None:
     world_size, flags = CASES[case]
     for each in shrunk(world_size, flags, max_ranks=4, steps=steps)[:1]:
