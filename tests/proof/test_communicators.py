@@ -17,14 +17,14 @@ import torch.distributed as dist
 from megatron.config.cli import LoadedConfig
 from megatron.training.step import TrainStep
 from tests.proof.test_dry_run_traffic import EXPERTS, GRID, groups_of, random_batch
-from tests.support.planned import kind_of, plans_of, real_context, real_step, settings, topology_of
+from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings, topology_of
 from tests.support.shared_memory import GroupCall, recorded_calls
 from tests.support.warm import run_warm_ranks
 
 CASES: dict[str, dict[str, Any]] = {
-    "tensor and pipeline ranks": {**GRID, "sequence_parallel": True},
     "sharded, own output layer": {
         **GRID,
+        "sequence_parallel": True,
         "data_parallel_sharding_strategy": "optim",
         "untie_embeddings_and_output_weights": True,
     },
@@ -87,12 +87,12 @@ def used_groups(rank: int) -> list[UsedGroups]:
 
 def test_groups_that_carry_tensors_are_those_of_the_plan() -> None:
     ranks: list[list[UsedGroups]] = run_warm_ranks(8, used_groups)
-    plans = plans_of(cases())
-    for index, (name, plan) in enumerate(zip(CASES, plans, strict=True)):
+    kinds_of_cases = kinds_of(cases())
+    for index, (name, kinds) in enumerate(zip(CASES, kinds_of_cases, strict=True)):
         for rank in range(8):
             collectives, messages, groups = ranks[rank][index]
             topology = topology_of(cases()[index].config, 8)
-            sent = kind_of(plan, topology, rank).sent
+            sent = kind_among(kinds, topology, rank).sent
             in_rings = "ring" in name
             planned = {traffic.over for traffic in sent}
             assert collectives == {groups[over] for over in planned - {"pipeline", *["cp"] * in_rings}}, (name, rank)

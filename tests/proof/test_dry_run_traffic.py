@@ -82,7 +82,6 @@ EXPERTS: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "no_shard, two depths": {**GRID, "sequence_parallel": True, "log_max_attention_logit": True, "mtp_num_layers": 2},
     "no_shard, overlapping tensor ranks": {**GRID, "sequence_parallel": True, "tp_comm_overlap": True},
-    "optim, tp-pp-dp": {**GRID, "data_parallel_sharding_strategy": "optim", "use_tp_pp_dp_mapping": True},
     "optim_grads, virtual stages": {
         **GRID,
         "num_layers": 4,
@@ -92,8 +91,8 @@ CASES: dict[str, dict[str, Any]] = {
         "overlap_grad_reduce": True,
     },
     "zb-v": {**GRID, "num_layers": 4, "pipeline_schedule": "zb-v", "data_parallel_sharding_strategy": "optim"},
-    "replicas, two depths": {
-        "mtp_num_layers": 2,
+    "replicas, a depth": {
+        "mtp_num_layers": 1,
         "tensor_model_parallel_size": 2,
         "data_parallel_sharding_strategy": "optim_grads_params",
         "fsdp_shard_size": 2,
@@ -112,9 +111,9 @@ CASES: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim",
     },
     "context ranks in a ring": {**GRID, "context_parallel_size": 2, "cp_comm_type": ("p2p",), "log_max_attention_logit": True},
-    "context ranks by heads, a depth": {
-        "mtp_num_layers": 1,
+    "context ranks by heads and in a ring": {
         "context_parallel_size": 4,
+        "global_batch_size": 4,
         "cp_comm_type": ("a2a", "p2p"),
         "data_parallel_sharding_strategy": "optim_grads_params",
         "recompute_granularity": "full",
@@ -159,7 +158,13 @@ CASES: dict[str, dict[str, Any]] = {
         "bf16": True,
     },
     "adafactor": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "adafactor"},
-    "moments in 8 bits": {**GRID, "data_parallel_sharding_strategy": "optim", "optimizer": "adam8bit", "adam_8bit_block_size": 5},
+    "moments in 8 bits, tp-pp-dp": {
+        **GRID,
+        "data_parallel_sharding_strategy": "optim",
+        "use_tp_pp_dp_mapping": True,
+        "optimizer": "adam8bit",
+        "adam_8bit_block_size": 5,
+    },
     "muon, optim": {**GRID, "sequence_parallel": True, "data_parallel_sharding_strategy": "optim", "optimizer": "muon"},
     "muon, no_shard": {**GRID, "num_layers": 4, "optimizer": "muon", "swiglu": True},
     "muon, replicas": {
@@ -170,19 +175,17 @@ CASES: dict[str, dict[str, Any]] = {
         "muon_dtype": "fp32",
     },
 }
-
-
 QUICK = (
     "no_shard, two depths",
     "optim_grads, virtual stages",
-    "replicas, two depths",
+    "replicas, a depth",
     "context ranks that gather, noise",
-    "context ranks by heads, a depth",
+    "context ranks by heads and in a ring",
     "experts on ranks that exchange tokens, a depth",
     "experts on ranks that gather tokens",
     "experts fully sharded, replicas",
     "adafactor",
-    "moments in 8 bits",
+    "moments in 8 bits, tp-pp-dp",
     "muon, optim",
 )
 """Each kind of group, and each rule whose state is sent otherwise."""
@@ -220,7 +223,7 @@ def test_every_rank_sends_what_is_planned(full: bool) -> None:
             assert messages == sum(one.bytes for one in sent if one.over == "pipeline"), (name, rank)
             assert bool(matrices) <= ("muon" in name)
             assert {"world"} < {one.over for one in sent}, "there is something to compare"
-            assert any(one.what == "numbers" for one in sent) == (name in ("adafactor", "moments in 8 bits"))
+            assert any(one.what == "numbers" for one in sent) == (name in ("adafactor", "moments in 8 bits, tp-pp-dp"))
             assert any(one.what == "noise" for one in sent) == ("gather, noise" in name)
         assert bool(most) == ("muon" in name)
         for of_stage in most.values():

@@ -95,7 +95,13 @@ def test_repeated_layers_are_as_all_layers_run(changes: dict[str, Any], device_t
     assert [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)] == repeated
 
 
-@pytest.mark.parametrize("changes", [{"sequence_parallel": True}, {"pipeline_schedule": "zb-h1"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"sequence_parallel": True}, marks=pytest.mark.full("the same at zb-h1, and repeated layers")),
+        {"pipeline_schedule": "zb-h1"},
+    ],
+)
 def test_layers_that_differ_are_as_all_layers_run(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third layer has no rotary positions and a wider MLP: to the last byte; and it is not what equal layers give."""
     config = settings(4, num_layers=28, **PP2, **TP2, **LLAMA, **changes)
@@ -107,7 +113,7 @@ def test_layers_that_differ_are_as_all_layers_run(changes: dict[str, Any], monke
     assert [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)] == few
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("device_type", [pytest.param("cpu", marks=pytest.mark.full("the same for CUDA")), "cuda"])
 def test_a_loss_in_chunks_is_as_all_chunks_run(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many chunks three are run: bytes, operations and collectives are those of all of them, to the last."""
     every = {"z_loss_coeff": 1e-4, "label_smoothing": 0.1, "final_logit_softcapping": 30.0, "vocab_size": 501}
@@ -133,12 +139,12 @@ def test_a_loss_in_chunks_is_as_all_chunks_run(device_type: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_operations_that_ran_before_give_what_they_gave(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_that_ran_before_give_what_they_gave(device_type: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one plan, and all of them in the next: to the byte and the operation as if each ran again. For CUDA operations in place
     and views do run again."""
     longer = {"bf16": True, "context_parallel_size": 2, "z_loss_coeff": 1e-4, **LLAMA}
     known = known_ops if device_type == "cuda" else cpu_kernels
-    for changes in (*CHANGES[:3], longer):
+    for changes in (*(CHANGES[:3] if full else CHANGES[:1]), longer):
         config = settings(8, num_layers=4, **PP2, **{**TP2, **changes})
         monkeypatch.setattr(known, "_known", {})
         first, again = (plan_rank(config, 8, 7, device_type=device_type).traces for _ in range(2))
@@ -194,7 +200,7 @@ def test_grouped_weight_gradients_take_their_temporary_and_few_launches(monkeypa
     assert grouped_span.work.flops == halves.work.flops == loop.work.flops
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("device_type", [pytest.param("cpu", marks=pytest.mark.full("the same for CUDA")), "cuda"])
 def test_context_ranks_keep_their_share_of_a_layer(device_type: str) -> None:
     """Of what one rank would keep between forward and backward, each of C ranks keeps 1/C within 3 %; and what comes and goes is no
     more than that with the buffers that the plan names."""
@@ -209,11 +215,24 @@ def test_context_ranks_keep_their_share_of_a_layer(device_type: str) -> None:
             assert shared[OpKind.BACKWARD].peak <= 1.03 * most or device_type == "cpu", (way, rank)
 
 
-@pytest.mark.parametrize("way", get_args(ContextWay))
-@pytest.mark.parametrize("style", [{**LLAMA, "num_query_groups": 4}, DEEPSEEK], ids=["grouped", "latents"])
+GROUPED = {**LLAMA, "num_query_groups": 4}
+
+
+@pytest.mark.parametrize(
+    ("style", "way"),
+    [
+        *(pytest.param(DEEPSEEK, way, id=f"latents-{way}") for way in get_args(ContextWay)),
+        pytest.param(GROUPED, "a2a", id="grouped-a2a"),
+        *(
+            pytest.param(GROUPED, way, marks=pytest.mark.full("latents, and grouped heads that are exchanged"), id=f"grouped-{way}")
+            for way in get_args(ContextWay)
+            if way != "a2a"
+        ),
+    ],
+)
 def test_the_formula_of_what_context_ranks_send(way: ContextWay, style: dict[str, Any]) -> None:
     changes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "cp_comm_type": (way,)}
-    config = settings(4, **{**style, "bf16": True, "seq_length": 64, **changes})
+    config = settings(4, **{**style, "bf16": True, "num_layers": 2, "seq_length": 64, **changes})
     planned = plan_rank(config, 4).transfers
     (count,) = {16 // config.training.micro_batch_size}
     assert sum(one.bytes for one in planned if one.over == "cp") == count * sent_for_attention(config, 2)
@@ -295,7 +314,9 @@ def test_the_kernel_that_cuda_takes(dtype: torch.dtype, head_size: int, grouped:
 )
 def test_a_plan_says_which_attention_it_assumes(device_type: str, changes: dict[str, Any], words: str) -> None:
     """And only attention that keeps probabilities grows with the square of the sequence."""
-    found = [plan_rank(settings(1, seq_length=length, **changes), 1, device_type=device_type) for length in (256, 512)]
+    found = [
+        plan_rank(settings(1, num_layers=1, seq_length=length, **changes), 1, device_type=device_type) for length in (256, 512)
+    ]
     assert [one.traces[0].attention for one in found] == [words] * 2
     short, long = (one.traces[0].ops[OpKind.FORWARD].change for one in found)
     assert (long > 2.5 * short) == ("probabilities" in words)
@@ -341,7 +362,15 @@ def test_all_messages_leave(name: str) -> None:
         assert early[-1][1] - most in (0, 1)
 
 
-@pytest.mark.parametrize("changes", [{}, PACKED, {"reset_position_ids": True}, {**PACKED, **DROPOUT}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(pytest.param(changes, marks=pytest.mark.full("the two cases with more inputs")) for changes in ({}, PACKED)),
+        {"reset_position_ids": True},
+        {**PACKED, **DROPOUT},
+    ],
+    ids=str,
+)
 def test_inputs_take_what_they_take(changes: dict[str, Any]) -> None:
     """On every stage, after a step, but for the few numbers that say where documents lie."""
     config = settings(3, num_layers=3, pipeline_model_parallel_size=3, hidden_size=32, seq_length=128, **changes)
@@ -379,6 +408,7 @@ def test_a_step_moves_to_the_host_what_each_microbatch_saves() -> None:
     assert alone.activations.to_host == 6 * sum(map(sum, trace.away))
 
 
+@pytest.mark.full("tests/proof/test_planner_activations_measured.py: depths that run again, and that move to the host")
 def test_depths_keep_less_where_layers_do() -> None:
     """One more of them, run again or moved to host memory."""
     base = {"num_layers": 1, "loss_chunk_tokens": 64}

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.support.activation_runs import measure, plan_ranks, products_take_more, settings
-from tests.support.covering import full_but
 from tests.support.shared_memory import SHARED_MEMORY
 
 LLAMA = {
@@ -92,7 +91,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt, adapters, full recompute, dropout": (1, {"lora_rank": 4, **FULL, **DROPOUT}),
     "gpt, bf16, small vocabulary": (1, {"bf16": True, "vocab_size": 19, "make_vocab_size_divisible_by": 1, "hidden_size": 128}),
     "gpt, untied, bf16, dropout": (1, {"bf16": True, "untie_embeddings_and_output_weights": True, **DROPOUT}),
-    "gpt, attention by plain products, bf16": (1, {"attention_backend": "math", "bf16": True}),
     "gpt, fp16, float32 residual": (1, {"fp16": True, "fp32_residual_connection": True}),
     "gpt, packed, dropout": (1, {**PACKED, **DROPOUT}),
     "llama, bf16": (1, {"bf16": True, **LLAMA}),
@@ -101,7 +99,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"bf16": True, "fp32_residual_connection": True, **PACKED, **LLAMA, "untie_embeddings_and_output_weights": False},
     ),
     "llama, qk norms, 1f1b": (2, {"qk_layernorm": True, **PP2, **LLAMA}),
-    "gpt, gpipe, bf16": (2, {"pipeline_schedule": "gpipe", "bf16": True, **PP2}),
+    "gpt, attention by plain products, uneven gpipe, bf16": (
+        2,
+        {
+            "attention_backend": "math",
+            "num_layers": 4,
+            "decoder_first_pipeline_num_layers": 3,
+            "pipeline_schedule": "gpipe",
+            "bf16": True,
+            **PP2,
+        },
+    ),
     "gpt, interleaved, exchanges": (
         2,
         {
@@ -167,7 +175,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"q_lora_rank": 20, "sequence_parallel": True, "pipeline_schedule": "zb-h1", **PACKED, **TP2, **PP2, **DEEPSEEK},
     ),
     "deepseek, selective, tensor parallel, dropout": (2, {**selective("core_attn", "layernorm"), **TP2, **DEEPSEEK, **DROPOUT}),
-    "gpt, loss in chunks, z-loss": (1, {"loss_chunk_tokens": 300, "z_loss_coeff": 0.1, "vocab_size": 4000}),
+    "gpt, loss in chunks, z-loss": (1, {"loss_chunk_tokens": 100, "z_loss_coeff": 0.1, "vocab_size": 4000}),
     "gpt, two depths, full recompute, packed, dropout": (1, {"mtp_num_layers": 2, **FULL, **PACKED, **DROPOUT}),
     "llama, two depths, loss in chunks, 8 bits, 1f1b": (
         2,
@@ -212,7 +220,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt, whole loss, z-loss, fp16": (1, {"loss_chunk_tokens": 0, "z_loss_coeff": 0.1, "fp16": True, "vocab_size": 4000}),
     "llama, loss in chunks, gpipe, bf16": (
         2,
-        {"loss_chunk_tokens": 256, "vocab_size": 4000, "pipeline_schedule": "gpipe", "bf16": True, **PP2, **LLAMA},
+        {"loss_chunk_tokens": 64, "vocab_size": 4000, "pipeline_schedule": "gpipe", "bf16": True, **PP2, **LLAMA},
     ),
     "gpt, loss in chunks, sequence parallel, zb-h1": (
         4,
@@ -223,7 +231,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt, full recompute, offload, gpipe": (2, {"num_layers": 8, "pipeline_schedule": "gpipe", **FULL, **OFFLOAD, **PP2}),
     "llama, offload of two layers, zb-h1": (
         2,
-        {"num_layers": 8, "pipeline_schedule": "zb-h1", "cpu_offloading_num_layers": 2, **PP2, **LLAMA},
+        {"num_layers": 6, "pipeline_schedule": "zb-h1", "cpu_offloading_num_layers": 2, **PP2, **LLAMA},
     ),
     "gpt, first layers recomputed, offload, zb-v": (
         2,
@@ -267,7 +275,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"window_size": "99,0", "qk_layernorm": True, "qk_layernorm_all_heads": True, **OFFLOAD, **TP2, **LLAMA},
     ),
     "llama, context ranks that gather": (2, {**CP2, "cp_comm_type": ("all_gather",), **LLAMA}),
-    "gpt, context ranks in a ring, documents, dropout": (2, {**CP2, "cp_comm_type": ("p2p",), **PACKED, **DROPOUT}),
+    "gpt, context ranks in a ring, documents, dropout": (
+        2,
+        {**CP2, "cp_comm_type": ("p2p",), **PACKED, **DROPOUT},
+    ),
     "llama, context ranks by heads, documents, full": (2, {**CP2, "cp_comm_type": ("a2a",), **PACKED, **FULL, **LLAMA}),
     "llama, context ranks in several ways, windows, tensor parallelism": (
         4,
@@ -275,8 +286,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             **CP2,
             "num_layers": 3,
             "cp_comm_type": ("p2p", "all_gather", "p2p"),
-            "window_size": "60,0",
-            "seq_length": 160,
+            "window_size": "40,0",
+            "seq_length": 64,
             **TP2,
             **LLAMA,
             "sequence_parallel": True,
@@ -329,12 +340,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-QUICK = (
-    "llama, adapters, sequence parallel, bf16",
-    "gpt, attention by plain products, bf16",
+NORMAL = (
+    "gemma, loss in chunks, sequence parallel, zb-h1",
+    "olmo, fp16, float32 residual",
+    "parallel residual, clamped gate, selective, bf16",
+    "gpt, adapters, zb-h1",
+    "gpt, attention by plain products, uneven gpipe, bf16",
     "gpt, interleaved, exchanges",
     "gpt, zb-v",
     "llama, overlapping tensor ranks, bf16",
+    "gpt, 8 bits",
     "llama, 8 bits by row, but for the ends, sequence parallel, zb-h1",
     "llama, full recompute, optim_grads_params",
     "gpt, squared relu, selective, fp16, float32 residual, dropout",
@@ -342,25 +357,37 @@ QUICK = (
     "gpt, loss in chunks, z-loss",
     "gpt, two depths, the MLP and norms again, largest scores, 1f1b",
     "llama, a depth, full recompute of all layers, offload, interleaved",
+    "gpt, whole loss, smoothed",
     "llama, offload of two layers, zb-h1",
+    "llama, windows that differ over stages, bf16",
+    "gpt, windows, caps and sinks, packed, dropout, fp16",
     "llama, windows, norms over all heads, offload, tensor parallel",
-    "llama, context ranks that gather",
-    "gpt, context ranks in a ring, documents, dropout",
     "llama, context ranks by heads, documents, full",
+    "llama, context ranks in several ways, windows, tensor parallelism",
+    "llama, experts, a shared one, offload",
     "llama, experts on ranks that exchange tokens, a depth, zb-h1",
     "llama, experts on ranks that gather tokens, full",
+    "llama, experts beside sequence parallelism, z-loss",
+    "gpt, optim_grads",
 )
-"""Each way to divide a model, to schedule it and to hold less of it. A plan runs the operations of any model alike."""
+"""Cases of a run without --full: each setting that any case has, other than a size, is in one of them."""
 
 
-@pytest.mark.parametrize("name", full_but(QUICK, CASES, "cases of the normal run with the same ways to divide and to hold less"))
-def test_planned_is_measured(name: str, full: bool) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All cases with --full."""
+    names = CASES if metafunc.config.getoption("--full") else NORMAL
+    metafunc.parametrize(("world_size", "changes"), [CASES[name] for name in names], ids=[*names])
+
+
+def test_planned_is_measured(world_size: int, changes: dict[str, Any], full: bool) -> None:
     """On every rank."""
-    world_size, changes = CASES[name]
-    # Without stages all microbatches behind the first are alike; ranks that share a case's batch have two each anyway.
+    # What experts and sharded units take beside the plan is small only beside much else.
+    sizes = {} if {SHARDING, "num_experts"} & set(changes) else {"seq_length": 128, "micro_batch_size": 2, "global_batch_size": 8}
+    # Without stages all microbatches behind the first are alike; ranks that share a case's batch have two each anyway. Nor does the
+    # plan run more than one layer of those in the middle.
     if not full and not {*PP2, SHARDING, "expert_model_parallel_size"} & set(changes):
-        changes = {**changes, "global_batch_size": 8}
-    config = settings(world_size, **changes)
+        sizes |= {"global_batch_size": 8 if "num_experts" in changes else 4, "num_layers": 3}
+    config = settings(world_size, **sizes | changes)
     plans = plan_ranks(config, world_size)
     planned = [plan.beside_inputs for plan in plans]
     # What the plan misses is memory inside of the CPU's products and attention; and what a sharded unit takes is planned for its

@@ -114,7 +114,10 @@ def counted_in_each_case(rank: int, dp: int, num_microbatches: int) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize(("dp", "num_microbatches"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("dp", "num_microbatches"),
+    [(2, 3), pytest.param(4, 1, marks=pytest.mark.full("the same test with two ranks, and what four replicas send"))],
+)
 def test_a_step_sends_what_the_formula_says(dp: int, num_microbatches: int) -> None:
     """Element by element, the padding of the buckets included, which is stated."""
 
@@ -132,8 +135,14 @@ def counted_at(rank: int, case: Layout, num_microbatches: int) -> Sent:
     return counted(context_of(case, rank), case, "llama", num_microbatches)[0]
 
 
-@pytest.mark.parametrize("reshard", ["always", "never"])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize(
+    ("num_microbatches", "reshard"),
+    [
+        (3, "always"),
+        (1, "never"),
+        *(pytest.param(*case, marks=pytest.mark.full("the other two cases")) for case in ((1, "always"), (3, "never"))),
+    ],
+)
 def test_replicas_send_sums_once_a_step(num_microbatches: int, reshard: str) -> None:
     """--fsdp-shard-size 2 of 4 data ranks: as much as on two ranks among two, and half of the gradient across, once."""
     case = layout("optim_grads_params", dp=4, fsdp_shard_size=2, fsdp_reshard=reshard)

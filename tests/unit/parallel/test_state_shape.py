@@ -14,7 +14,10 @@ from megatron.checkpoint.manifest import tiles
 from megatron.parallel.boxes import Box, FlatPiece
 from megatron.parallel.state_shape import COLUMNS, ELEMENTS, ROWS, Blocks, StateShape
 
-SHAPES = [(5, 7), (1, 9), (6, 4), (3, 4, 5), (2, 3, 8), (2, 1, 6, 4), (8, 1)]
+SHAPES = [
+    *((5, 7), (1, 9), (6, 4), (2, 1, 6, 4), (8, 1)),
+    *(pytest.param(shape, marks=pytest.mark.full("shapes of two and of four dimensions")) for shape in ((3, 4, 5), (2, 3, 8))),
+]
 STATES = {
     "elements": ELEMENTS,
     "rows": ROWS,

@@ -54,7 +54,15 @@ def fullest(plan: Plan) -> int:
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "batches"),
-    [("1f1b", 1, 13), ("gpipe", 1, 11), ("interleaved", 2, 12), ("zb-h1", 1, 13), ("zb-v", 2, 19)],
+    [
+        ("1f1b", 1, 13),
+        ("gpipe", 1, 11),
+        *(
+            pytest.param(*case, marks=pytest.mark.full("zb-v and 1f1b here, all schedules by arithmetic alone below"))
+            for case in (("interleaved", 2, 12), ("zb-h1", 1, 13))
+        ),
+        ("zb-v", 2, 19),
+    ],
 )
 def test_a_few_microbatches_show_the_peak_and_the_time_of_all(schedule: str, chunks: int, batches: int) -> None:
     """Of three stages, with recompute and inputs of all microbatches; but GPipe's memory grows with each."""
@@ -121,7 +129,9 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", ["tensor", pytest.param("stages", marks=pytest.mark.full("the same of tensor ranks, and the tests of stages below"))]
+)
 def test_what_is_proposed_fits_and_one_layer_less_would_not(name: str) -> None:
     """Under falling limits, until nothing helps. The full plan says the same as the search."""
     world_size, changes = JOBS[name]

@@ -27,7 +27,7 @@ def search(limits: Limits, memory_gb: float = 80.0, layers: int = 4) -> LayoutSe
 
 
 def test_the_best_is_the_best_of_all() -> None:
-    one = search(Limits(fixed={"micro": 2}, most={"tensor": 2, "pipeline": 2}))
+    one = search(Limits(fixed={"micro": 2, "pipeline": 2}, most={"tensor": 2}))
     everything = [found for each in one.candidates() if (found := one.exactly(each)) is not None and found.fits(CLUSTER)]
     best = min(everything, key=lambda found: found.time.seconds)
     outcome = one.run(exact=4)
