@@ -39,9 +39,10 @@ DEPTHS: dict[str, dict[str, Any]] = {
     "uneven": {"pp": 2, "first_stage_layers": 3},
 }
 SIZES: dict[str, tuple[Any, ...]] = {"tp": (1, 2, 4), "depth": tuple(DEPTHS), "dp": (1, 2)}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ON_HOST = "optim_grads_params on the host"
 REST: dict[str, tuple[Any, ...]] = {
-    "sharding": ("no_shard", "optim", "optim_grads", "optim_grads_params", ON_HOST),
+    "sharding": (*STRATEGIES, ON_HOST),
     "sequence_parallel": (False, True),
     "cp": (1, 2),
 }
@@ -72,7 +73,7 @@ def makes_sense(case: Case, most_ranks: int = MOST_RANKS) -> bool:
 
 def walks(full: bool) -> list[tuple[Layout, ...]]:
     """Layouts one after another."""
-    found = [layout_of(case) for case in covering(SIZES | REST, seed=6, valid=makes_sense)]
+    found = [layout_of(case) for case in covering(SIZES | REST, seed=44, valid=makes_sense)]
     # Each walk begins where the one before has ended.
     taken = [tuple(found[start : start + HOPS + 1]) for start in range(0, len(found) - 1, HOPS)]
     if full:
@@ -180,6 +181,11 @@ def test_steps_there_and_steps_here_are_those_of_one_process(
 
 MAINS = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """What is trained, by the dtype of the model's parameters."""
+
+
+def test_walks_go_from_each_strategy_to_each_other() -> None:
+    hops = {(there.sharding, here.sharding) for walk in walks(False) for there, here in itertools.pairwise(walk)}
+    assert hops >= {*itertools.permutations(STRATEGIES, 2)}
 
 
 def test_the_precision_of_the_parameters_may_change(precision: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.verification.reference.shape import random_weights
+from tests.support.covering import full_but
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
 from tests.support.reference_runs import gpt2_like, random_batches, train
@@ -52,13 +53,15 @@ RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-NORMAL = ("optim, offload", "optim_grads", "optim_grads_params, host, uneven")
-OTHERS = pytest.mark.full(
-    "other cases of the strategy, and the resumes in test_checkpoint_optimizers.py and test_checkpoint_matrix.py"
+QUICK = ("optim, offload", "optim_grads", "optim_grads_params, host, uneven")
+
+
+@pytest.mark.parametrize(
+    "name",
+    full_but(
+        QUICK, RUNS, "the cases that are kept, and the resumes in test_checkpoint_optimizers.py and test_checkpoint_matrix.py"
+    ),
 )
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NORMAL else OTHERS) for name in RUNS])
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, name: str) -> None:
     """Weights and moments by the checkpoint's digest, losses, norms and evaluations by the metrics file."""
     world_size, strategy, flags = RUNS[name]
@@ -107,7 +110,7 @@ def move(rank: int, layout: Layout, number: int, folder: Path) -> float:
     return loss
 
 
-@pytest.mark.full("tests/proof/test_checkpoint_matrix.py, where each strategy loads what no layout can be told from")
+@pytest.mark.full("tests/proof/test_checkpoint_matrix.py, whose walks go from each strategy to each other")
 def test_any_strategy_goes_on_from_any_other(tmp_path: Path) -> None:
     """In float64, a step at each of them: as one process trains. What is loaded is what was saved, bit for bit, moments too."""
     assert len(set(itertools.pairwise(WALK))) == 12
