@@ -126,7 +126,7 @@ def one_is_missing(rank: int) -> None:
         (written_too_early, "changed before the collective"),
         (sent_and_written, "changed before the collective"),
         (different_calls, "is all-reduce here and {'barrier'} elsewhere"),
-        (different_sizes, "shape '[1]' is invalid for input of size 2"),
+        (different_sizes, "8 bytes came for 1 elements of 4 bytes"),
         (one_is_missing, "a peer never came to call 0"),
     ],
 )
@@ -134,6 +134,18 @@ def test_what_is_wrong_is_told(function: Callable[[int], None], message: str) ->
     with pytest.raises(RanksError) as error:
         run_ranks(2, function, backend=SHARED_MEMORY)
     assert message in str(error.value)
+
+
+def test_what_is_no_number_is_unchanged_too() -> None:
+    def on_rank(rank: int) -> float:
+        tensor = torch.tensor([torch.nan, 1.0], dtype=torch.bfloat16)
+        work = dist.all_reduce(tensor.clone(), async_op=True)
+        assert work is not None
+        work.wait()
+        dist.broadcast(tensor, 1)
+        return tensor[1].item()
+
+    assert run_ranks(2, on_rank, backend=SHARED_MEMORY) == [1.0, 1.0]
 
 
 def test_no_file_is_left() -> None:

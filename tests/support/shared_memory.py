@@ -41,6 +41,11 @@ _RECORD = 16  # of a slot: offset, bytes, kind of the call
 _DATA = 1 << 26
 _FUTEX, _WAIT, _WAKE = 202, 0, 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_UNREAD = 16
+"""Calls after which a box looks which of them everybody has read."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ARRAYS = {torch.float64: np.float64, torch.float32: np.float32, torch.int64: np.int64, torch.uint8: np.uint8, torch.bool: np.bool_}
+"""Dtypes that arrays have, too. A view of an array costs a tenth of a tensor's view."""
 _REDUCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -66,7 +71,7 @@ class _Box:
     def __init__(self, memory: mmap.mmap, start: int, readers: int) -> None:
         self._memory, self._readers = memory, readers
         self._given = ctypes.c_int32.from_buffer(memory, start)
-        self._address = ctypes.addressof(self._given)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._given))
         start += mmap.PAGESIZE
         self._records = (ctypes.c_int32 * (_SLOTS * _RECORD // _WORD)).from_buffer(memory, start)
         start += _SLOTS * _RECORD
@@ -74,42 +79,44 @@ class _Box:
         self._data = start + _align(_SLOTS * readers * _WORD)
         self._kept: deque[tuple[int, int]] = deque()  # number and end of what somebody has still to read
         self._end = 0
+        self._typed: dict[torch.dtype, np.ndarray[Any, Any]] = {}  # all data
 
     @staticmethod
     def size(readers: int) -> int:
         """Bytes of a box."""
         return mmap.PAGESIZE + _SLOTS * _RECORD + _align(_SLOTS * readers * _WORD) + _DATA
 
-    def give(self, kind: int, tensor: torch.Tensor | None, timeout: float) -> torch.Tensor:
-        """Put a tensor in; returns the copy, as bytes."""
+    def give(self, kind: int, tensor: torch.Tensor | None, timeout: float) -> torch.Tensor | None:
+        """Put a tensor in; returns the copy, or None of nothing."""
         number = self._given.value
-        count = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        count = 0 if tensor is None else tensor.nbytes
         begin = self._room(count, timeout)
-        copy = self._view(begin, count)
+        copy = None
         if tensor is not None and count:
-            copy.copy_(_bytes(tensor))
+            copy = self.part(begin, count, tensor)
+            copy.copy_(tensor)
         record = number % _SLOTS * (_RECORD // _WORD)
         self._records[record], self._records[record + 1], self._records[record + 2] = begin, count, kind
         self._kept.append((number, begin + count))
         self._given.value = number + 1
-        _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAKE, 1 << 30, None, None, 0)
+        _LIBC.syscall(_FUTEX, self._address, _WAKE, 1 << 30, None, None, 0)
         return copy
 
     def has(self, number: int) -> bool:
         """Whether the call of this number has been made."""
         return self._given.value > number
 
-    def look(self, number: int, timeout: float) -> tuple[int, torch.Tensor]:
-        """Kind and bytes of a call, as soon as it is made."""
+    def look(self, number: int, timeout: float) -> tuple[int, _Given]:
+        """Kind of a call and what was given, as soon as it is made."""
         deadline = None
         while (given := self._given.value) <= number:
             now = time.monotonic()
             deadline = deadline or now + timeout
             if now > deadline:
                 raise RuntimeError(f"timed out after {timeout:g} s: a peer never came to call {number}")
-            _LIBC.syscall(_FUTEX, ctypes.c_void_p(self._address), _WAIT, ctypes.c_int32(given), ctypes.byref(_ONE_SECOND), None, 0)
+            _LIBC.syscall(_FUTEX, self._address, _WAIT, ctypes.c_int32(given), ctypes.byref(_ONE_SECOND), None, 0)
         record = number % _SLOTS * (_RECORD // _WORD)
-        return self._records[record + 2], self._view(self._records[record], self._records[record + 1])
+        return self._records[record + 2], _Given(self, self._records[record], self._records[record + 1])
 
     def take(self, number: int, reader: int) -> None:
         """Say that a reader has read the call of this number."""
@@ -117,7 +124,10 @@ class _Box:
 
     def _room(self, count: int, timeout: float) -> int:
         """Where the next `count` bytes go: behind what is there, or from the start as soon as everything is read."""
-        aligned, deadline = _align(count, 64), time.monotonic() + timeout
+        aligned, deadline = _align(count, 64), 0.0
+        if len(self._kept) < _UNREAD and self._end + aligned <= _DATA:
+            self._end += aligned
+            return self._end - aligned
         while True:
             while self._kept and self._is_read(self._kept[0][0]):
                 self._kept.popleft()
@@ -129,6 +139,7 @@ class _Box:
                 return begin
             if not self._kept:
                 raise RuntimeError(f"{count} bytes are more than a box of {_DATA} bytes holds")
+            deadline = deadline or time.monotonic() + timeout
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{len(self._kept)} calls are under way, and some rank waits for none of them")
             time.sleep(0.001)
@@ -137,10 +148,32 @@ class _Box:
         first = number % _SLOTS * self._readers
         return all(self._taken[first + reader] > number for reader in range(self._readers))
 
-    def _view(self, begin: int, count: int) -> torch.Tensor:
-        if not count:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=self._data + begin)
+    def part(self, begin: int, count: int, like: torch.Tensor) -> torch.Tensor:
+        """These bytes of the data, in the dtype and shape of a tensor, which they must fit."""
+        dtype, size = like.dtype, like.element_size()
+        assert count == like.nbytes, f"{count} bytes came for {like.numel()} elements of {size} bytes"
+        if (data := self._typed.get(dtype)) is None:
+            raw = np.frombuffer(self._memory, np.uint8, _DATA, self._data)
+            self._typed[dtype] = data = raw.view(_ARRAYS.get(dtype) or f"i{size}")
+        found = torch.from_numpy(data[begin // size : (begin + count) // size].reshape(like.shape))
+        return found if dtype in _ARRAYS else found.view(dtype)
+
+
+class _Given(NamedTuple):
+    """What a rank has given to a call: bytes in its box."""
+
+    box: _Box
+    begin: int
+    nbytes: int
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the dtype and shape of a tensor, which it must fit."""
+        return self.box.part(self.begin, self.nbytes, tensor) if tensor.numel() else tensor
+
+    def piece(self, size: int, rank: int) -> _Given:
+        """One of `size` equal pieces."""
+        each = self.nbytes // size
+        return _Given(self.box, self.begin + rank * each, each)
 
 
 class _Call(dist.Work):
@@ -150,7 +183,7 @@ class _Call(dist.Work):
         self, given: Sequence[tuple[torch.Tensor, torch.Tensor]], ready: Callable[[], bool], finish: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._given, self._ready, self._finish, self._done = given, ready, finish, False
+        self.given, self._ready, self._finish, self._done = given, ready, finish, False
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -159,8 +192,8 @@ class _Call(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait, and bring the result."""
         if not self._done:
-            for tensor, copy in self._given:
-                assert torch.equal(_bytes(tensor), copy), "a tensor was changed before the collective that it was given to was done"
+            for tensor, copy in self.given:
+                assert _same(tensor, copy), "a tensor was changed before the collective that it was given to was done"
             self._finish()
             self._done = True
         return True
@@ -242,8 +275,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """The output is this rank's part of the reduced inputs."""
         reduce = _reduction(opts)
 
-        def finish(each: Sequence[torch.Tensor]) -> None:
-            reduce(output, [part.chunk(self._size)[self._rank] for part in each])
+        def finish(each: Sequence[_Given]) -> None:
+            reduce(output, [given.piece(self._size, self._rank) for given in each])
 
         return self._call("reduce-scatter", input, finish)
 
@@ -251,19 +284,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """The output's parts are what each rank gives to this one: this rank's part of its input. Both are flat."""
         # torch's allocator does not see this copy, which is for this backend alone.
         given = torch.from_numpy(np.concatenate([_bytes(torch.tensor(went)).numpy(), _bytes(input).numpy()]))
+        counts = torch.empty(self._size, dtype=torch.int64)
+        each_size = input.element_size()
 
-        def finish(each: Sequence[torch.Tensor]) -> None:
-            for part, found in zip(output.split(came), each, strict=True):
-                counts, values = found.split([8 * self._size, found.numel() - 8 * self._size])
-                sizes = (counts.clone().view(torch.int64) * output.element_size()).tolist()
-                part.copy_(_as(part, values.split(sizes)[self._rank]))
+        def finish(each: Sequence[_Given]) -> None:
+            for part, (box, begin, _) in zip(output.split(came), each, strict=True):
+                sizes = box.part(begin, counts.nbytes, counts).tolist()
+                mine = begin + counts.nbytes + sum(sizes[: self._rank]) * each_size
+                part.copy_(_Given(box, mine, sizes[self._rank] * each_size).like(part))
 
         call = self._call("all-to-all", given, finish)
         if self.calls is not None:
             ranks = tuple(dist.get_process_group_ranks(self))
-            self.calls[-1] = GroupCall("all-to-all", ranks, input.numel() - went[self._rank], input.element_size())
-        header = _bytes(torch.tensor(went)).numel()
-        call._given = [(input, call._given[0][1][header:])] if input.numel() else []  # type: ignore[attr-defined]
+            self.calls[-1] = GroupCall("all-to-all", ranks, input.numel() - went[self._rank], each_size)
+        ((_, copy),) = call.given
+        call.given = [(_bytes(input), copy[counts.nbytes :])]
         return call
 
     # As torch before 2.13 calls them.
@@ -275,7 +310,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Every rank's tensor becomes the root's."""
         (tensor,), root = tensors, opts.rootRank
         given = tensor if root == self._rank else None
-        return self._call("broadcast", given, lambda each: tensor.copy_(_as(tensor, each[root])))
+        return self._call("broadcast", given, lambda each: tensor.copy_(each[root].like(tensor)))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         """The root's outputs are the ranks' inputs."""
@@ -287,8 +322,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         (output,), root = outputs, opts.rootRank
         given = torch.cat([_bytes(tensor) for tensor in inputs[0]]) if root == self._rank else None
 
-        def finish(each: Sequence[torch.Tensor]) -> None:
-            output.copy_(_as(output, each[root].chunk(self._size)[self._rank]))
+        def finish(each: Sequence[_Given]) -> None:
+            output.copy_(each[root].piece(self._size, self._rank).like(output))
 
         return self._call("scatter", given, finish)
 
@@ -301,7 +336,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         (tensor,) = tensors
         self._note("send", tensor, 1)
         # What the box holds is written over as soon as the other has read it. torch's allocator does not see the copy.
-        copy = torch.from_numpy(_bytes(tensor).numpy().copy())
+        tensor = tensor.detach()
+        copy = torch.from_numpy(_bytes(tensor).numpy().copy()).view(tensor.dtype).view(tensor.shape)
         self._to_one[self._rank][target].give(tag, tensor, self._timeout)
         return _Call([(tensor, copy)], lambda: False, lambda: None)
 
@@ -313,16 +349,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def finish() -> None:
             kind, found = box.look(number, self._timeout)
             assert kind == tag, f"rank {source} of the group sent with tag {kind}, not {tag}"
-            tensor.copy_(_as(tensor, found))
+            tensor.copy_(found.like(tensor))
             box.take(number, 0)
 
         return _Call([], lambda: box.has(number), finish)
 
-    def _call(self, what: str, tensor: torch.Tensor | None, finish: Callable[[Sequence[torch.Tensor]], Any]) -> dist.Work:
+    def _call(self, what: str, tensor: torch.Tensor | None, finish: Callable[[Sequence[_Given]], Any]) -> _Call:
         """A collective, in which this rank gives a tensor or nothing and gets what all have given, as bytes."""
         number, kind = self._number, _KINDS.index(what)
         self._number += 1
         self._note(what, tensor, self._size if what == "all-gather" else 1)
+        tensor = tensor if tensor is None else tensor.detach()
         copy = self._to_all[self._rank].give(kind, tensor, self._timeout)
 
         def bring() -> None:
@@ -333,7 +370,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             for box in self._to_all:
                 box.take(number, self._rank)
 
-        given = [] if tensor is None or not tensor.numel() else [(tensor, copy)]
+        given = [] if tensor is None or copy is None else [(tensor, copy)]
         return _Call(given, lambda: all(box.has(number) for box in self._to_all), bring)
 
     def _note(self, what: str, tensor: torch.Tensor | None, times: int) -> None:
@@ -355,26 +392,27 @@ _KINDS = [
 ]
 
 
-def _reduction(opts: Any) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], None]:
-    """Gives a tensor the reduction of what all ranks have given, as bytes."""
+def _reduction(opts: Any) -> Callable[[torch.Tensor, Sequence[_Given]], None]:
+    """Gives a tensor the reduction of what all ranks have given."""
     operation = _REDUCTIONS[dist.ReduceOp.SUM if opts is None else opts.reduceOp.op]
 
-    def reduce(output: torch.Tensor, each: Sequence[torch.Tensor]) -> None:
-        output.copy_(_as(output, each[0]))
-        for part in each[1:]:
-            operation(output, _as(output, part), out=output)
+    def reduce(output: torch.Tensor, each: Sequence[_Given]) -> None:
+        output.copy_(each[0].like(output))
+        for given in each[1:]:
+            operation(output, given.like(output), out=output)
 
     return reduce
 
 
-def _copy(outputs: Sequence[torch.Tensor], each: Sequence[torch.Tensor]) -> None:
+def _copy(outputs: Sequence[torch.Tensor], each: Sequence[_Given]) -> None:
     for output, found in zip(outputs, each, strict=True):
-        output.copy_(_as(output, found))
+        output.copy_(found.like(output))
 
 
-def _as(tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Bytes in the dtype and shape of a tensor, which they must fit."""
-    return found.view(tensor.dtype).view(tensor.shape) if tensor.numel() else tensor
+def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether two tensors are equal, if not by value, then by bits: NaN is not the same value as itself."""
+    bits = _BITS[tensor.element_size()]
+    return torch.equal(tensor, copy) or torch.equal(tensor.view(bits), copy.view(bits))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
