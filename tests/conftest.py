@@ -25,6 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 gc.disable()
 
 from collections.abc import Generator  # noqa: E402 - after the environment
+from pathlib import Path  # noqa: E402
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -32,7 +33,7 @@ import pytest  # noqa: E402
 from tests.support import repeating  # noqa: E402
 from tests.support.huge_pages import collapse_pages  # noqa: E402
 
-hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, print_blob=True, max_examples=30)
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, print_blob=True, max_examples=20)
 hypothesis.settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=500)
 
 
@@ -84,9 +85,16 @@ def pytest_collection_finish() -> None:
     collapse_pages()
 
 
-def pytest_runtest_setup() -> None:
-    """Look after the memory that the tests before have added: this one may fork it."""
+_files: list[Path] = []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Look after the memory that the tests before have added: this one may fork it, and need not look through it for garbage."""
     collapse_pages()
+    if _files != [item.path]:
+        _files[:] = [item.path]
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -61,7 +61,7 @@ def pairs_in(cases: Iterable[Case]) -> set[Pair]:
     return {frozenset(two) for case in cases for two in itertools.combinations(settings_in(case), 2)}
 
 
-SECOND_STEPS = 4
+SECOND_STEPS = 2
 """Fewest cases with a second step for each setting, unless it has fewer cases in all."""
 
 

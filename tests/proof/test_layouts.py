@@ -59,12 +59,9 @@ def test_layout_equals_one_plain_process(case: Case, steps: int | None) -> None:
 BETWEEN = {"tp": 2, "sequence_parallel": True}
 COMPILED: list[dict[str, Any]] = [
     {"style": "norms over all heads", "documents": "all", "depths": 2, "z_loss": 0.05, "smoothing": 0.3, **BETWEEN},
-    {"style": "latents, windows", "documents": "all", **BETWEEN},
     {"style": "two bases", "documents": "all", "lora": LORA[0], "memory": "full, host"},
     {"style": "sinks", "documents": "all", "cp": 2, "way": "each"},
     {"experts": "top 2", "dispatcher": "alltoall", "schedule": "zb-h1", "documents": "all", "ep": 2, "etp": 1, **BETWEEN},
-    {"experts": "top 4, gated shared, dropped by probability", "dispatcher": "alltoall", "depths": 1},
-    {"experts": "dropped by position, padded", "dispatcher": "allgather", **BETWEEN},
 ]
 APART: list[dict[str, Any]] = [
     {"style": "sinks"},
@@ -72,11 +69,14 @@ APART: list[dict[str, Any]] = [
     {"style": "norms over all heads", **BETWEEN},
     {"style": "latents", **BETWEEN},
     {"style": "latents, windows", "documents": "all"},
+    {"style": "latents, windows", "documents": "all", **BETWEEN},
     *({"style": "yarn", "documents": "all", "cp": 2, "way": way} for way in ("all_gather", "p2p", "a2a")),
     {"lora": LORA[0], **BETWEEN},
     {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, "memory": "full, host"},
     {"depths": 2, "documents": "all", "z_loss": 0.05, "smoothing": 0.3, **BETWEEN},
+    {"experts": "top 4, gated shared, dropped by probability", "dispatcher": "alltoall", "depths": 1},
     {"experts": "sigmoids in groups with biases, shared", "dispatcher": "alltoall", "dp": 2, "ep": 2},
+    {"experts": "dropped by position, padded", "dispatcher": "allgather", **BETWEEN},
     {"experts": "top 2", "dispatcher": "alltoall", "pp": 2, "schedule": "zb-h1", "documents": "all"},
 ]
 

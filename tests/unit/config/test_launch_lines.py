@@ -99,7 +99,7 @@ def after(words: list[str], ranks: int, suggestion: str) -> tuple[Violation, ...
     return problems([*words, *shlex.split(suggestion)], ranks)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(command_lines(spoiled=True))
 def test_what_the_rules_suggest_is_accepted(line: CommandLine) -> None:
     """Of a line with one problem it makes one that is accepted; of a line with more, one with fewer."""
