@@ -127,7 +127,7 @@ def travel_dtype(plan: BucketPlan, context: ParallelContext, *, in_bf16: bool) -
     """The dtype in which the gradients of a bucket travel, if it is narrower than theirs: with --grad-reduce-in-bf16 those of
     bfloat16 parameters that several data ranks add up."""
     dtype = plan.params[0].entry.param.dtype
-    over_data = any(context.topology.size(axis) > 1 for axis in plan.axes if axis not in ("tp", "etp", "ep"))
+    over_data = any(context.topology.size(axis) > 1 for axis in plan.axes if axis != "tp")
     return dtype if in_bf16 and over_data and dtype == torch.bfloat16 else None
 
 
