@@ -110,7 +110,7 @@ class ParallelContext:
     def context_rings(self) -> tuple[Group, Group]:
         """The context ranks again, for keys and values that go round, and for the gradients of these behind them: each with a
         communicator of its own, so that neither waits for the other."""
-        return self._groups.get(("cp_ring",)) or self.context_group, self._groups.get(("cp_ring_grad",)) or self.context_group
+        return self._groups[("cp_ring",)], self._groups[("cp_ring_grad",)]
 
     def pipeline_channel(self, source: int, destination: int) -> Group:
         """The group for messages from one pipeline rank (position on the pp axis) to another.
@@ -195,9 +195,8 @@ def make_context(
 
     for axes in (*_GROUP_AXES, *_EXPERT_GROUP_AXES):
         enter(axes, groups(*axes))
-    if topology.cp > 1:
-        for key in ("cp_ring", "cp_ring_grad"):
-            enter((key,), groups("cp"), own_communicator=True)
+    for key in ("cp_ring", "cp_ring_grad"):
+        enter((key,), groups("cp"), own_communicator=True)
     pipelines = groups("pp")
     enter(("pp_up",), pipelines, own_communicator=True)
     enter(("pp_down",), pipelines, own_communicator=True)

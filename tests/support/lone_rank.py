@@ -21,6 +21,8 @@ def lone_rank(topology: Topology | None = None, rank: int = 0, device: torch.dev
 
     for axes in GROUPS:
         enter(axes, topology.group(rank, *axes))
+    for ring in ("cp_ring", "cp_ring_grad"):
+        enter((ring,), topology.group(rank, "cp"))
     pipeline = topology.group(rank, "pp")
     enter(("pp_up",), pipeline)
     enter(("pp_down",), pipeline)

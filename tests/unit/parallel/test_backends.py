@@ -74,6 +74,19 @@ def test_every_group_of_a_job_on_cuda_but_those_of_tensors_alone_speaks_gloo_too
     assert all(given.is_high_priority_stream for _, _, given in made if given is not None)
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_keys_and_values_and_their_gradients_go_round_on_communicators_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, cp: int
+) -> None:
+    """So neither waits for the other, nor for what else the context ranks send. A rank that shares with nobody needs none."""
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+    context = make_context(Topology(tp=2, cp=cp, dp=2), 1, CPU)
+    groups = [context.context_group, *context.context_rings]
+    assert {group.ranks for group in groups} == {(1, 3) if cp == 2 else (1,)}
+    communicators = {group.process_group for group in groups}
+    assert len(communicators) == 3 if cp == 2 else communicators == {None}
+
+
 def said(rank: int) -> tuple[str, str, list[str]]:
     """In a world of two libraries, as on CUDA: which one torch takes for objects and barriers."""
     dist.destroy_process_group()
