@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from megatron.attention import backends
 from megatron.attention.backends import attention_kernel, backend_in_use, chosen_kernel, keeps_probabilities, kernels_in_use
 from megatron.attention.core import as_samples, core_attention
 from megatron.model.key_value_cache import KeyValueCache
-from megatron.spec.attention_backends import KERNELS, AttentionCall, AttentionKernel, kernels_of
+from megatron.spec.attention_backends import AttentionCall, AttentionKernel
 
 S, B = 24, 2
 
@@ -113,45 +112,3 @@ def test_a_call_with_a_mask_never_meets_cudnn(monkeypatch: pytest.MonkeyPatch) -
         with backend_in_use(backend):  # type: ignore[arg-type]
             cache.attend(0, torch.zeros(1, 2, 1, 2, 8))
     assert seen == [("flash", "efficient", "math"), ("math",)]
-
-
-def test_what_each_kernel_takes() -> None:
-    """Of each call that differs in one point from the plainest, those kernels of a GPU that refuse it, and a word of the reason."""
-    plain = {"bits": 16, "head_size": 64, "grouped": False, "on_cuda": True}
-    cases: list[tuple[dict[str, Any], dict[AttentionKernel, str]]] = [
-        ({}, {}),
-        ({"bits": 32}, {"flash": "16 bits", "cudnn": "16 bits"}),
-        ({"bits": 64}, {"flash": "16 bits", "cudnn": "16 bits", "efficient": "64 bits"}),
-        ({"head_size": 136}, {"cudnn": "up to 128, not 136"}),
-        ({"head_size": 264}, {"flash": "at most 256", "cudnn": "up to 128"}),
-        ({"head_size": 68}, {"cudnn": "multiple of 8", "efficient": "multiple of 8"}),
-        ({"head_size": 68, "bits": 32}, {"flash": "16 bits", "cudnn": "16 bits"}),
-        ({"grouped": True}, {"efficient": "key-value heads"}),
-        ({"dropout": 0.1}, {"cudnn": "1/16, not 0.1"}),
-        ({"dropout": 0.125}, {}),
-        ({"deterministic": True}, {"cudnn": "not deterministic"}),
-        ({"within_documents": True}, {"cudnn": "one token"}),
-        ({"window": True}, {"cudnn": "no window", "efficient": "no window"}),
-        ({"window": True, "dropout": 0.125}, {"flash": "dropout with a window", "cudnn": "window", "efficient": "window"}),
-        ({"window": True, "head_size": 68}, {"flash": "multiple of 8", "cudnn": "window", "efficient": "window"}),
-        ({"window": True, "on_cuda": False}, {"flash": "on a CPU", "cudnn": "GPUs only", "efficient": "GPUs only"}),
-        ({"value_size": 64}, {}),
-        ({"value_size": 32}, {"flash": "not 32 beside 64"}),
-        ({"value_size": 36}, {"flash": "not 36 beside 64", "cudnn": "multiple of 8", "efficient": "not 36"}),
-        ({"value_size": 32, "on_cuda": False}, {"flash": "not 32 beside 64", "cudnn": "GPUs only", "efficient": "GPUs only"}),
-        ({"shaped": True}, {"flash": "nor sinks", "cudnn": "nor sinks", "efficient": "nor sinks"}),
-        ({"on_cuda": False}, {"cudnn": "GPUs only", "efficient": "GPUs only"}),
-        (
-            {"on_cuda": False, "bits": 64, "head_size": 7, "dropout": 0.1},
-            {"cudnn": "GPUs", "efficient": "GPUs", "flash": "dropout"},
-        ),
-    ]
-    for changes, refused in cases:
-        found = {kernel: AttentionCall(**{**plain, **changes}).obstacle(kernel) for kernel in KERNELS}
-        assert {kernel for kernel, why in found.items() if why} == set(refused), changes
-        assert all(words in (found[kernel] or "") for kernel, words in refused.items()), found
-
-
-def test_megatrons_names_are_those_of_kernels() -> None:
-    assert [kernels_of(name) for name in ("fused", "unfused", "flash")] == [("cudnn",), ("math",), ("flash",)]
-    assert kernels_of("auto") == ("flash", "efficient", "math"), "cuDNN's only by a measurement"

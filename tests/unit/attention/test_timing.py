@@ -17,43 +17,13 @@ from megatron.config.speed import SpeedConfig
 from megatron.model.compiled import BlockCompiler, cache_tag
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.spec.attention_backends import AttentionCall, AttentionKernel, fastest, kernels_to_time
+from megatron.spec.attention_backends import AttentionKernel
 from megatron.training import attention_kernel
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 
 BOTH: tuple[AttentionKernel, ...] = ("flash", "cudnn")
 CONFIG = Config(model=ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16))
-
-
-@pytest.mark.parametrize(
-    ("changes", "timed"),
-    [
-        ({}, BOTH),
-        ({"grouped": True}, BOTH),
-        ({"dropout": 0.125}, BOTH),
-        ({"on_cuda": False}, ()),
-        ({"bits": 32}, ()),
-        ({"head_size": 256}, ()),
-        ({"dropout": 0.1}, ()),
-        ({"value_size": 32}, ()),
-        ({"deterministic": True}, ()),
-        ({"within_documents": True}, ()),
-        ({"window": True}, ()),
-        ({"shaped": True}, ()),
-        ({"in_parts": True}, ()),
-    ],
-)
-def test_only_where_both_take_the_call_they_are_timed(changes: dict[str, Any], timed: tuple[AttentionKernel, ...]) -> None:
-    """cuDNN's kernel not with deterministic results, nor where shapes vary as those of documents do."""
-    assert kernels_to_time(AttentionCall(**{"bits": 16, "head_size": 64, "grouped": False, "on_cuda": True, **changes})) == timed
-
-
-def test_flash_attention_keeps_its_place_unless_another_is_clearly_faster() -> None:
-    assert fastest({"flash": 1.04, "cudnn": 1.0}) == "flash"
-    assert fastest({"flash": 1.06, "cudnn": 1.0}) == "cudnn"
-    assert fastest({"flash": 1.0, "cudnn": 2.0}) == "flash"
-    assert fastest({"cudnn": 2.0}) == "cudnn"
 
 
 def test_a_kernel_that_fails_is_left_out() -> None:
@@ -157,11 +127,17 @@ class EventOfKernel:
         return end.time - self.time
 
 
-def test_a_layer_is_timed_forward_and_backward_with_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole measurement, with a CPU's kernels and the events of a stand-in."""
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU's kernels be timed, by the events of a stand-in."""
     monkeypatch.setattr(torch.cuda, "Event", EventOfKernel)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_layer_is_timed_forward_and_backward_with_one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole measurement."""
     before, seen = kernels_in_use(), set()
     attention = timing.core_attention
 
@@ -175,3 +151,16 @@ def test_a_layer_is_timed_forward_and_backward_with_one_kernel_at_a_time(monkeyp
     assert choice == KernelChoice("flash", {"flash": 1.0, "math": 3.0}, {})
     assert seen == {("flash",), ("math",)} and kernels_in_use() == before
     assert not any(tensor.requires_grad for tensor in (q, k, v))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_kernel_with_wrong_results_is_not_chosen_however_fast_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = timing.core_attention
+
+    def wrong(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return attention(q, *args, **kwargs) * (float("nan") if kernels_in_use() == ("flash",) else 1.0)
+
+    monkeypatch.setattr(timing, "core_attention", wrong)
+    inputs = torch.empty(8, 2, 2, 2, 4), torch.empty(8, 2, 2, 4), torch.empty(8, 2, 2, 4)
+    choice = timing.choose_on_device(("flash", "math"), inputs)
+    assert choice == KernelChoice("math", {"math": 3.0}, {"flash": "its result is not finite"})
