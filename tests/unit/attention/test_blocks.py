@@ -186,6 +186,22 @@ def test_a_long_reach_has_fewer_queries(monkeypatch: pytest.MonkeyPatch) -> None
     assert [some for some, _ in Reach(None, None).blocks(8, 8, 4)] == [slice(at, at + 2) for at in (0, 2, 4, 6)]
 
 
+def test_the_scores_of_a_block_are_bounded_over_all_heads_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where several query heads share a key-value head: no tensor is larger than a block may be."""
+    s, r = 64, 3
+    monkeypatch.setattr(blocks, "_MOST_SCORES", 12 * s * B * G * r)
+    monkeypatch.setattr(blocks, "_MOST_QUERIES", s)
+    q, k, v = heads(r, s=s)
+    with Largest() as forward:
+        out = core_attention(q, k, v, scores=ScoreSpec(softcap=1.0))
+    with Largest() as backward:
+        out.sum().backward()
+    with Largest() as scores:
+        blocks.largest_scores(q.detach(), k.detach(), Call(PLAIN, Reach(None, None)))
+    for largest in (forward, backward, scores):
+        assert s * B * G * r * E < largest.elements <= blocks._MOST_SCORES
+
+
 @pytest.mark.parametrize("groups", [True, False])
 def test_flash_attention_takes_windows(groups: bool) -> None:
     """What torch's function is given is the window of this module: as many tokens before its own."""

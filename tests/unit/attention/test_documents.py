@@ -135,6 +135,13 @@ def test_any_documents_equal_a_dense_mask(way: Callable[..., torch.Tensor], rows
     check(way, rows, 2, 1)
 
 
+def test_only_a_sample_of_several_documents_is_bounded_by_them() -> None:
+    """A document that ends where its sample does hides nothing."""
+    bounded = {name for name, rows in CASES.items() if documents_of(rows).bounded}
+    assert bounded == CASES.keys() - {"no end"}
+    assert not documents_of([[*[1] * (S - 1), 0]] * 2).bounded
+
+
 def test_samples_without_an_end_equal_plain_attention_bit_for_bit() -> None:
     inputs = heads(16, 3, 4, 2, seed=1)
     assert torch.equal(core_attention(*inputs, documents_of([[1] * 16] * 3)), core_attention(*inputs))
