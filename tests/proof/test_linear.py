@@ -304,6 +304,28 @@ def test_deferred_weight_gradients_are_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("widened", [False, True])
+def test_an_input_is_made_again_when_its_product_is_computed_unless_that_takes_less_memory(widened: bool) -> None:
+    """A deferred product keeps what is smaller, the input or what it is made of. Of two that are as large it keeps what is kept
+    anyway."""
+    made: list[torch.Size] = []
+
+    def make(source: torch.Tensor) -> torch.Tensor:
+        made.append(source.shape)
+        return source.tanh()[..., :IN]
+
+    source, weight = values(SEQ, BATCH, IN * (1 + widened), key=3), nn.Parameter(values(OUT, IN, key=1))
+    y = parallel_linear(Remade.of(make, source), weight, None, SELF_GROUP)
+    with deferring() as put_off:
+        y.sum().backward()
+    assert len(made) == 1 + widened, "at once what frees the larger source"
+    put_off.run()
+    assert len(made) == 2
+    plain = weight.detach().clone().requires_grad_()
+    F.linear(source.tanh()[..., :IN], plain).sum().backward()
+    torch.testing.assert_close(weight.grad, plain.grad)
+
+
 def test_a_bias_before_a_sum_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="would count once a rank"):
         bias = nn.Parameter(values(OUT, key=2))

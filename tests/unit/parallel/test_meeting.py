@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import time
@@ -147,6 +148,16 @@ def test_a_file_that_cannot_be_a_meeting(tmp_path: Path) -> None:
         meeting.meet(Launched(0, 0, 2), 0.3, f"file://{tmp_path}/empty")
     with pytest.raises(ValueError, match="RANK in the environment is '2'. It must be a number from 0 to 1"):
         meeting.meet(Launched(2, 0, 2), 0.3, f"file://{tmp_path}/empty")
+
+
+def test_looks_at_the_store_are_early_and_then_rare() -> None:
+    """Whoever waits looks again before he has waited half as long again, and a few times a second however long it takes."""
+    first, most = meeting._PAUSES_S
+    waited = 0.0
+    for pause in itertools.islice(meeting._pauses(), 50):
+        assert first <= pause <= min(first + waited / 2 + 1e-9, most)
+        waited += pause
+    assert pause == most
 
 
 def test_a_host_that_is_not_there(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
