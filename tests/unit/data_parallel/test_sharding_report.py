@@ -14,8 +14,9 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan
 from megatron.data_parallel.passing import play_steps
-from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport
+from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport, units_at_work
 from megatron.data_parallel.traffic import Sent
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import Group, ParallelContext
@@ -178,6 +179,23 @@ def test_units_at_work(reshard: FsdpReshard) -> None:
     gathered = 2 * block if reshard == "always" else embedding + 2 * block + last
     memory = reported(Topology(dp=8), 0, strategy("optim_grads_params", fsdp_reshard_after_forward=reshard)).memory
     assert memory.buffers.total == 2 * gathered + 4 * (2 * block + block // 8)
+
+
+def test_a_unit_that_encloses_others_is_left_for_the_one_before_it() -> None:
+    """Backward then holds its gathered parameters and those of the unit before it, beside its gradients and their copy."""
+    context = lone_rank(Topology(dp=8), 0, META)
+    entries = {entry.record.name: entry for entry in build(context).params}
+    names = ("layers.0.attention.output.weight", "layers.0.mlp.up.weight", "layers.0.mlp.down.bias", "layers.1.mlp.down.bias")
+    before, around, *inner = (UnitPlan((), (entries[name],)) for name in names)
+    units = [before, replace(around, encloses=2), *inner]
+
+    def at_work(*recomputed: list[range]) -> int:
+        return units_at_work([units], recomputed, context, FsdpPolicy(), accumulates=False, dtype=torch.bfloat16)
+
+    square = MODEL.hidden_size**2
+    assert at_work([]) == 2 * (4 + 1) * square + 4 * (2 * 4 * square + 4 * square // 8)
+    with pytest.raises(ValueError, match="shorter"):
+        at_work()  # the groups of a chunk are missing
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

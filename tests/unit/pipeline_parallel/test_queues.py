@@ -114,6 +114,18 @@ def test_receives_may_come_too_late_as_well() -> None:
     assert not stuck(schedule, plan_receives(schedule, ahead=0), in_turn(3))
 
 
+def test_an_exchange_waits_for_all_that_is_posted() -> None:
+    """So a receive may not be posted ahead there: stage 0 would wait for a gradient whose forward it has not computed."""
+    schedule = make_schedule("1f1b", 2, 2)
+    ahead = plan_receives(schedule, ahead=2)
+
+    def own_queue(stage: int, stream: int) -> int:
+        return stream
+
+    assert not stuck(schedule, ahead, own_queue) and Message(True, 0, 0) in stuck(schedule, ahead, own_queue, exchanges=True)
+    assert not stuck(schedule, plan_exchanges(schedule), own_queue, exchanges=True)
+
+
 @given(st.one_of(random_schedules(), generated_schedules()), st.integers(0, 3), st.sampled_from(QUEUES), st.integers(0, 99))
 def test_what_passes_in_one_queue_passes_in_any(schedule: Schedule, ahead: int, queues: int, seed: int) -> None:
     """More sharing only adds waits: the argument on which the choice rests."""
