@@ -195,11 +195,13 @@ def test_what_frees_little_or_lives_anyway_stays_and_a_storage_moves_once() -> N
     host, weight = Watched(), nn.Parameter(torch.ones(16, 16, dtype=torch.float64))
     table, received = values(1), values(2).requires_grad_()
     places, few = torch.arange(4).repeat(40), torch.ones(4, 1, dtype=torch.float64)
+    eighth = torch.ones(4, 2, 1, dtype=torch.float64)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         wide = torch.cat([x, x], 1)
         first, second = wide.sin().split(16, 1)  # which saves `wide`
         y = first * second * table * few  # saves two views of one storage; of the table and the few only these
+        y = (y.view(4, 2, 8) * eighth).view(SHAPE)  # of a size that is worth it
         y = (y @ through(weight)).index_select(0, places)  # saves y before the product
         return y.view(40, *SHAPE) * x
 
@@ -207,7 +209,7 @@ def test_what_frees_little_or_lives_anyway_stays_and_a_storage_moves_once() -> N
         on_host = chosen_layer(received, shared=[table])
         assert on_host is not None
         y = on_host.run(layer, received)
-    assert host.sizes == [2 * BYTES, 2 * BYTES, BYTES, 40 * BYTES]
+    assert host.sizes == [2 * BYTES, 2 * BYTES, BYTES // 8, BYTES, 40 * BYTES]
     kept.settle()
     y.sum().backward()
     again = values(2).requires_grad_()
@@ -220,6 +222,28 @@ def test_without_backward_or_executor_nothing_moves() -> None:
     assert chosen_layer(values(0)) is None
     with one_forward(host), torch.no_grad():
         assert chosen_layer(values(0)) is None
+
+
+def test_only_a_layer_that_is_remade_ahead_comes_back_for_a_remake() -> None:
+    """Every other one for the backward, as one of which nothing is said."""
+    for ahead in (False, True):
+        host, x = Watched(), values(0).requires_grad_()
+        with one_forward(host) as kept:
+            on_host = chosen_layer(x, remade_ahead=True) if ahead else chosen_layer(x)
+            assert on_host is not None
+            on_host.run(Model(host).layer, x)
+        kept.settle()
+        kept.fetch(for_remake=True)
+        assert host.log == ["away", *["back"] * ahead]
+        kept.fetch(for_remake=False)
+        assert host.log == ["away", "back"]
+
+
+def test_a_buffer_is_large_enough_and_less_than_twice_as_large() -> None:
+    """A power of two, so that tensors of about one size share buffers."""
+    for num_bytes in range(1, 1025):
+        size = buffer_size(num_bytes)
+        assert num_bytes <= size < 2 * num_bytes and size.bit_count() == 1
 
 
 SCHEDULES = (one_f_one_b(1, 3), gpipe(1, 4))
