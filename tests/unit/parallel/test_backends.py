@@ -89,8 +89,10 @@ def test_keys_and_values_and_their_gradients_go_round_on_communicators_of_their_
 
 def said(rank: int) -> tuple[str, str, list[str]]:
     """In a world of two libraries, as on CUDA: which one torch takes for objects and barriers."""
+    store = dist.distributed_c10d._get_default_store()  # a new one at the same port could meet the end of this one
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
-    dist.init_process_group("cpu:gloo,cuda:gloo")
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
     context = make_context(Topology(pp=2), rank, CPU)
     chosen = [
         dist.distributed_c10d._get_object_coll_device(group) for group in (dist.group.WORLD, context.group("pp").process_group)
