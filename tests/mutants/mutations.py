@@ -47,7 +47,7 @@ _AXIS_METHODS = {
 """Methods of tensors whose integer arguments are mostly dimensions."""
 _SYMMETRIC = {
     "add", "allclose", "dict", "equal", "frozenset", "gcd", "isinstance", "issubclass", "lcm", "max", "maximum", "min", "minimum",
-    "promote_types", "set", "hasattr", "getattr", "cast",
+    "set", "hasattr", "getattr", "cast",
 }  # fmt: skip
 """Functions for which swapped arguments give the same, or can only crash."""
 _FOR_READERS = {"debug", "info", "warning", "error", "warn", "print", "log", "NotImplementedError", "field", "setting", "TypeVar"}
