@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,6 +162,22 @@ def test_the_digest_is_that_of_the_index_wherever_it_lies(tmp_path: Path) -> Non
     assert first.digest == moved.digest != other.digest
     assert first.digest == xxhash.xxh3_128_hexdigest((tmp_path / "a.idx").read_bytes())
     assert first.lengths.tolist() == [2, 1]  # still there after the pages were given back
+
+
+def resident_bytes(path: Path) -> int:
+    """Bytes of a mapped file that count as memory of this process."""
+    with Path("/proc/self/smaps").open() as lines:
+        next(line for line in lines if line.endswith(f" {path}\n"))
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such list")
+def test_pages_of_an_index_are_given_back(tmp_path: Path) -> None:
+    """To check and to hash an index reads all of it, but leaves none of it in the memory of the process."""
+    dataset = IndexedDataset(write(tmp_path / "d", [[1]] * 1000))
+    assert resident_bytes(tmp_path / "d.idx") == 0
+    assert dataset.lengths.sum() == 1000 and resident_bytes(tmp_path / "d.idx") > 0
+    assert dataset.digest and resident_bytes(tmp_path / "d.idx") == 0
 
 
 @pytest.mark.parametrize("size", [0, 7])

@@ -7,8 +7,11 @@ import torch
 
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.eight_bits import EightBitAdamW, _coded, _table, dynamic_codes
-from megatron.parallel.params import ParamRecord
+from megatron.parallel.params import ParamRecord, Split
+from megatron.parallel.shards import DividedParam
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.verification.reference.update_rules import rounded
+from tests.support.lone_rank import lone_rank
 
 CPU = torch.device("cpu")
 
@@ -40,3 +43,13 @@ def test_the_state_takes_two_bytes_and_the_scales() -> None:
     rule, record = EightBitAdamW(OptimizerConfig(adam_8bit_block_size=256)), ParamRecord("w", (1024, 4096))
     sizes = [state.num_bytes(record, {}, 1024 * 4096, torch.float32) for state in rule.states(record)]
     assert sum(size for size, _ in sizes) == 1024 * 4096 * (2 + 8 / 256) and not any(padding for _, padding in sizes)
+
+
+@pytest.mark.parametrize(("splits", "cut_blocks"), [((), 1), ((Split(0, "tp"),), 2)])
+def test_ranks_share_the_scale_of_each_cut_block_once(splits: tuple[Split, ...], cut_blocks: int) -> None:
+    """Data ranks cut one block of each tensor rank's part. Where tensor ranks hold replicas, it is the same block."""
+    record, topology = ParamRecord("w", (8, 8), splits), Topology(tp=2, dp=2)
+    param = DividedParam(record, torch.float32, (10,), GRADIENT_AXES, 2)
+    rule = EightBitAdamW(OptimizerConfig(adam_8bit_block_size=4))
+    ((statistic,),) = rule.statistics(param, lone_rank(topology))
+    assert statistic.shape == (2, cut_blocks), "for both moments"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer import matrix_plan
 from megatron.optimizer.matrix_plan import Matrix, plan_matrices
+from megatron.optimizer.muon import flops, newton_schulz
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.planner.kinds import Links
+from megatron.planner.storages import StorageLedger
 from tests.support.lone_rank import lone_rank
 
 
@@ -62,6 +65,16 @@ def test_work_is_even(ranks: int) -> None:
     done = plan.work(work)
     largest = max(work(matrix) for one in plan.rounds for matrices in one.owned for matrix in matrices)
     assert max(done) - min(done) <= largest and max(done) <= 4 / 3 * max(sum(done) / ranks, largest)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 8), (8, 3), (5, 5)])
+def test_work_is_that_of_the_products(rows: int, columns: int) -> None:
+    """The FLOPs by which matrices are dealt are those that orthogonalising one takes."""
+    config, side = OptimizerConfig(optimizer="muon"), min(rows, columns)
+    memory = (torch.ones(1, *shape) for shape in ((rows, columns), (rows, columns), (side, side), (side, side)))
+    with StorageLedger() as ledger:
+        newton_schulz(*memory, config.muon_num_ns_steps)
+    assert flops(Matrix(ParamRecord("w", (rows, columns)), 0, ()), config) == ledger.cut().work.flops
 
 
 def test_what_leaves_a_node_is_the_share_of_the_others_there() -> None:

@@ -256,6 +256,7 @@ def test_whole_shards_come_near_to_the_fraction(sizes: list[int], fraction: floa
     assert abs(taken - wanted) <= max(sizes, default=0) / 2
     if fraction in (0.0, 1.0):
         assert taken == wanted
+    assert all(named[name] for name in chosen), "an empty shard has nothing to move"
     for name, size in named.items():  # no single change comes nearer
         other = taken + (-size if name in chosen else size)
         assert abs(taken - wanted) <= abs(other - wanted) + 1e-9

@@ -19,7 +19,7 @@ from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.shards import DividedParam, Shard, ShardGroup
 from tests.support.held import state_held_by
 from tests.support.lone_rank import CPU, lone_rank
 
@@ -122,6 +122,15 @@ def test_weight_decay_follows_its_schedule() -> None:
     for decay in (0.0, 0.2):
         optimizer.step(0.5, decay, 1.0)
     torch.testing.assert_close(made[0].main, old * 0.9, rtol=1e-6, atol=0.0)
+
+
+def test_lamb_leaves_a_matrix_without_gradient_and_decay_as_it_is() -> None:
+    """The update has length 0, by which the length of the matrix must not be divided."""
+    shard = shards()[0]
+    old = shard.weights.clone()
+    group = ShardGroup([shard], params=[DividedParam(shard.record, torch.float32)])
+    ShardedOptimizer([group], OptimizerConfig(optimizer="lamb"), lone_rank()).step(0.5, 0.0, 1.0)
+    assert torch.equal(shard.weights, old)
 
 
 @pytest.mark.parametrize("names", [["matrix"], ["bias", "norm"]])
