@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.planner.storages import StorageLedger
 from megatron.precision.formats import E4M3, E5M2, Format, rounded_into
 from megatron.precision.scaling import BLOCK, Grain, magnitudes, quantised
 from megatron.verification.reference.eight_bits import on_grid, scaled_to_grid
@@ -65,6 +66,21 @@ def test_those_that_share_a_scale_are_scaled_alike(grain: Grain, dtype: torch.dt
             torch.testing.assert_close(found.decoded(), exact, rtol=1e-15, atol=0)
         else:  # scales and quotients in float32: a number next to a middle may fall to the other side
             assert (difference > 1e-6 * exact.abs()).double().mean() < 1e-4
+
+
+@pytest.mark.parametrize("grain", SHARING)
+def test_a_larger_matrix_takes_no_more_memory_beside_the_result(grain: Grain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more rows, or of longer ones: it is quantised in parts."""
+    monkeypatch.setattr("megatron.precision.scaling._ELEMENTS_AT_ONCE", 4 * BLOCK * BLOCK)
+    beside = set()
+    for rows, columns in ((8, 2), (16, 2), (8, 4)):
+        with StorageLedger() as ledger:
+            x = torch.ones(rows * BLOCK, columns * BLOCK, dtype=torch.bfloat16)
+            largest = magnitudes(x, grain)
+            ledger.cut()
+            result = quantised(x, largest, grain, E4M3)
+            beside.add(ledger.cut().peak - result.values.nbytes - result.scale.nbytes)
+    assert len(beside) == 1
 
 
 @pytest.mark.parametrize("grain", SHARING)

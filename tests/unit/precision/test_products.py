@@ -10,12 +10,15 @@ import torch
 from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe, PrecisionConfig
 from megatron.parallel.accumulate import GradSink
 from megatron.planner.kernel_memory import CudaKernels
+from megatron.planner.storages import StorageLedger
 from megatron.precision.device import check_device, why_not
 from megatron.precision.formats import E4M3
 from megatron.precision.products import Fp8Products
-from megatron.precision.scaling import Grain, magnitudes
+from megatron.precision.scaled_product import scaled_product_into
+from megatron.precision.scaling import Grain, Quantised, magnitudes
 from megatron.tensor_parallel.linear import Form, linear_of
 from megatron.verification.reference.eight_bits import EightBits, product
+from tests.support.launches import Launches
 from tests.support.lone_rank import lone_rank
 
 ALL = [(recipe, format_) for recipe in get_args(Fp8Recipe) for format_ in get_args(Fp8Format)]
@@ -82,7 +85,7 @@ def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_accept_what_they_are_given(recipe: Fp8Recipe, format_: Fp8Format) -> None:
     """torch checks shapes, strides and dtypes of these products without a GPU too."""
     products = products_of(recipe, format_)
-    with torch.device("meta"), CudaKernels():
+    with torch.device("meta"), CudaKernels(), Launches() as launches:
         x, w = torch.empty(96, 4, 256, dtype=torch.bfloat16), torch.empty(640, 256, dtype=torch.bfloat16)
         y = products.output(x, w, torch.empty(640, dtype=torch.bfloat16))
         assert (y.shape, y.dtype) == ((96, 4, 640), torch.bfloat16)
@@ -92,6 +95,19 @@ def test_kernels_accept_what_they_are_given(recipe: Fp8Recipe, format_: Fp8Forma
         for add in (False, True):
             products.weight_gradient(y.flatten(0, 1), x.flatten(0, 1), into, add=add)
         assert products.output(x.double(), w.double()).dtype == torch.float64, "emulated"
+    assert not launches.by_name["aten::cat"], "a rank alone has no scales to put together for others"
+
+
+def test_a_large_weight_gradient_takes_at_most_128_mib_beside() -> None:
+    """On a GPU: the product is made in parts, of which one at a time is there before it is added."""
+    for rows, columns in ((1 << 14, 1 << 13), (1 << 13, 1 << 15)):
+        with torch.device("meta"), CudaKernels(), StorageLedger() as ledger:
+            scale = torch.empty(1, 1)
+            a, b = (Quantised(torch.empty(size, 16, dtype=E4M3.dtype), scale, "tensor") for size in (rows, columns))
+            into = torch.empty(rows, columns)
+            ledger.cut()
+            scaled_product_into(into, a, b, add=True)
+            assert 0 < ledger.cut().peak <= 128 << 20 < into.nbytes
 
 
 def test_what_a_gpu_lacks_is_said() -> None:
