@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import keeper
+from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.node_link import NodeLink, NodeLost, serve
-from megatron.checkpoint.node_storage import STATE_FOLDER, Nodes, NodeStorage
+from megatron.checkpoint.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
+from megatron.checkpoint.save_folder import LATEST, checkpoint_name, commit, encoded, latest_in, take_over
 from megatron.checkpoint.storage import MANIFEST
 
 
@@ -127,6 +130,31 @@ def test_what_a_killed_keeper_left_is_taken_over(tmp_path: Path, monkeypatch: py
         for one in launchers:
             one.kill()
             one.wait()
+
+
+@pytest.mark.parametrize(("latest", "written"), [(None, True), (2, True), (4, False), (6, False)])
+def test_the_save_folder_gets_only_what_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, latest: int | None, written: bool
+) -> None:
+    """A keeper with a checkpoint of iteration 4 leaves a folder alone that has that iteration, or a later one."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "0"))
+    (memory,) = nodes(tmp_path, 1, copies=0)
+    disk = LocalStorage(tmp_path / "save")
+    disk.make()
+    for storage in (memory, disk):
+        take_over(storage, {}, "token")
+    draft = memory.draft(checkpoint_name(4), "token")
+    draft.make()
+    commit(memory, draft, 4, [Manifest({}, {})], encoded({}, {}))
+    if latest is not None:
+        disk.write(LATEST, f"{latest}\n".encode())
+    before = disk.names()
+    message = keeper.flush(memory, disk)
+    if written:
+        assert message is not None and "iteration 4 is written" in message
+        assert latest_in(disk) == 4 and disk.child(checkpoint_name(4)).size(MANIFEST)
+    else:
+        assert message is None and latest_in(disk) == latest and disk.names() == before
 
 
 def test_another_user_does_not_choose_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
