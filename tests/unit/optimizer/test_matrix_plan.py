@@ -71,9 +71,9 @@ def test_work_is_even(ranks: int) -> None:
 def test_work_is_that_of_the_products(rows: int, columns: int) -> None:
     """The FLOPs by which matrices are dealt are those that orthogonalising one takes."""
     config, side = OptimizerConfig(optimizer="muon"), min(rows, columns)
-    memory = (torch.ones(1, *shape) for shape in ((rows, columns), (rows, columns), (side, side), (side, side)))
+    x, other, a, b = (torch.ones(1, *shape) for shape in ((rows, columns), (rows, columns), (side, side), (side, side)))
     with StorageLedger() as ledger:
-        newton_schulz(*memory, config.muon_num_ns_steps)
+        newton_schulz(x, other, a, b, config.muon_num_ns_steps)
     assert flops(Matrix(ParamRecord("w", (rows, columns)), 0, ()), config) == ledger.cut().work.flops
 
 
