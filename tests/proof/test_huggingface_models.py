@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron.verification.reference.experts import ExpertsShape
 from megatron.verification.reference.model import logits as reference_logits
 from megatron.verification.reference.rotary import RotaryStretch
 from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
+from tests.support.covering import full_but
 from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
 from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
@@ -153,12 +153,7 @@ WRITTEN = (
 """Without --full: what no case of `NORMAL` writes."""
 
 
-def named(names: Iterable[str], normal: Collection[str], why: str) -> list[Any]:
-    """These names, of which the normal run has some."""
-    return [pytest.param(name, marks=() if name in normal else pytest.mark.full(why)) for name in names]
-
-
-@pytest.mark.parametrize("case", named(CASES, NORMAL, "another case of the family, or its step and what is written of it"))
+@pytest.mark.parametrize("case", full_but(NORMAL, CASES, "another case of the family, or its step and what is written of it"))
 def test_their_models_have_the_same_logits_here_and_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     theirs = saved(case, tmp_path / "theirs", shard="500KB")
     source = HuggingFaceFolder(tmp_path / "theirs")
@@ -175,7 +170,7 @@ def test_their_models_have_the_same_logits_here_and_come_back_bit_for_bit(case: 
     assert type(back) is type(theirs)
 
 
-@pytest.mark.parametrize("name", named(SHAPES, WRITTEN, "the case of transformers that is written back"))
+@pytest.mark.parametrize("name", full_but(WRITTEN, SHAPES, "the case of transformers that is written back"))
 def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Against the reference in float64, so that a fault of ours in both directions would show."""
     family, shape = SHAPES[name]

@@ -26,6 +26,7 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron.training.step import TrainStep
 from megatron.verification.observation import TensorPart
 from megatron.verification.recording import set_weights
+from tests.support.covering import full_but
 from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, GPT_OSS_CASE, InDoubles, in_doubles, saved, some_ids
 from tests.support.layout import keep_gradients
 from tests.support.lone_rank import lone_rank
@@ -92,13 +93,7 @@ NORMAL = (*ONE_OF_THEIR_KIND, "deepseek-v3-experts")
 """Without --full. Of architectures with several cases test_huggingface_models.py has those that differ most."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case in NORMAL else pytest.mark.full("logits of this kind in test_huggingface_models.py"))
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", full_but(NORMAL, CASES, "logits of this kind in test_huggingface_models.py"))
 def test_a_step_is_that_of_transformers(case: str, tmp_path: Path) -> None:
     check_step(case, tmp_path)
 
