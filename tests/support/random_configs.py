@@ -6,6 +6,7 @@ spoiled. Which of them are valid is for the rules to say: nothing here knows.
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections.abc import Mapping
@@ -15,13 +16,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megatron.spec.schedules import SCHEDULES
-from tests.support.random_attention import draw_attention
-from tests.support.random_draws import Draw, chance, number, one_of
+from tests.support.random_draws import Draw, chance, number, one_of, options
 from tests.support.random_layout import draw_context, draw_experts, draw_layout
-from tests.support.random_model import draw_model, without_adapters_beside
+from tests.support.random_model import draw_attention, draw_model, without_adapters_beside
 from tests.support.random_training import draw_eight_bits, draw_logging, draw_rule, draw_training
-
-MAX_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -64,14 +62,12 @@ def settings_of_a_run(draw: Draw) -> tuple[dict[str, Any], int]:
     if settings.get("bf16") or settings.get("fp64"):
         settings |= draw_eight_bits(draw, settings, tp)
     if chance(draw, 5):
-        settings["mtp_num_layers"] = one_of(draw, 1, 2)
-        settings["mtp_loss_scaling_factor"] = one_of(draw, None, 0.5)
+        settings |= options(draw, mtp_num_layers=[1, 2], mtp_loss_scaling_factor=[None, 0.5])
     settings |= draw_logging(draw)
     settings |= draw_context(draw, settings, dp)
     if chance(draw, 5):
         settings |= draw_experts(draw, settings, tp, tp * dp)
-    settings = without_adapters_beside(settings)
-    return settings, tp * pp * dp
+    return without_adapters_beside(settings), ranks
 
 
 @st.composite
@@ -88,17 +84,8 @@ def command_lines(draw: Draw, spoiled: bool | None = None) -> CommandLine:
     return CommandLine(words(settings), world_size)
 
 
-_SIZES = sorted(
-    (tp, pp, dp)
-    for tp in range(1, MAX_RANKS + 1)
-    for pp in range(1, MAX_RANKS + 1)
-    for dp in range(1, MAX_RANKS + 1)
-    if tp * pp * dp <= MAX_RANKS
-)
+_SIZES = [*itertools.product(range(1, 9), repeat=3)]
 """Tensor, pipeline and data sizes."""
-
-
-# ---- spoiling
 
 _OTHERS: dict[str, tuple[Any, ...]] = {
     "tensor_model_parallel_size": (2, 3, 5),

@@ -28,3 +28,13 @@ def number(draw: Draw, low: int, high: int) -> int:
 def switches(draw: Draw, *fields: str, one_in: int = 2) -> dict[str, bool]:
     """Each of these switches may be on."""
     return {field: True for field in fields if chance(draw, one_in)}
+
+
+def options(draw: Draw, **fields: Any) -> dict[str, Any]:
+    """Settings: one of the values of each field that has a list, the others as they are."""
+    return {field: one_of(draw, *value) if isinstance(value, list) else value for field, value in fields.items()}
+
+
+def sometimes(draw: Draw, one_in: int, **fields: Any) -> dict[str, Any]:
+    """`options` once in so many times, else no settings."""
+    return options(draw, **fields) if chance(draw, one_in) else {}

@@ -6,29 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.support.random_draws import Draw, chance, number, one_of, switches
+from tests.support.random_draws import Draw, chance, number, one_of, options, sometimes, switches
 
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
 def draw_layout(draw: Draw, tp: int, pp: int, dp: int) -> dict[str, Any]:
     """Settings of the layout, and the number of layers, for these sizes."""
-    settings: dict[str, Any] = {}
-    for field, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
-        if size > 1:
-            settings[field] = size
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    settings: dict[str, Any] = {field: size for field, size in sizes.items() if size > 1}
     settings |= switches(draw, "sequence_parallel", one_in=2 if tp > 1 else 8)
     if settings.get("sequence_parallel"):
         settings |= switches(draw, "tp_comm_overlap")
     settings |= switches(draw, "use_tp_pp_dp_mapping", one_in=3)
     settings |= draw_sharding(draw, dp)
     settings |= draw_pipeline(draw, pp, whole=settings.get("data_parallel_sharding_strategy") != "optim_grads_params")
-    if chance(draw, 3):
-        settings["overlap_p2p_communication"] = False
+    settings |= sometimes(draw, 3, overlap_p2p_communication=False)
     settings |= draw_memory(draw, pp, settings["num_layers"])
-    if chance(draw, 4):
-        settings |= {"compile": True, "compile_backend": "aot_eager"}
-    return settings
+    return settings | sometimes(draw, 4, compile=True, compile_backend="aot_eager")
 
 
 def draw_context(draw: Draw, settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -62,13 +57,9 @@ def draw_experts(draw: Draw, settings: Mapping[str, Any], tp: int, ranks: int) -
     Args:
         ranks: of a pipeline stage.
     """
-    beside = ("fp8_format", "mup_base_width", "log_gradient_noise")
+    beside = any(settings.get(name) for name in ("fp8_format", "mup_base_width", "log_gradient_noise"))
     alone = tp > 1 and not settings.get("sequence_parallel")
-    if (
-        alone
-        or any(settings.get(name) for name in beside)
-        or settings.get("optimizer") in ("muon", "adafactor", "lamb", "adam8bit")
-    ):
+    if alone or beside or settings.get("optimizer") in ("muon", "adafactor", "lamb", "adam8bit"):
         return {}
     etp = one_of(draw, None, 1, *(size for size in range(1, ranks + 1) if ranks % size == 0))
     parts = tp if etp is None else etp
@@ -88,31 +79,31 @@ def draw_experts(draw: Draw, settings: Mapping[str, Any], tp: int, ranks: int) -
         "moe_token_dispatcher_type": one_of(draw, None, "alltoall", "allgather"),
         "disable_bias_linear": True,
         "add_mlp_bias": None,
-        "moe_layer_freq": one_of(
-            draw, None, "2", str([number(draw, 0, 1) for _ in range(settings["num_layers"])]).replace(" ", "")
-        ),
-        "moe_aux_loss_coeff": one_of(draw, None, 0.2),
-        "moe_z_loss_coeff": one_of(draw, None, 0.1),
-        "moe_router_load_balancing_type": one_of(draw, None, "aux_loss", "seq_aux_loss", "global_aux_loss"),
-        "moe_router_score_function": one_of(draw, None, "softmax", "sigmoid"),
-        "moe_router_topk_scaling_factor": one_of(draw, None, 2.5),
-        "moe_router_dtype": one_of(draw, None, "fp32", "fp64"),
     }
+    layers = str([number(draw, 0, 1) for _ in range(settings["num_layers"])]).replace(" ", "")
+    found |= options(draw, moe_layer_freq=[None, "2", layers], **_OF_EXPERTS)
     found |= {"moe_router_pre_softmax": True} if chosen == 1 else switches(draw, "moe_router_pre_softmax")
     if found["moe_router_score_function"] == "sigmoid" and number(draw, 0, 1):
-        found |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": one_of(draw, None, 0.05)}
+        found |= options(draw, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=[None, 0.05])
     if number(draw, 0, 1):
-        found |= {
-            "moe_expert_capacity_factor": one_of(draw, 1.0, 1.5),
-            "moe_token_drop_policy": one_of(draw, None, "probs", "position"),
-            **switches(draw, "moe_pad_expert_input_to_capacity"),
-        }
+        found |= options(draw, moe_expert_capacity_factor=[1.0, 1.5], moe_token_drop_policy=[None, "probs", "position"])
+        found |= switches(draw, "moe_pad_expert_input_to_capacity")
     if chosen == 2 and experts % 4 == 0 and chance(draw, 2):
         found |= {"moe_router_num_groups": experts // 2, "moe_router_group_topk": one_of(draw, 1, 2)}
     if chance(draw, 3):
         found["moe_shared_expert_intermediate_size"] = tp * number(draw, 1, 4)
         found |= switches(draw, "moe_shared_expert_gate")
     return found
+
+
+_OF_EXPERTS: dict[str, list[Any]] = dict(
+    moe_aux_loss_coeff=[None, 0.2],
+    moe_z_loss_coeff=[None, 0.1],
+    moe_router_load_balancing_type=[None, "aux_loss", "seq_aux_loss", "global_aux_loss"],
+    moe_router_score_function=[None, "softmax", "sigmoid"],
+    moe_router_topk_scaling_factor=[None, 2.5],
+    moe_router_dtype=[None, "fp32", "fp64"],
+)
 
 
 def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:
@@ -128,15 +119,11 @@ def draw_sharding(draw: Draw, dp: int) -> dict[str, Any]:
     if strategy == "optim_grads_params":
         if chance(draw, 2):
             settings["fsdp_shard_size"] = one_of(draw, *(size for size in range(1, dp + 1) if dp % size == 0))
-        if chance(draw, 2):
-            settings["fsdp_reshard_after_forward"] = "never"
+        settings |= sometimes(draw, 2, fsdp_reshard_after_forward="never")
         settings |= switches(draw, "fsdp_reduce_once", "fsdp_params_cpu")
     settings |= switches(draw, "overlap_grad_reduce")
-    settings["ddp_bucket_size"] = one_of(draw, None, 1, 300, 700, 3000)
-    if chance(draw, 4):
-        settings["optimizer_cpu_offload"] = True
-        settings["optimizer_offload_fraction"] = one_of(draw, None, 0.4, 0.01)
-    return settings
+    settings |= options(draw, ddp_bucket_size=[None, 1, 300, 700, 3000])
+    return settings | sometimes(draw, 4, optimizer_cpu_offload=True, optimizer_offload_fraction=[None, 0.4, 0.01])
 
 
 def draw_memory(draw: Draw, pp: int, num_layers: int) -> dict[str, Any]:
@@ -151,10 +138,9 @@ def draw_memory(draw: Draw, pp: int, num_layers: int) -> dict[str, Any]:
                 settings["recompute_layers_per_stage"] = ",".join(map(str, numbers))
     elif chance(draw, 3):
         settings |= one_of(draw, {"recompute_activations": True}, {"recompute_granularity": "selective"})
-        settings["recompute_modules"] = one_of(
-            draw, None, ("layernorm",), ("layernorm", "mlp_act"), ("core_attn", "layernorm", "mlp")
-        )
-    settings["loss_chunk_tokens"] = one_of(draw, None, None, 0, 1, 5, 16, 1000)
+        several = [("layernorm",), ("layernorm", "mlp_act"), ("core_attn", "layernorm", "mlp")]
+        settings |= options(draw, recompute_modules=[None, *several])
+    settings |= options(draw, loss_chunk_tokens=[None, None, 0, 1, 5, 16, 1000])
     if chance(draw, 3):
         flag = one_of(draw, "cpu_offload_activations", "cpu_offloading")
         settings |= one_of(draw, {flag: True}, {"cpu_offloading_num_layers": number(draw, 1, min(3, num_layers))})

@@ -1,11 +1,11 @@
-"""Random models whose sizes divide among the ranks."""
+"""Random models whose sizes divide among the ranks, and what their layers attend to."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.spec.activations import FLAGS, GATED_FLAGS
-from tests.support.random_draws import Draw, chance, number, one_of, switches
+from tests.support.random_draws import Draw, chance, number, one_of, options, sometimes, switches
 
 _FEW = 2
 """A LayerNorm of two channels tells which is the larger, and little else: rounding would decide."""
@@ -25,8 +25,7 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     settings |= _draw_vocabulary(draw)
     if chance(draw, 2) or settings["hidden_size"] == _FEW:
         settings["normalization"] = "RMSNorm"
-    if chance(draw, 4):
-        settings["norm_epsilon"] = 1e-2
+    settings |= sometimes(draw, 4, norm_epsilon=1e-2)
     settings |= _draw_norms(draw, settings)
     if "qk_layernorm" in settings and not latent and settings.get("normalization") == "RMSNorm":
         settings |= switches(draw, "qk_layernorm_all_heads")
@@ -34,15 +33,14 @@ def draw_model(draw: Draw, tp: int, sequence_parallel: bool) -> dict[str, Any]:
     if "disable_bias_linear" in settings or chance(draw, 8):
         settings |= switches(draw, "add_qkv_bias", "add_attn_output_bias", "add_mlp_bias")
     settings |= switches(draw, "fp32_residual_connection", one_in=4)
-    for field in ("attention_dropout", "hidden_dropout"):
-        settings[field] = one_of(draw, 0.0, 0.0, 0.0, 0.2, None)
-    if chance(draw, 4):
-        settings["init_method_std"] = 0.1
+    rates = [0.0, 0.0, 0.0, 0.2, None]
+    settings |= options(draw, attention_dropout=rates, hidden_dropout=rates)
+    settings |= sometimes(draw, 4, init_method_std=0.1)
     if not latent and chance(draw, 6):
         settings["mup_base_width"] = one_of(draw, 2, 8, 24)
     elif not latent and chance(draw, 6):
-        settings |= {"lora_rank": number(draw, 1, 3), "lora_alpha": one_of(draw, None, 0.5, 4.0)}
-        settings["lora_targets"] = one_of(draw, None, ("attention.qkv", "mlp.down"), ("attention.output",))
+        targets = [None, ("attention.qkv", "mlp.down"), ("attention.output",)]
+        settings |= {"lora_rank": number(draw, 1, 3), **options(draw, lora_alpha=[None, 0.5, 4.0], lora_targets=targets)}
     return settings
 
 
@@ -94,7 +92,7 @@ def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
     activation = one_of(draw, None, "swiglu", *FLAGS)
     settings: dict[str, Any] = {activation: True} if activation else {}
     if activation == "quick_geglu":
-        settings |= {"glu_linear_offset": one_of(draw, None, 1.0), "activation_func_clamp_value": one_of(draw, None, 0.05)}
+        settings |= options(draw, glu_linear_offset=[None, 1.0], activation_func_clamp_value=[None, 0.05])
     fits_by_default = activation not in GATED_FLAGS and 4 * hidden % tp == 0
     if not fits_by_default or chance(draw, 2):
         settings["ffn_hidden_size"] = tp * number(draw, 1, 6)
@@ -111,13 +109,8 @@ def _draw_positions(draw: Draw, tp: int, head: int, sequence_parallel: bool, *, 
     if kind is None and chance(draw, 3):
         settings["max_position_embeddings"] = settings["seq_length"] + number(draw, 1, 3)
     if kind == "rope":
-        shares = [
-            share
-            for share in ((1.0,) if latent else (1.0, 0.75, 0.5, 0.25))
-            if int(share * head) >= 2 and int(share * head) % 2 == 0
-        ]
-        settings["rotary_percent"] = one_of(draw, None, *shares)
-        settings["rotary_base"] = one_of(draw, None, 50.0)
+        shares = [share for share in (1.0, 0.75, 0.5, 0.25) if int(share * head) in range(2, head + 1, 2)]
+        settings |= options(draw, rotary_percent=[None, *(shares[:1] if latent else shares)], rotary_base=[None, 50.0])
         settings |= switches(draw, "rotary_interleaved", one_in=4)
         settings |= _draw_stretch(draw, int(head * (settings["rotary_percent"] or 1.0)) // 2)
     return settings
@@ -130,7 +123,7 @@ def _draw_stretch(draw: Draw, pairs: int) -> dict[str, Any]:
         pairs: how many pairs of channels are rotated.
     """
     kind = one_of(draw, None, None, "llama", "linear", "yarn", "longrope", *(["dynamic"] if pairs > 1 else []))
-    context = {"original_max_position_embeddings": one_of(draw, None, 4, 8)}
+    context = options(draw, original_max_position_embeddings=[None, 4, 8])
     if kind is None or kind == "linear":
         return {} if kind is None else {"rotary_seq_len_interpolation_factor": 2.0}
     if kind == "llama":
@@ -148,15 +141,13 @@ def _draw_stretch(draw: Draw, pairs: int) -> dict[str, Any]:
 
 def _draw_norms(draw: Draw, settings: dict[str, Any]) -> dict[str, Any]:
     """Where norms stand and what they have, and how layers add to the residual stream."""
-    found: dict[str, Any] = {"norm_placement": one_of(draw, None, None, "post", "sandwich")}
-    if chance(draw, 6):
-        found["norm_weight"] = False
-    else:
+    found = options(draw, norm_placement=[None, None, "post", "sandwich"])
+    if not (weightless := sometimes(draw, 6, norm_weight=False)):
         found |= switches(draw, "apply_layernorm_1p", one_in=4)
-        if settings.get("normalization") != "RMSNorm" and chance(draw, 6):
-            found["norm_bias"] = False
-    found |= switches(draw, "parallel_residual", one_in=5)
-    return found | ({"residual_multiplier": 0.4} if chance(draw, 6) else {})
+        if settings.get("normalization") != "RMSNorm":
+            found |= sometimes(draw, 6, norm_bias=False)
+    found |= weightless | switches(draw, "parallel_residual", one_in=5)
+    return found | sometimes(draw, 6, residual_multiplier=0.4)
 
 
 def _draw_vocabulary(draw: Draw) -> dict[str, Any]:
@@ -165,7 +156,26 @@ def _draw_vocabulary(draw: Draw) -> dict[str, Any]:
     settings |= switches(draw, "untie_embeddings_and_output_weights")
     settings |= switches(draw, "embedding_layernorm", one_in=6)
     for field, value in (("embedding_multiplier", 3.0), ("output_multiplier", 0.5), ("final_logit_softcapping", 0.4)):
-        settings |= {field: value} if chance(draw, 6) else {}
-    if chance(draw, 2):
-        settings["make_vocab_size_divisible_by"] = one_of(draw, 1, 2, 5)
-    return settings
+        settings |= sometimes(draw, 6, **{field: value})
+    return settings | sometimes(draw, 2, make_vocab_size_divisible_by=[1, 2, 5])
+
+
+def draw_attention(draw: Draw, settings: dict[str, Any]) -> dict[str, Any]:
+    """What layers attend to and how, for settings that have a model and its layers."""
+    rope, layers = settings.get("position_embedding_type") == "rope", settings["num_layers"]
+    found: dict[str, Any] = {}
+    if chance(draw, 3):
+        found["window_size"] = f"{number(draw, 1, settings['seq_length'])},0"
+        found["window_attn_skip_freq"] = one_of(draw, None, str(number(draw, 1, 3)), _pattern(draw, layers))
+        if rope:
+            found |= options(draw, rotary_base_local=[None, 20.0])
+    if rope and chance(draw, 4):
+        found["no_rope_freq"] = one_of(draw, str(number(draw, 2, 3)), _pattern(draw, layers))
+    found |= sometimes(draw, 6, softmax_scale=0.3)
+    found |= sometimes(draw, 6, attn_logit_softcapping=[0.5, 5.0])
+    return found | sometimes(draw, 4, softmax_type=["learnable", "learnable", "off-by-one"])
+
+
+def _pattern(draw: Draw, layers: int) -> str:
+    """A list with 0 or 1 for each layer."""
+    return "+".join(f"[{int(chance(draw, 2))}]" for _ in range(layers))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tests.support.random_draws import Draw, chance, number, one_of, switches
+from tests.support.random_draws import Draw, chance, number, one_of, options, sometimes, switches
 
 _MOST_SAMPLES = 60
 """Of a run, about."""
@@ -19,22 +19,18 @@ def draw_training(draw: Draw, dp: int) -> dict[str, Any]:
     batch = int(scheduled or settings.get("global_batch_size") or settings["micro_batch_size"] * dp)
     settings |= _draw_length(draw, batch)
     settings |= _draw_update(draw)
-    if batch > settings["micro_batch_size"] and chance(draw, 6):
-        settings["log_gradient_noise"] = True
+    if batch > settings["micro_batch_size"]:
+        settings |= switches(draw, "log_gradient_noise", one_in=6)
     settings |= _draw_rates(draw, settings, batch)
     settings |= _draw_precision(draw)
-    if settings.get("bf16") and chance(draw, 3):
-        settings["grad_reduce_in_bf16"] = True
-    settings |= {"mock_data": True, "num_workers": one_of(draw, 0, 0, 2)}
+    if settings.get("bf16"):
+        settings |= switches(draw, "grad_reduce_in_bf16", one_in=3)
+    settings |= options(draw, mock_data=True, num_workers=[0, 0, 2])
     settings |= switches(draw, "reset_position_ids", "reset_attention_mask", "eod_mask_loss", one_in=3)
-    settings["seed"] = one_of(draw, None, 1, 2)
-    if chance(draw, 3):
-        settings["z_loss_coeff"] = one_of(draw, 1e-4, 0.1)
-    if chance(draw, 4):
-        settings["label_smoothing"] = one_of(draw, 0.1, 0.6)
-    if chance(draw, 6):
-        settings["iterations_to_skip"] = (1,)
-    return settings
+    settings |= options(draw, seed=[None, 1, 2])
+    settings |= sometimes(draw, 3, z_loss_coeff=[1e-4, 0.1])
+    settings |= sometimes(draw, 4, label_smoothing=[0.1, 0.6])
+    return settings | sometimes(draw, 6, iterations_to_skip=(1,))
 
 
 def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
@@ -49,36 +45,44 @@ def draw_rule(draw: Draw, settings: dict[str, Any]) -> None:
         settings.pop("mup_base_width", None)
     if rule in ("lion", "adafactor"):  # they make noise of gradients whose true value is zero, such as that of a key's bias
         settings |= {"disable_bias_linear": True, "add_qkv_bias": None, "normalization": "RMSNorm"}
-    if not settings.get("qk_layernorm") and chance(draw, 3):
-        settings |= {"qk_clip": True, "qk_clip_threshold": one_of(draw, 1e-3, 0.02), "qk_clip_alpha": one_of(draw, None, 0.3)}
-    if rule == "lion":
-        settings |= {"lion_beta1": one_of(draw, None, 0.5), "lion_beta2": one_of(draw, None, 0.9)}
-    elif rule == "muon":
-        settings |= {"muon_momentum": one_of(draw, None, 0.5), "muon_num_ns_steps": one_of(draw, None, 2)}
-        settings |= {"muon_scale_mode": one_of(draw, None, "unit_rms_norm", "shape_scaling")}
-        settings["muon_extra_scale_factor"] = one_of(draw, None, 0.2)
-        settings |= switches(draw, "muon_use_nesterov", one_in=2) | switches(
-            draw, "muon_no_split_qkv", "muon_split_heads", one_in=3
-        )
-    elif rule == "adam8bit":
-        settings["adam_8bit_block_size"] = one_of(draw, None, 1, 2, 3, 7)
-    elif rule == "ademamix":
-        settings |= {"ademamix_warmup_iters": number(draw, 0, 4), "ademamix_beta3": one_of(draw, None, 0.9)}
-        settings["ademamix_alpha"] = one_of(draw, None, 1.0)
-    elif rule == "adafactor":
-        settings |= {"adafactor_decay_rate": one_of(draw, None, 0.5), "adafactor_clip_threshold": one_of(draw, None, 0.3)}
-        settings |= {"adafactor_beta1": one_of(draw, None, 0.9), "adafactor_eps": one_of(draw, None, 1e-20)}
-        if chance(draw, 2):
-            settings |= {"adafactor_relative_step": True, "adafactor_least_scale": one_of(draw, None, 0.05)}
+    if not settings.get("qk_layernorm"):
+        settings |= sometimes(draw, 3, qk_clip=True, qk_clip_threshold=[1e-3, 0.02], qk_clip_alpha=[None, 0.3])
+    if rule == "ademamix":
+        settings["ademamix_warmup_iters"] = number(draw, 0, 4)
+    settings |= options(draw, **_OF_RULES.get(rule, {}))
+    if rule == "muon":
+        settings |= switches(draw, "muon_use_nesterov") | switches(draw, "muon_no_split_qkv", "muon_split_heads", one_in=3)
+    if rule == "adafactor":
+        settings |= sometimes(draw, 2, adafactor_relative_step=True, adafactor_least_scale=[None, 0.05])
+
+
+_OF_RULES: dict[str, dict[str, list[Any]]] = {
+    "lion": dict(lion_beta1=[None, 0.5], lion_beta2=[None, 0.9]),
+    "muon": dict(
+        muon_momentum=[None, 0.5],
+        muon_num_ns_steps=[None, 2],
+        muon_scale_mode=[None, "unit_rms_norm", "shape_scaling"],
+        muon_extra_scale_factor=[None, 0.2],
+    ),
+    "adam8bit": dict(adam_8bit_block_size=[None, 1, 2, 3, 7]),
+    "ademamix": dict(ademamix_beta3=[None, 0.9], ademamix_alpha=[None, 1.0]),
+    "adafactor": dict(
+        adafactor_decay_rate=[None, 0.5],
+        adafactor_clip_threshold=[None, 0.3],
+        adafactor_beta1=[None, 0.9],
+        adafactor_eps=[None, 1e-20],
+    ),
+}
+"""What update rules have of their own."""
 
 
 def draw_eight_bits(draw: Draw, settings: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """Products in 8 bits, one time in three, in a model whose sizes are grown to multiples of 16. (Of 128 it would be slow.)"""
     if not chance(draw, 3) or settings.get("tp_comm_overlap"):
         return {}
-    found: dict[str, Any] = {"fp8_format": one_of(draw, "e4m3", "hybrid"), "fp8_recipe": one_of(draw, None, "rowwise")}
-    if settings["num_layers"] > 1 and chance(draw, 2):
-        found |= {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    found = options(draw, fp8_format=["e4m3", "hybrid"], fp8_recipe=[None, "rowwise"])
+    if settings["num_layers"] > 1:
+        found |= sometimes(draw, 2, first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
     width = -(-settings.get("ffn_hidden_size", 1) // (16 * tp)) * 16 * tp
     sizes = {"hidden_size": 16 * number(draw, 1, 2), "kv_channels": 16, "ffn_hidden_size": width}
     unit = 16
@@ -94,29 +98,25 @@ def draw_eight_bits(draw: Draw, settings: Mapping[str, Any], tp: int) -> dict[st
 
 def draw_logging(draw: Draw) -> dict[str, Any]:
     """What a run tells and checks beside its work."""
-    settings: dict[str, Any] = {"eval_iters": one_of(draw, 0, 0, 1, 2), "log_interval": 1}
-    if settings["eval_iters"] and chance(draw, 2):
-        settings["eval_interval"] = 1
+    settings = options(draw, eval_iters=[0, 0, 1, 2], log_interval=1)
+    if settings["eval_iters"]:
+        settings |= sometimes(draw, 2, eval_interval=1)
     logged = ("log_params_norm", "log_num_zeros_in_grad", "log_throughput", "log_max_attention_logit", "deterministic_mode")
     settings |= switches(draw, *logged, one_in=6)
     if chance(draw, 6):
         settings["timing_log_level"] = number(draw, 1, 2)
-        settings["timing_log_option"] = one_of(draw, None, "max", "all")
-    if chance(draw, 6):
-        settings["manual_gc"] = True
-        settings["manual_gc_interval"] = one_of(draw, None, 1)
-    if chance(draw, 4):
-        settings["check_replicas_every"] = 1
+        settings |= options(draw, timing_log_option=[None, "max", "all"])
+    settings |= sometimes(draw, 6, manual_gc=True, manual_gc_interval=[None, 1])
+    settings |= sometimes(draw, 4, check_replicas_every=1)
     if chance(draw, 4):
         settings["sentinel_interval"] = number(draw, 1, 2)
-        settings["sentinel_action"] = one_of(draw, None, "stop")  # it finds nothing
-    settings["device"] = one_of(draw, None, None, "cpu")
-    if chance(draw, 4):
-        settings |= {"attention_backend": one_of(draw, "math", "unfused", "flash", "cudnn"), "device": "cpu"}
+        settings |= options(draw, sentinel_action=[None, "stop"])  # it finds nothing
+    settings |= options(draw, device=[None, None, "cpu"])
+    settings |= sometimes(draw, 4, attention_backend=["math", "unfused", "flash", "cudnn"], device="cpu")
     settings |= switches(draw, "log_memory", one_in=10)
     if chance(draw, 6):
         settings |= {"spike_policy": one_of(draw, "warn", "skip"), "spike_window": number(draw, 4, 5)}
-        settings["spike_threshold"] = one_of(draw, None, 0.1)
+        settings |= options(draw, spike_threshold=[None, 0.1])
     return settings
 
 
@@ -145,18 +145,13 @@ def _draw_length(draw: Draw, batch: int) -> dict[str, Any]:
 
 def _draw_update(draw: Draw) -> dict[str, Any]:
     """The update rule and clipping."""
-    settings: dict[str, Any] = {"clip_grad": one_of(draw, None, None, 0.0, 0.3, 100.0)}
-    if chance(draw, 3):
-        settings |= {"optimizer": "sgd", "lr": one_of(draw, 0.01, 0.1), "sgd_momentum": one_of(draw, None, 0.0, 0.5)}
-    else:
-        settings |= {"lr": one_of(draw, 0.01, 1e-3), "adam_beta1": one_of(draw, None, 0.5, 0.0)}
-        settings |= {"adam_beta2": one_of(draw, None, 0.95), "adam_eps": one_of(draw, None, 1e-5)}
-    if chance(draw, 4):
-        settings |= {"decoupled_lr": one_of(draw, 0.02, 3e-3), "decoupled_min_lr": one_of(draw, None, 2e-3)}
+    adam = dict(lr=[0.01, 1e-3], adam_beta1=[None, 0.5, 0.0], adam_beta2=[None, 0.95], adam_eps=[None, 1e-5])
+    settings = options(draw, clip_grad=[None, None, 0.0, 0.3, 100.0])
+    settings |= sometimes(draw, 3, optimizer="sgd", lr=[0.01, 0.1], sgd_momentum=[None, 0.0, 0.5]) or options(draw, **adam)
+    settings |= sometimes(draw, 4, decoupled_lr=[0.02, 3e-3], decoupled_min_lr=[None, 2e-3])
     if chance(draw, 4):
         settings["param_groups"] = _draw_groups(draw)
-    if chance(draw, 5):
-        settings["ema_decay"] = one_of(draw, 0.5, 0.999)
+    settings |= sometimes(draw, 5, ema_decay=[0.5, 0.999])
     return settings | switches(draw, "no_decay_embeddings", one_in=6)
 
 
@@ -165,17 +160,8 @@ def _draw_groups(draw: Draw) -> tuple[str, ...]:
     found = []
     for _ in range(number(draw, 1, 3)):
         pattern = one_of(draw, "*", "embedding.*", "layers.*.mlp.*", "*.weight", "layers.0.attention.*", "final_norm.weight")
-        said = one_of(
-            draw,
-            "lr-mult=0.5",
-            "lr=0.02 min-lr=1e-3",
-            "wd-mult=2",
-            "wd-mult=0",
-            "optimizer=sgd",
-            "optimizer=adam",
-            "optimizer=lamb",
-        )
-        found.append(f"{pattern} {said}")
+        rates = ("lr-mult=0.5", "lr=0.02 min-lr=1e-3", "wd-mult=2", "wd-mult=0")
+        found.append(f"{pattern} {one_of(draw, *rates, 'optimizer=sgd', 'optimizer=adam', 'optimizer=lamb')}")
     return tuple(found)
 
 
@@ -188,16 +174,15 @@ def _draw_rates(draw: Draw, settings: dict[str, Any], batch: int) -> dict[str, A
     found: dict[str, Any] = {"lr_decay_style": style}
     if chance(draw, 3):
         found |= one_of(draw, {f"lr_warmup_{unit}": each}, {"lr_warmup_fraction": 0.25})
-        found["lr_warmup_init"] = one_of(draw, None, 1e-4)
+        found |= options(draw, lr_warmup_init=[None, 1e-4])
     if style == "WSD":
         found[f"lr_wsd_decay_{unit}"] = each
-        found["lr_wsd_decay_style"] = one_of(draw, None, "linear", "cosine", "minus_sqrt")
+        found |= options(draw, lr_wsd_decay_style=[None, "linear", "cosine", "minus_sqrt"])
     if style != "constant":
-        found["min_lr"] = one_of(draw, None, 1e-4)
-        found[f"lr_decay_{unit}"] = one_of(draw, None, length, 2 * length)
-    if length > each + each and chance(draw, 5):
-        found |= {f"lr_rewarm_start_{unit}": each, f"lr_rewarm_{unit}": one_of(draw, None, each)}
-        found["lr_rewarm_factor"] = one_of(draw, None, 0.5, 2.0)
+        found |= options(draw, min_lr=[None, 1e-4], **{f"lr_decay_{unit}": [None, length, 2 * length]})
+    if length > each + each:
+        again = {f"lr_rewarm_start_{unit}": each, f"lr_rewarm_{unit}": [None, each]}
+        found |= sometimes(draw, 5, **again, lr_rewarm_factor=[None, 0.5, 2.0])
     change = one_of(draw, None, None, "linear", "cosine")
     if change:
         return found | {"weight_decay_incr_style": change, "start_weight_decay": 0.0, "end_weight_decay": 0.2}
