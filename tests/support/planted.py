@@ -1,19 +1,30 @@
-"""`tools/verify_layout.py` with a fault planted in the source."""
+"""`tools/verify_layout.py` with a fault planted in functions of the framework, for as long as a `with` block lasts.
+
+A function that is there gets the code that the changed source gives it. So nothing is imported anew, ranks that stay from call to
+call can have a fault too, and behind the block everything is as it was before.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
+import importlib
+import inspect
 import io
 import json
+import marshal
 import shlex
-from collections.abc import Callable, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from megatron.verification.prove import import_before_fork
-from tests.support.faults import FaultyFunction, Replaced, faulty_functions, planted
+from tests.support.cli import ROOT
 from tests.support.warm import RankPool
 from tools import verify_layout
 
@@ -25,6 +36,10 @@ FLAGS = (
 EXPERTS = "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5 --moe-ffn-hidden-size 32"
 _RANKS = RankPool()
 """Apart from those of other tests: a fault may leave something behind."""
+
+
+Replaced = tuple[str, str]
+"""A text that stands once in `megatron/`, within a function, and what takes its place."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +93,105 @@ def assert_found(fault: Fault, tmp_path: Path) -> None:
     assert (first["kind"], first["step"], first["group"]) == (fault.kind, fault.step, fault.group), text
     assert fault.place in verdict and all(words in verdict for words in fault.says), text
     assert fault.stages is None or tuple(first["stages"]) == fault.stages, text
+
+
+class FaultyFunction(NamedTuple):
+    """A function of the framework that gets other code."""
+
+    module: str
+    name: str
+    """With the classes around it."""
+    faulty: bytes
+    """Marshalled, as a code object cannot be pickled."""
+    right: bytes
+    """The code that the source gives it. A process that is forked while a fault is planted has that code from nowhere else."""
+
+
+def faulty_functions(replaced: Sequence[Replaced]) -> list[FaultyFunction]:
+    """Every function that differs where all texts are replaced.
+
+    Raises:
+        AssertionError: a text is not there once, or not within a function.
+    """
+    texts = _texts()
+    changed: dict[Path, str] = {}
+    for old, new in replaced:
+        holders = [path for path, text in texts.items() for _ in range(text.count(old))]
+        assert len(holders) == 1, f"the text that a fault replaces stands {len(holders)} times in megatron/: {old}"
+        assert not holders[0].is_relative_to(ROOT / "megatron/config"), "what settings have come to is kept"
+        changed[holders[0]] = changed.get(holders[0], texts[holders[0]]).replace(old, new)
+    return [found for path, text in changed.items() for found in _differing(path, texts[path], text)]
+
+
+@functools.cache
+def _texts() -> dict[Path, str]:
+    """The source of each file of the framework."""
+    return {path: path.read_text() for path in (ROOT / "megatron").rglob("*.py")}
+
+
+def _differing(path: Path, before: str, after: str) -> Iterator[FaultyFunction]:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    whole = [compile(text, str(path), "exec", dont_inherit=True) for text in (after, before)]
+    for name in _differing_names(ast.parse(before).body, ast.parse(after).body):
+        yield FaultyFunction(module, name, *(marshal.dumps(_code(code, name)) for code in whole))
+
+
+def _code(code: types.CodeType, name: str) -> types.CodeType:
+    """The code of a function in that of its module."""
+    for part in name.split("."):
+        (code,) = [each for each in code.co_consts if isinstance(each, types.CodeType) and each.co_name == part]
+    return code
+
+
+def _differing_names(before: Sequence[ast.stmt], after: Sequence[ast.stmt], around: str = "") -> Iterator[str]:
+    """Names of the functions that differ in two forms of the same statements, with the classes around them."""
+    for old, new in zip(before, after, strict=True):
+        if ast.dump(old) == ast.dump(new):
+            continue
+        assert isinstance(old, ast.ClassDef | ast.FunctionDef) and isinstance(new, ast.ClassDef | ast.FunctionDef), ast.dump(new)
+        bodies, name = (old.body, new.body), f"{around}{old.name}"
+        old.body = new.body = []
+        assert ast.dump(old) == ast.dump(new), f"{name} differs in more than its body, which is not planted"
+        if isinstance(old, ast.ClassDef):
+            yield from _differing_names(*bodies, f"{name}.")
+        else:
+            yield name
+
+
+@contextlib.contextmanager
+def planted(faulty: Sequence[FaultyFunction]) -> Iterator[None]:
+    """Give functions of this process their faulty code, until the block ends.
+
+    What the framework's functions keep of earlier calls is forgotten before and afterwards: it may be of the other code.
+    """
+    functions = [_function(each) for each in faulty]
+    try:
+        for function, each in zip(functions, faulty, strict=True):
+            function.__code__ = marshal.loads(each.faulty)
+        _forget_calls()
+        yield
+    finally:
+        for function, each in zip(functions, faulty, strict=True):
+            function.__code__ = marshal.loads(each.right)
+        _forget_calls()
+
+
+def _function(faulty: FaultyFunction) -> types.FunctionType:
+    """The function in this process, without what decorates it."""
+    found: Any = importlib.import_module(faulty.module)
+    for part in faulty.name.split("."):
+        found = vars(found)[part]
+    if isinstance(found, property):
+        found = found.fget
+    found = inspect.unwrap(found.func if isinstance(found, functools.cached_property) else found)
+    assert isinstance(found, types.FunctionType) and found.__qualname__ == faulty.name
+    return found
+
+
+def _forget_calls() -> None:
+    """Clear all `functools.cache` of the framework's modules, but of the flags, which take a while to make and have no faults."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("megatron.") and not name.startswith("megatron.config."):
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
