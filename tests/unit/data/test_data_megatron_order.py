@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,69 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_order import GreedyBlend, MegatronPlan, requested_samples
-from tests.support import megatron_order as reference
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
+
+
+def reference_samples(documents: list[list[int]], seq_length: int, num_samples: int | None, seed: int) -> list[list[int]]:
+    """All samples that are made for so many samples asked for, in their order."""
+    stream = np.random.RandomState(seed)
+    tokens = sum(len(document) for document in documents)
+    num_epochs = 1
+    while num_samples is not None and num_epochs * tokens < num_samples * seq_length + 1:
+        num_epochs += 1
+    in_one_epoch = (tokens - 1) // seq_length
+    before_last = ((num_epochs - 1) * tokens - 1) // seq_length
+    apart = num_samples is not None and num_epochs > 1 and num_samples - before_last < int(0.80 * in_one_epoch)
+
+    order: list[int] = []
+    for epochs in (num_epochs - 1, 1) if apart else (num_epochs,):
+        numbers = np.array([*range(len(documents))] * epochs, dtype=np.int32)
+        stream.shuffle(numbers)
+        order += numbers.tolist()
+
+    laid = [token for document in order for token in documents[document]]
+    windows = []
+    start = 0
+    while start + seq_length + 1 <= len(laid):
+        windows.append(laid[start : start + seq_length + 1])
+        start += seq_length  # the last token of a window is the first of the next
+
+    shuffled: list[int] = []
+    for first, stop in ((0, before_last), (before_last, len(windows))) if apart else ((0, len(windows)),):
+        numbers = np.arange(first, stop, dtype=np.uint32)
+        stream.shuffle(numbers)
+        shuffled += numbers.tolist()
+    return [windows[number] for number in shuffled]
+
+
+def normalised(weights: list[float]) -> list[float]:
+    """Weights that sum to 1."""
+    array = np.array(weights, dtype=np.float64)
+    return [float(weight) for weight in array / np.sum(array)]
+
+
+def reference_requests(weights: list[float], num_samples: int) -> list[int]:
+    """Samples that each dataset of a blend is asked for."""
+    return [math.ceil(math.ceil(num_samples * weight) * 1.005) for weight in normalised(weights)]
+
+
+def reference_choices(weights: list[float], num_samples: int, *, by_size: bool = False) -> list[tuple[int, int]]:
+    """Dataset of each sample of a blend, and which of its samples it is."""
+    shares = normalised(weights)
+    if not by_size:  # weights that a user gives are normalised when the datasets are built, and again when they are blended
+        shares = normalised(shares)
+    taken = [0] * len(shares)
+    found = []
+    for number in range(num_samples):
+        best, most = 0, -math.inf
+        for dataset, share in enumerate(shares):
+            behind = share * max(float(number), 1.0) - float(taken[dataset])
+            if behind > most:
+                best, most = dataset, behind
+        found.append((best, taken[best]))
+        taken[best] += 1
+    return found
 
 
 def write(prefix: Path, lengths: list[int]) -> list[list[int]]:
@@ -62,7 +123,7 @@ def test_every_sample_is_that_of_the_plain_order(
     split = range(min(bounds[0], len(lengths)), max(len(lengths) - bounds[1], 0))
     inside = [documents[number] for number in split]
     assume(sum(map(len, inside)) > seq_length)
-    expected = reference.samples(inside, seq_length, num_samples, seed)
+    expected = reference_samples(inside, seq_length, num_samples, seed)
     assert len(expected) >= (num_samples or 0)
     source = megatron(prefix, split, seq_length, num_samples, seed)
     assert source.samples(0, len(expected)).tolist() == expected
@@ -138,12 +199,12 @@ weights = st.lists(st.integers(1, 100).map(float) | st.floats(1e-3, 1.0), min_si
 
 @given(weights=weights, num_samples=st.integers(0, 10**7))
 def test_each_dataset_is_asked_for_its_share_and_a_half_percent(weights: list[float], num_samples: int) -> None:
-    assert requested_samples(weights, num_samples) == reference.requested(weights, num_samples)
+    assert requested_samples(weights, num_samples) == reference_requests(weights, num_samples)
 
 
 @given(weights=weights, num_samples=st.integers(0, 700), first=st.integers(0, 700))
 def test_the_blend_is_that_of_the_plain_rule(weights: list[float], num_samples: int, first: int) -> None:
-    expected = reference.choices(weights, num_samples)
+    expected = reference_choices(weights, num_samples)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron_order, "_BLOCK", 64)
         check_blend(GreedyBlend(weights, num_samples), expected, min(first, num_samples))
@@ -173,14 +234,14 @@ def test_guesses_change_no_choice(weights: list[float], num_samples: int, steps:
         for name, value in {"_LANES": 6, "_STEPS": steps, "_FEWEST_LANES": 2, "_WARM_UP": min(warm_up, steps)}.items():
             patch.setattr(megatron_order, name, value)
         blend = GreedyBlend(weights, num_samples)
-    check_blend(blend, reference.choices(weights, num_samples), 0)
+    check_blend(blend, reference_choices(weights, num_samples), 0)
 
 
 def test_a_dataset_of_weight_0_is_never_chosen() -> None:
     """There all weights are above 0: it is as if the dataset were not named."""
     blend = GreedyBlend([0.0, 1.0, 0.0, 3.0], 400)
     datasets, _ = blend.place(np.arange(400))
-    plain = [(1, 3)[dataset] for dataset, _ in reference.choices([1.0, 3.0], 400)]
+    plain = [(1, 3)[dataset] for dataset, _ in reference_choices([1.0, 3.0], 400)]
     assert datasets.tolist() == plain
     assert blend.counts(400) == [0, 100, 0, 300]
     assert blend.weights == [0.0, 0.25, 0.0, 0.75]
@@ -189,7 +250,7 @@ def test_a_dataset_of_weight_0_is_never_chosen() -> None:
 def test_the_last_bit_of_a_weight_decides_ties() -> None:
     """Dividing these weights by their sum once or twice makes other choices: twice if they were given, once for sizes."""
     weights = [8.0, 7.0, 21.0, 19.0, 2.0]
-    given, by_size = reference.choices(weights, 300), reference.choices(weights, 300, by_size=True)
+    given, by_size = reference_choices(weights, 300), reference_choices(weights, 300, by_size=True)
     assert given != by_size
     check_blend(GreedyBlend(weights, 300), given, 0)
     check_blend(GreedyBlend(weights, 300, by_size=True), by_size, 0)
