@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing.process
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch.distributed.run
 
 from megatron.checkpoint.save_folder import LATEST
 from megatron.data.indexed_writer import write_dataset
-from tests.support.cli import ROOT, forget_children, ranks_of, spawn_cli
+from tests.support.cli import ROOT, forget_children, spawn_cli
 from tests.support.runs import arguments, digest, run
 from tests.support.warm_python import warm_python
 
@@ -79,6 +80,27 @@ def _start_torchrun(words: list[str], python: str, said: TextIO) -> multiprocess
         process = multiprocessing.get_context("fork").Process(target=life)
         process.start()
     return process
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes that train, below one that launched them."""
+
+    def below(pid: int) -> list[int]:
+        try:
+            children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        except OSError:  # it has ended
+            return []
+        return [*children, *(grandchild for child in children for grandchild in below(child))]
+
+    found = []
+    for pid in below(launcher):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if re.search(rb"\0-u\0[^\0]*pretrain_gpt\.py\0", words) and b"torch.distributed.run" not in words:
+            found.append(pid)
+    return found
 
 
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import multiprocessing.process
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron.verification.local_ranks import die_with, kill_group
 from tests.support.warm_python import MARK, MARK_LENGTH, warm_python
@@ -85,6 +87,49 @@ def spawn_cli(
         return Finished(process.returncode, *output())
 
 
+def command_words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by the names of their fields as the words of a command line; None is left out, False is the `no-` form."""
+    words: list[str] = []
+    for field, value in settings.items():
+        name = field.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple | list) else (value,))]
+    return words
+
+
+def fork_program(program: Callable[[], int | None], stdout: Path, stderr: Path) -> int:
+    """Fork this process for a program that has a session of its own, writes to files, and dies with this process.
+
+    Returns:
+        the process. It ends with the exit code that `program` returns; an error that this raises is printed.
+    """
+    parent = os.getpid()
+
+    def begin() -> int | None:
+        os.setsid()
+        die_with(parent, signal.SIGKILL)
+        forget_children()
+        gc.freeze()  # what the test's process made stays: to look through it would only copy its memory
+        for number, path in ((1, stdout), (2, stderr)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        logging.getLogger().handlers.clear()  # pytest's
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        return program()
+
+    stdout.touch()
+    stderr.touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
+        pid = os.fork()
+    if pid == 0:
+        live_as_program(begin)
+    return pid
+
+
 def forget_children() -> None:
     """In a fork of the test's process that runs a program: the ranks of the test are not its own to end when it is interrupted."""
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
@@ -128,24 +173,3 @@ def _marked(mark: str) -> Iterator[int]:
 def _tail(output: tuple[str, str], characters: int = 4000) -> str:
     stdout, stderr = output
     return f"--- end of stdout\n{stdout[-characters:]}\n--- end of stderr\n{stderr[-characters:]}"
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Processes that train, below one that launched them."""
-
-    def below(pid: int) -> list[int]:
-        try:
-            children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        except OSError:  # it has ended
-            return []
-        return [*children, *(grandchild for child in children for grandchild in below(child))]
-
-    found = []
-    for pid in below(launcher):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if re.search(rb"\0-u\0[^\0]*pretrain_gpt\.py\0", words) and b"torch.distributed.run" not in words:
-            found.append(pid)
-    return found

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 
 from megatron.spec.schedules import SCHEDULES
+from tests.support.cli import command_words
 from tests.support.random_draws import Draw, chance, number, one_of, options
 from tests.support.random_layout import draw_context, draw_experts, draw_layout
 from tests.support.random_model import draw_attention, draw_model, without_adapters_beside
@@ -32,19 +32,6 @@ class CommandLine:
     def __str__(self) -> str:
         """To be repeated: `bash tests/run.sh --fuzz-repeat` takes it."""
         return f"{self.world_size} {shlex.join(self.argv)}"
-
-
-def words(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings by the names of their fields as the words of a command line; None is left out, False is the `no-` form."""
-    found: list[str] = []
-    for field, value in settings.items():
-        name = field.replace("_", "-")
-        if value is True or value is False:
-            found.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            values = value if isinstance(value, tuple) else (value,)
-            found += [f"--{name}", *map(str, values)]
-    return tuple(found)
 
 
 @st.composite
@@ -81,7 +68,7 @@ def command_lines(draw: Draw, spoiled: bool | None = None) -> CommandLine:
     if chance(draw, 3) if spoiled is None else spoiled:
         for _ in range(number(draw, 1, 3)):
             world_size = _spoil(draw, settings, world_size)
-    return CommandLine(words(settings), world_size)
+    return CommandLine(tuple(command_words(settings)), world_size)
 
 
 _SIZES = [*itertools.product(range(1, 9), repeat=3)]

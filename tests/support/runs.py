@@ -8,19 +8,17 @@ Ranks talk through shared memory, which takes a third less of the processor than
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import json
-import logging
 import os
 import pkgutil
 import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +27,18 @@ import torch._dynamo  # torch's optimizers import it: once here, not in every fo
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
+from megatron.checkpoint.global_tensor import torch_dtype
 from megatron.checkpoint.save_folder import read_state
 from megatron.config.flags import flags
 from megatron.config.save import _versions
 from megatron.parallel import context
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.backends import world_backend
-from megatron.parallel.boxes import Box, PlacedBox
 from megatron.training import startup
 from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import die_with, kill_group
-from tests.support.checkpoint_worlds import load_tensors, read_manifest
-from tests.support.cli import ROOT, forget_children, live_as_program
+from megatron.verification.local_ranks import kill_group
+from tests.support.checkpoint_worlds import load_tensors, read_manifest, whole
+from tests.support.cli import ROOT, command_words, fork_program
 from tests.support.shared_memory import SHARED_MEMORY
 
 # What a run imports late and works out once: here, not in every forked rank.
@@ -77,17 +74,8 @@ _TIMES = ("elapsed_ms", "tokens_per_s", "tflops_per_device", "goodput")
 
 
 def arguments(**settings: Any) -> list[str]:
-    """The command line of `TINY` with changes: flags by the names of their fields, None for left out."""
-    argv: list[str] = []
-    for name, value in {**TINY, **settings}.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            argv.append(flag)
-        elif isinstance(value, tuple | list):
-            argv += [flag, *map(str, value)]
-        elif value is not None and value is not False:
-            argv += [flag, str(value)]
-    return argv
+    """The command line of `TINY` with changes: flags by the names of their fields; None and False are left out."""
+    return command_words({name: value for name, value in {**TINY, **settings}.items() if value is not False})
 
 
 @dataclass(frozen=True)
@@ -125,13 +113,13 @@ def launch(
             before(rank)
 
     with tempfile.TemporaryDirectory(prefix="run-") as name:
-        folder = Path(name)
+        files = [(Path(name) / f"{rank}.out", Path(name) / f"{rank}.err") for rank in range(world_size)]
         read_end, write_end = os.pipe()
         pids: dict[int, int] = {}
         codes: dict[int, int] = {}
         try:
             for rank in range(world_size):
-                pids[rank] = _fork(rank, world_size, argv, prepare, folder, read_end)
+                pids[rank] = fork_program(partial(_rank, rank, world_size, argv, prepare, read_end), *files[rank])
             # After the forks, since the store has a thread.
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world_size > 1 else None
             os.write(write_end, f"{store.port if store else 0:5d}".encode() * world_size)
@@ -141,7 +129,7 @@ def launch(
                 os.kill(pids[rank], signal.SIGUSR2)
             if late:
                 time.sleep(0.3)  # for the stacks to be written
-            ended = [Ended(codes.get(rank, 0), *_output(folder, rank)) for rank in pids]
+            ended = [Ended(codes.get(rank, 0), *(file.read_text() for file in files[rank])) for rank in pids]
             assert not late, f"ranks {late} had not ended after {timeout:g} s\n{report(ended)}"
             return ended
         finally:
@@ -153,16 +141,9 @@ def launch(
             os.close(write_end)
 
 
-def run(
-    argv: Sequence[str],
-    world_size: int = 1,
-    *,
-    before: Callable[[int], None] | None = None,
-    gloo: bool = False,
-    timeout: float = 60.0,
-) -> str:
+def run(argv: Sequence[str], world_size: int = 1, **options: Any) -> str:
     """`launch` for a run in which every rank must end with exit code 0. Returns what rank 0 printed."""
-    ended = launch(argv, world_size, before=before, gloo=gloo, timeout=timeout)
+    ended = launch(argv, world_size, **options)
     assert all(end.code == 0 for end in ended), report(ended)
     return ended[0].stdout
 
@@ -174,31 +155,9 @@ def report(ended: Sequence[Ended]) -> str:
     )
 
 
-def _fork(rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], folder: Path, port: int) -> int:
-    parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
-        pid = os.fork()
-    if pid == 0:
-        live_as_program(lambda: _rank(rank, world_size, argv, prepare, folder, port, parent))
-    return pid
-
-
-def _rank(
-    rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], folder: Path, port: int, parent: int
-) -> None:
+def _rank(rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], port: int) -> None:
     """Run one rank."""
-    os.setpgid(0, 0)
-    die_with(parent, signal.SIGKILL)
-    forget_children()
-    gc.freeze()  # what the test's process made stays: to look through it would only copy its memory
-    for number, suffix in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{suffix}", os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    logging.getLogger().handlers.clear()  # pytest's
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
     found = os.read(port, 5).decode().strip()
     if world_size > 1:
         os.environ |= {
@@ -226,17 +185,12 @@ def _wait(pids: Mapping[int, int], codes: dict[int, int], timeout: float) -> Non
         time.sleep(0.005)
 
 
-def _output(folder: Path, rank: int) -> tuple[str, str]:
-    out, err = (folder / f"{rank}.{suffix}" for suffix in ("out", "err"))
-    return tuple(path.read_text() if path.exists() else "" for path in (out, err))  # type: ignore[return-value]
-
-
-def at_iteration(iteration: int, action: Callable[[TrainStep], None]) -> None:
-    """In this process, call `action` just before the step of an iteration is made."""
+def at_iteration(iteration: int | None, action: Callable[[TrainStep], None]) -> None:
+    """In this process, call `action` just before the step of an iteration is made; None for each."""
     original = TrainStep.run
 
     def changed(self: TrainStep, *args: Any, **named: Any) -> Any:
-        if named["iteration"] == iteration:
+        if iteration in (None, named["iteration"]):
             action(self)
         return original(self, *args, **named)
 
@@ -305,11 +259,7 @@ def saved_tensors(folder: Path, iteration: int, kind: str = "model") -> dict[str
     path, prefix = checkpoint(folder, iteration), f"{kind}." if kind else ""
     stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith(prefix)}
     found = {name: torch.full(tensor.shape, torch.nan, dtype=torch_dtype(tensor.dtype)) for name, tensor in stored.items()}
-    whole = [
-        GlobalTensor(name, tuple(tensor.shape), tensor, [PlacedBox(Box((0,) * tensor.dim(), tuple(tensor.shape)), 0)])
-        for name, tensor in found.items()
-    ]
-    load_tensors(path, whole, allow_unused=lambda _: True)
+    load_tensors(path, [whole(name, tensor) for name, tensor in found.items()], allow_unused=lambda _: True)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 

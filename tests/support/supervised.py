@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megatron.resilience import supervisor
-from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import die_with, free_port
-from tests.support.cli import ROOT, forget_children, live_as_program
-from tests.support.runs import arguments, complete_checkpoints, read_metrics
+from megatron.verification.local_ranks import free_port
+from tests.support.cli import ROOT, fork_program
+from tests.support.runs import arguments, at_iteration, complete_checkpoints, read_metrics
 
 MARK = "TEST_SUPERVISED"
 
@@ -31,17 +28,6 @@ def writers_to(file: Path) -> dict[int, str]:
             if str(file) in (os.readlink(folder / "fd/1"), os.readlink(folder / "fd/2")):
                 found[int(folder.name)] = (folder / "comm").read_text().strip()
     return found
-
-
-def _sleep_in_steps(step_s: float) -> None:
-    """Sleep before each step of this process and its forks."""
-    original = TrainStep.run
-
-    def slowed(self: TrainStep, *args: Any, **named: Any) -> Any:
-        time.sleep(step_s)
-        return original(self, *args, **named)
-
-    TrainStep.run = slowed  # type: ignore[method-assign]
 
 
 class Node:
@@ -58,30 +44,17 @@ class Node:
         self.signals = 0
         """How many it and its ranks were sent from here."""
         self._code: int | None = None
-        said.touch()
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside pytest-timeout's thread
-            self.pid = os.fork()
-        if self.pid == 0:
-            live_as_program(lambda: self._become_supervisor(words, parent, step_s))
 
-    def _become_supervisor(self, words: Sequence[str], parent: int, step_s: float) -> int:
-        os.setsid()
-        die_with(parent, signal.SIGKILL)
-        forget_children()
-        for number in (1, 2):
-            os.dup2(os.open(self.said_in, os.O_WRONLY | os.O_APPEND), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        logging.getLogger().handlers.clear()  # pytest's
-        for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(name, None)
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", MARK: str(self.said_in)}
-        sys.path.insert(0, "")
-        os.chdir(ROOT)
-        if step_s:
-            _sleep_in_steps(step_s)
-        return supervisor.main(words)
+        def supervise() -> int:
+            os.environ.pop("OMP_NUM_THREADS", None)
+            os.environ |= {"GLOO_SOCKET_IFNAME": "lo", MARK: str(said)}
+            sys.path.insert(0, "")
+            os.chdir(ROOT)
+            if step_s:
+                at_iteration(None, lambda _: time.sleep(step_s))
+            return supervisor.main(words)
+
+        self.pid = fork_program(supervise, said, said)
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None as long as it runs."""
