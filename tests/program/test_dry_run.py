@@ -19,6 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.state_layout import Bytes
 from megatron.model import build
+from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.planner import dry_run
@@ -42,7 +43,7 @@ from megatron.planner.step_time import StepTime
 from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
-from tests.support.planned import kind_of, plans_of, settings, topology_of
+from tests.support.planned import kind_of, plans_of, settings
 from tests.support.runs import arguments, launch, report
 
 TRILLION = {
@@ -151,7 +152,7 @@ def test_a_million_ranks_fall_into_few_kinds(full: bool) -> None:
     jobs = [settings(world_size, **layout, global_batch_size=None) for layout in layouts]
     for job, plan in zip(jobs, plans_of(jobs), strict=True):
         assert sum(kind.ranks for kind in plan.kinds) == world_size and len(plan.kinds) < 200
-        topology = topology_of(job.config, world_size)
+        topology = Topology.of(job.config.parallel, world_size)
         for rank in (0, 1, 5, 1000, 4095, 4096, world_size // 2 - 1, world_size // 2, world_size - 1):
             assert kind_of(plan, topology, rank)
 

@@ -15,9 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
+from megatron.parallel.topology import Topology
 from megatron.training.step import TrainStep
 from tests.proof.test_dry_run_traffic import EXPERTS, GRID, groups_of, random_batch
-from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings, topology_of
+from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings
 from tests.support.shared_memory import GroupCall, recorded_calls
 from tests.support.warm import run_warm_ranks
 
@@ -91,7 +92,7 @@ def test_groups_that_carry_tensors_are_those_of_the_plan() -> None:
     for index, (name, kinds) in enumerate(zip(CASES, kinds_of_cases, strict=True)):
         for rank in range(8):
             collectives, messages, groups = ranks[rank][index]
-            topology = topology_of(cases()[index].config, 8)
+            topology = Topology.of(cases()[index].config.parallel, 8)
             sent = kind_among(kinds, topology, rank).sent
             in_rings = "ring" in name
             planned = {traffic.over for traffic in sent}

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.planner.kinds import Crossing, Links
-from tests.support.planned import kind_of, plans_of, settings, topology_of
+from tests.support.planned import kind_of, plans_of, settings
 
 WORLDS = [
     Topology(tp=2, pp=2, dp=4),
@@ -124,7 +124,7 @@ def test_a_plan_tells_which_share_of_a_kind_sends_to_other_nodes(mapping: bool) 
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "use_tp_pp_dp_mapping": mapping}
     one = settings(12, gpus_per_node=3, global_batch_size=12, **sizes, sequence_parallel=True)
     (plan,) = plans_of([one])
-    topology = topology_of(one.config, 12)
+    topology = Topology.of(one.config.parallel, 12)
     groups = {
         "tp": topology.groups("tp"),
         "dp": topology.groups("dp"),

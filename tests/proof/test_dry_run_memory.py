@@ -14,6 +14,7 @@ from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.state_size import stage_size
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import Topology
 from megatron.planner.plan import RankKind
 from megatron.planner.state_report import layout_of
 from megatron.spec.counts import count_parameters
@@ -29,7 +30,6 @@ from tests.support.planned import (
     real_model,
     real_step,
     settings,
-    topology_of,
     untraced_kinds_of,
 )
 from tests.support.warm import run_warm_ranks
@@ -158,7 +158,7 @@ def compare(cases: list[LoadedConfig], world_size: int, full: bool, *, staged: b
     planned_kinds = [plan.kinds for plan in plans_of(cases)] if full else untraced_kinds_of(cases)
     ranks = run_warm_ranks(world_size, kept_of_each, cases, world_size, staged, timeout=300.0)
     for number, (one, kinds) in enumerate(zip(cases, planned_kinds, strict=True)):
-        topology = topology_of(one.config, world_size)
+        topology = Topology.of(one.config.parallel, world_size)
         assert sum(kind.ranks for kind in kinds) == world_size
         for rank in range(world_size):
             memory = kind_among(kinds, topology, rank).memory
@@ -260,7 +260,7 @@ def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
     grid: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     one = settings(4, **STYLES[style], **grid, num_layers=3, decoder_first_pipeline_num_layers=1)
     (plan,) = plans_of([one])
-    topology = topology_of(one.config, 4)
+    topology = Topology.of(one.config.parallel, 4)
     assert run_warm_ranks(4, elements, one) == [kind_of(plan, topology, rank).parameters for rank in range(4)]
     assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)
     first, second = (kind_of(plan, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))

@@ -11,12 +11,13 @@ from megatron.config.cli import LoadedConfig
 from megatron.data_parallel.state_layout import StateMemory
 from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import connect_fake, disconnect
+from megatron.parallel.topology import Topology
 from megatron.planner.kinds import RankContent, places_by_content
 from megatron.planner.plan import Places
 from megatron.planner.state_report import layout_of
 from megatron.spec.schedules import make_schedule
 from tests.support.other_places import elsewhere
-from tests.support.planned import real_model, settings, topology_of
+from tests.support.planned import real_model, settings
 
 RANKS = 2 * 2 * 150
 EXPERTS: dict[str, Any] = {
@@ -60,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[Places]], dict[tuple[int, int], StateMemory]]]:
     """Of both stages: what is found, and the memory of each place."""
-    config, topology = one.config, topology_of(one.config, RANKS)
+    config, topology = one.config, Topology.of(one.config.parallel, RANKS)
     schedule = make_schedule("1f1b", 2, 2)
     result = []
     for stage in range(2):

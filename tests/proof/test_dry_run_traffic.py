@@ -13,10 +13,10 @@ from megatron.data.samples import DocumentRules
 from megatron.data_parallel.traffic import axes_in_words, parts_in_words
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.topology import GRADIENT_AXES
+from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings, topology_of
+from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings
 from tests.support.shared_memory import recorded_calls
 from tests.support.warm import run_forked_ranks
 from tests.support.windows import Windows
@@ -211,7 +211,7 @@ def test_every_rank_sends_what_is_planned(full: bool) -> None:
         for rank in range(8):
             collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
-            topology = topology_of(cases[number].config, 8)
+            topology = Topology.of(cases[number].config.parallel, 8)
             at, sent = topology.coordinates(rank), kind_among(kinds, topology, rank).sent
             for one in sent:
                 if one.what == "matrices":

@@ -17,23 +17,24 @@ from megatron.attention.backends import backend_in_use, use_backend
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
+from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.memory.host import HostMemory
-from megatron.model.build import Model, model_of
+from megatron.model.build import Model
 from megatron.model.gpt import ModelInputs
-from megatron.parallel.context import ParallelContext, connect_fake, disconnect, make_context
+from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.overlap import Overlap
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import recomputed_chunks
+from megatron.planner.advice import num_microbatches
 from megatron.planner.chunk_trace import ChunkTrace, trace_chunks
 from megatron.planner.peak import Activations, peak_activations, receive_plans, step_transfers
 from megatron.planner.state_report import state_report
 from megatron.planner.storages import Transfer
-from megatron.spec.operations import Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.training.inputs import BatchMaker, reads_samples
-from megatron.training.progress import BatchSizePlan
 from megatron.training.step import TrainStep
 from megatron.verification.local_ranks import run_ranks
+from tests.support.planned import real_context, real_model
 from tests.support.runs import arguments
 from tests.support.windows import Windows
 
@@ -70,7 +71,7 @@ def settings(world_size: int, **changes: Any) -> Config:
 
 def plan_ranks(config: Config, world_size: int, *, expert_imbalance: float = 1.0) -> list[Planned]:
     """What the planner says of each rank. It says the same of all data and tensor ranks of a stage, so one of them is planned."""
-    topology = _topology(config, world_size)
+    topology = Topology.of(config.parallel, world_size)
     places = [(at["pp"], at["cp"]) for at in map(topology.coordinates, range(world_size))]
     found = {
         place: plan_rank(config, world_size, places.index(place), expert_imbalance=expert_imbalance)
@@ -89,10 +90,13 @@ def plan_rank(
     expert_imbalance: float = 1.0,
 ) -> Planned:
     """What the planner says of a rank."""
-    context = connect_fake(_topology(config, world_size), rank, config.parallel.fsdp_shard_size)
+    topology = Topology.of(config.parallel, world_size)
+    context = connect_fake(topology, rank, config.parallel.fsdp_shard_size)
     try:
-        model = build(config, context, overlap)
-        schedule = _schedule(config, context, model)
+        model = real_model(config, context, overlap)
+        chunks, recomputed = len(model.layer_table) // topology.pp, recomputed_chunks(model.layer_table)
+        count = num_microbatches(config, world_size)
+        schedule = make_schedule(config.parallel.schedule, topology.pp, count, chunks, recomputed=recomputed)
         size, splits = config.training.micro_batch_size, SCHEDULES[config.parallel.schedule].splits_backward
         with backend_in_use(config.speed.attention_backend):
             traces = trace_chunks(
@@ -138,16 +142,22 @@ def measure(
     def rank_run(rank: int) -> Measured:
         HostMemory.allocate = lambda self, size: torch.from_numpy(np.empty(size, dtype=np.uint8))  # type: ignore[method-assign]
         step, batch = build_step(config, world_size, rank, prepare)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step.gradients(batch)
-        _together()
-        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        peak = int(np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]).max())
+        peak = int(np.cumsum(_allocations(lambda: step.gradients(batch))).max())
         return Measured(peak, step.executor.host.num_bytes)
 
     found: list[Measured] = run_ranks(world_size, rank_run, backend=backend)
     return found
+
+
+def _allocations(function: Callable[[], Any]) -> list[int]:
+    """Call a function. Returns the bytes that the allocator gave out (negative: took back) meanwhile, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()
+    _together()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    del result  # not while its memory is counted
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 @functools.cache
@@ -156,11 +166,7 @@ def products_take_more(dtype: torch.dtype) -> bool:
 
     def probe(rank: int) -> bool:
         a = torch.ones(64, 64, dtype=dtype)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            result = a @ a
-        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-        taken = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        return sum(max(0, num_bytes) for num_bytes in taken) > result.nbytes
+        return sum(max(0, num_bytes) for num_bytes in _allocations(lambda: a @ a)) > a.nbytes
 
     return bool(run_ranks(1, probe)[0])
 
@@ -169,61 +175,25 @@ def build_step(
     config: Config, world_size: int, rank: int, prepare: Callable[[Model], None] = lambda model: None
 ) -> tuple[TrainStep, list[ModelInputs]]:
     """A rank that is ready for its first step, and the step's inputs; all ranks together."""
-    context = make_context(
-        _topology(config, world_size), rank, torch.device("cpu"), fsdp_shard_size=config.parallel.fsdp_shard_size
-    )
+    context = real_context(config, rank, world_size)
     use_backend(config.speed.attention_backend)
-    model = build(config, context)
+    model = real_model(config, context)
     step = TrainStep.of(config, model, context)
-    step.prepare(_num_microbatches(config, context))
+    step.prepare(num_microbatches(config, world_size))
     prepare(model)
-    batch = next(_batches(config, context, model))
-    _together()
-    return step, batch
-
-
-def build(config: Config, context: ParallelContext, overlap: Overlap | None = None) -> Model:
-    """A rank's part of the model, without memory."""
-    return model_of(config, context, _vocabulary(config), overlap=overlap)
-
-
-def _batches(config: Config, context: ParallelContext, model: Model) -> Any:
-    data, length, eod = config.data, config.model.seq_length, _vocabulary(config) - 1
+    data, length, count = config.data, config.model.seq_length, config.training.global_batch_size
+    eod = planned_rows(data) - 1
+    assert count is not None
     rules = DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
     maker = BatchMaker.for_model(config.model, context, 1, config.training.micro_batch_size, rules)
-    count = config.training.global_batch_size
-    assert count is not None
     rows = np.random.default_rng(0).integers(0, eod, (count, length + 1))
     rows[:, length // 3 - 1] = eod
     reads = reads_samples(context, [chunk.stage for chunk in model.layer_table], rules)
     source = Windows(rows) if reads else None
-    return maker.steps(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
-
-
-def _topology(config: Config, world_size: int) -> Topology:
-    parallel = config.parallel
-    return Topology.of(parallel, world_size)
-
-
-def _num_microbatches(config: Config, context: ParallelContext) -> int:
-    return BatchSizePlan(config.training, context.data_group.size, config.model.seq_length).num_microbatches(0)
-
-
-def _schedule(config: Config, context: ParallelContext, model: Model) -> Schedule:
-    stages = context.topology.pp
-    chunks_per_stage = len(model.layer_table) // stages
-    return make_schedule(
-        config.parallel.schedule,
-        stages,
-        _num_microbatches(config, context),
-        chunks_per_stage,
-        recomputed=recomputed_chunks(model.layer_table),
-    )
-
-
-def _vocabulary(config: Config) -> int:
-    assert config.data.vocab_size is not None
-    return config.data.vocab_size + 1
+    steps = maker.steps(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
+    batch = next(steps)
+    _together()
+    return step, batch
 
 
 def _together() -> None:

@@ -12,6 +12,7 @@ from megatron.config.config import Config
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, make_context
+from megatron.parallel.overlap import Overlap
 from megatron.parallel.topology import Topology
 from megatron.planner.chunk_trace import ChunkTrace, Traces
 from megatron.planner.dry_run import Planner
@@ -104,21 +105,15 @@ def kind_among(kinds: Sequence[RankKind], topology: Topology, rank: int) -> Rank
     return kind
 
 
-def topology_of(config: Config, world_size: int) -> Topology:
-    """The grid of a run."""
-    parallel = config.parallel
-    return Topology.of(parallel, world_size)
-
-
 def real_context(config: Config, rank: int, world_size: int) -> ParallelContext:
     """Of a rank of a world of processes; all of them together."""
-    topology = topology_of(config, world_size)
+    topology = Topology.of(config.parallel, world_size)
     return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=config.parallel.fsdp_shard_size)
 
 
-def real_model(config: Config, context: ParallelContext) -> Model:
+def real_model(config: Config, context: ParallelContext, overlap: Overlap | None = None) -> Model:
     """The model of a run on this rank, without memory."""
-    return model_of(config, context, planned_rows(config.data))
+    return model_of(config, context, planned_rows(config.data), overlap=overlap)
 
 
 def real_step(config: Config, context: ParallelContext) -> TrainStep:

@@ -12,7 +12,7 @@ import pytest
 from megatron.parallel.topology import Topology
 from megatron.planner.plan_text import format_plan
 from megatron.planner.state_report import amount
-from tests.support.planned import kind_of, plans_of, settings, topology_of
+from tests.support.planned import kind_of, plans_of, settings
 from tools.pages.figures import Bar, stacked_bars
 from tools.pages.html import Section, page, table, write_page
 from tools.pages.plan_page import plan_page
@@ -56,7 +56,7 @@ def test_a_plan_as_a_page_draws_every_rank_with_the_memory_of_its_kind(order: bo
     flags = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2, "num_layers": 4}
     loaded = settings(16, gpus_per_node=4, use_tp_pp_dp_mapping=order, **flags)
     (plan,) = plans_of([loaded])
-    topology = topology_of(loaded.config, 16)
+    topology = Topology.of(loaded.config.parallel, 16)
     text = plan_page(plan, topology, notes=["a <note>"])
     found = Checked(text)
     assert not found.addresses and "http" not in text and "@import" not in text and "url(" not in text

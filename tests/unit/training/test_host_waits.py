@@ -24,8 +24,9 @@ from megatron.parallel.topology import Topology
 from megatron.planner.kernel_memory import CudaKernels
 from megatron.training.sentinel import FirstGradients
 from megatron.training.step import TrainStep
-from tests.support.activation_runs import build, settings
+from tests.support.activation_runs import settings
 from tests.support.host_waits import host_waits
+from tests.support.planned import real_model
 
 META = torch.device("meta")
 MICROBATCHES = 2
@@ -173,7 +174,7 @@ def _waits(config: Config, rank: int) -> list[str]:
     topology = _topology(config)
     context = connect_fake(topology, rank)
     try:
-        step = TrainStep.of(config, build(config, context), context, count_zeros=config.logging.log_num_zeros_in_grad)
+        step = TrainStep.of(config, real_model(config, context), context, count_zeros=config.logging.log_num_zeros_in_grad)
         step.prepare(MICROBATCHES)
         batch = [_inputs(config, number) for number in range(MICROBATCHES)]
         with CudaKernels(), host_waits() as found:
@@ -227,7 +228,7 @@ def test_nobody_waits_for_digests_of_gradients(band: float | None) -> None:
     config = settings(4, num_layers=2, global_batch_size=4 * MICROBATCHES, bf16=True, **PIPELINE)
     context = connect_fake(_topology(config), 0)
     try:
-        step = TrainStep.of(config, build(config, context), context)
+        step = TrainStep.of(config, real_model(config, context), context)
         step.prepare(MICROBATCHES)
         gradients, batch = FirstGradients(step, Likeness(band)), [_inputs(config, number) for number in range(MICROBATCHES)]
         for _ in range(2):
