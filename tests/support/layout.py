@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,6 @@ class Layout:
     bucket_size: int | None = 3000
     micro_batch_size: int = 2
     dtype: torch.dtype = torch.float64
-    fp32_residual: bool = False
     sharding: ShardingStrategy = "no_shard"
     overlap_param_gather: bool = False
     grad_reduce_in_bf16: bool = False
@@ -179,7 +178,6 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
 
 
 def lora_settings(shape: ReferenceShape) -> dict[str, Any]:
-    """The settings of adapters."""
     if shape.lora_rank is None:
         return {}
     return {
@@ -190,7 +188,6 @@ def lora_settings(shape: ReferenceShape) -> dict[str, Any]:
 
 
 def latent_settings(latent: LatentShape | None) -> dict[str, Any]:
-    """The settings of latent attention."""
     if latent is None:
         return {}
     return {
@@ -204,7 +201,6 @@ def latent_settings(latent: LatentShape | None) -> dict[str, Any]:
 
 
 def expert_settings(experts: ExpertsShape | None) -> dict[str, Any]:
-    """The settings of experts."""
     if experts is None:
         return {}
     return {
@@ -235,7 +231,6 @@ _BALANCED = {"none": "none", "microbatch": "aux_loss", "sequence": "seq_aux_loss
 
 
 def stretch_settings(stretch: RotaryStretch | None) -> dict[str, Any]:
-    """The framework's settings for stretched rotary frequencies."""
     if stretch is None:
         return {}
     if stretch.kind == "linear":
@@ -264,13 +259,11 @@ def window_settings(windows: Sequence[int | None]) -> dict[str, Any]:
 
 def context_of(layout: Layout, rank: int) -> ParallelContext:
     """A rank's place and groups; all ranks together."""
-    sizes = layout.tp, layout.cp, layout.dp, layout.pp, layout.pp_before_dp, layout.ep, layout.etp
-    topology = Topology(*sizes)
+    topology = Topology(layout.tp, layout.cp, layout.dp, layout.pp, layout.pp_before_dp, layout.ep, layout.etp)
     return make_context(topology, rank, torch.device("cpu"), fsdp_shard_size=layout.fsdp_shard_size)
 
 
 def parallel_config(layout: Layout) -> ParallelConfig:
-    """The framework's settings for a layout."""
     return ParallelConfig(
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
@@ -295,7 +288,6 @@ def parallel_config(layout: Layout) -> ParallelConfig:
 
 
 def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
-    """The framework's settings for an update."""
     return OptimizerConfig(
         optimizer=recipe.optimizer,  # type: ignore[arg-type]
         clip_grad=recipe.clip,
@@ -322,7 +314,7 @@ def precision_config(shape: ReferenceShape) -> PrecisionConfig:
 
 def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> Model:
     """This rank's part of the framework's model, without memory."""
-    config = model_config(recipe.shape, fp32_residual_connection=layout.fp32_residual)
+    config = model_config(recipe.shape)
     return build_model(
         config,
         context,
@@ -393,16 +385,13 @@ def join(ranks: Sequence[list[TensorPart]]) -> dict[str, torch.Tensor]:
     return whole
 
 
-@dataclass(frozen=True)
-class _RankRun:
-    """What one rank brings home."""
-
+class _RankRun(NamedTuple):
     losses: list[float]
     norms: list[float]
+    evaluations: list[float]
     gradients: list[TensorPart]
     main_params: list[TensorPart]
     parameters: list[TensorPart]
-    evaluations: list[float]
     num_shards: int
 
 
@@ -410,30 +399,28 @@ def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None)
     use_backend(layout.attention)
     context = context_of(layout, rank)
     step = build_step(context, recipe, layout)
-    found = _RankRun([], [], [], [], [], [], len(step.optimizer.shards))
 
     def inputs_of(batch: Batch) -> list[ModelInputs]:
         if recipe.rules is None:
             return microbatches(batch, context, layout.micro_batch_size, recipe.shape.mtp_depths)
         return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules)
 
-    def look() -> None:
-        if evaluate is not None:
-            total, count, *_ = step.evaluate(inputs_of(evaluate))
-            found.evaluations.append(total / count)
+    def evaluation() -> list[float]:
+        if evaluate is None:
+            return []
+        total, count, *_ = step.evaluate(inputs_of(evaluate))
+        return [total / count]
 
-    look()
-    keep_gradients(step, found.gradients)
+    evaluations, results, gradients = evaluation(), [], list[TensorPart]()
+    keep_gradients(step, gradients)
     for i, batch in enumerate(recipe.batches):
-        result = step.run(inputs_of(batch), iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay)
-        found.losses.append(result.loss)
-        found.norms.append(result.grad_norm)
-        look()
-    found.parameters.extend(parts_of_parameters(step))
-    found.main_params.extend(parts_of_shards(step, lambda shard: shard.main))
+        results.append(step.run(inputs_of(batch), iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay))
+        evaluations += evaluation()
+    losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
+    parameters, mains = parts_of_parameters(step), parts_of_shards(step, lambda shard: shard.main)
     if dist.is_initialized():
         dist.barrier()
-    return found
+    return _RankRun(losses, norms, evaluations, gradients, mains, parameters, len(step.optimizer.shards))
 
 
 def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None) -> LayoutRun:

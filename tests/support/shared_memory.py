@@ -46,20 +46,11 @@ _UNREAD = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARRAYS = {torch.float64: np.float64, torch.float32: np.float32, torch.int64: np.int64, torch.uint8: np.uint8, torch.bool: np.bool_}
 """Dtypes that arrays have, too. A view of an array costs a tenth of a tensor's view."""
-_REDUCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.PRODUCT: torch.mul,
-    dist.ReduceOp.BOR: torch.bitwise_or,
-}
+_REDUCTIONS: dict[Any, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 
 
-class _Deadline(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-_ONE_SECOND = _Deadline(1, 0)
+_ONE_SECOND = (ctypes.c_long * 2)(1, 0)
+"""As a timespec: seconds and nanoseconds."""
 
 
 class _Box:
@@ -83,7 +74,6 @@ class _Box:
 
     @staticmethod
     def size(readers: int) -> int:
-        """Bytes of a box."""
         return mmap.PAGESIZE + _SLOTS * _RECORD + _align(_SLOTS * readers * _WORD) + _DATA
 
     def give(self, kind: int, tensor: torch.Tensor | None, timeout: float) -> torch.Tensor | None:
@@ -103,7 +93,6 @@ class _Box:
         return copy
 
     def has(self, number: int) -> bool:
-        """Whether the call of this number has been made."""
         return self._given.value > number
 
     def look(self, number: int, timeout: float) -> tuple[int, _Given]:
@@ -190,7 +179,6 @@ class _Call(dist.Work):
         return self._done or self._ready()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait, and bring the result."""
         if not self._done:
             for tensor, copy in self.given:
                 assert _same(tensor, copy), "a tensor was changed before the collective that it was given to was done"
@@ -248,26 +236,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._received = [0] * size
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
         return SHARED_MEMORY
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """As torch has registered it."""
         return dist.distributed_c10d._world.pg_names[self]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Every tensor becomes its reduction over the ranks."""
         (tensor,) = tensors
         reduce = _reduction(opts)
         return self._call("all-reduce", tensor, lambda each: reduce(tensor, each))
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """The output's parts are the ranks' inputs."""
         return self._call("all-gather", input, lambda each: _copy(output.view(-1).chunk(self._size), each))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """The outputs are the ranks' inputs."""
         (parts,), (tensor,) = outputs, inputs
         return self._call("all-gather of a list", tensor, lambda each: _copy(parts, each))
 
@@ -307,28 +290,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Every rank's tensor becomes the root's."""
         (tensor,), root = tensors, opts.rootRank
         given = tensor if root == self._rank else None
         return self._call("broadcast", given, lambda each: tensor.copy_(each[root].like(tensor)))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """The root's outputs are the ranks' inputs."""
         (tensor,), root = inputs, opts.rootRank
         return self._call("gather", tensor, lambda each: _copy(outputs[0], each) if root == self._rank else None)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Every rank's output is its own of the root's inputs."""
-        (output,), root = outputs, opts.rootRank
-        given = torch.cat([_bytes(tensor) for tensor in inputs[0]]) if root == self._rank else None
-
-        def finish(each: Sequence[_Given]) -> None:
-            output.copy_(each[root].piece(self._size, self._rank).like(output))
-
-        return self._call("scatter", given, finish)
-
     def barrier(self, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Wait for all ranks."""
         return self._call("barrier", None, lambda _: None)
 
     def send(self, tensors: Any, target: int, tag: int) -> dist.Work:  # type: ignore[override]
@@ -387,7 +357,6 @@ _KINDS = [
     "all-to-all",
     "broadcast",
     "gather",
-    "scatter",
     "barrier",
 ]
 
