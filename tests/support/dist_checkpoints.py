@@ -12,6 +12,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,9 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.verification.reference.shape import Weights
-from tests.support.legacy_checkpoints import LegacyLayout, arguments_of, megatron_enums, with_layers
+from tests.support.legacy_checkpoints import LegacyLayout, arguments_of, megatron_enums
 from tests.support.megatron_states import (
     ITERATION,
+    MOST,
     SCALER,
     TrainedModel,
     arguments_of_run,
@@ -44,8 +46,6 @@ from tests.support.reference_runs import llama_like
 Names = Literal["stacked", "own", "halves"]
 """Layers in one tensor; each with its own names; these with gate and up projection apart."""
 StateForm = Literal["fully_reshardable", "fully_sharded_model_space", "dp_reshardable", "dp_zero_gather_scatter", "plain", "none"]
-MOST = 2500
-"""Elements at which buckets of the first chunk are closed."""
 
 
 class Piece(NamedTuple):
@@ -102,18 +102,13 @@ def pieces_of(
         first_layer: of the chunk.
         gated: whether the up projection is a pair.
     """
-    dim = (
-        0
-        if any(part in name for part in ("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias", "word_emb", "output_layer"))
-        else None
-    )
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        dim = 1
+    rows = ("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias", "word_emb", "output_layer")
+    dim = 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0 if any(part in name for part in rows) else None
     row, key = None, name
     if name.startswith("decoder.layers."):
-        head, layer, rest = name.split(".", 3)[:2], int(name.split(".", 3)[2]), name.split(".", 3)[3]
-        row = first_layer + layer
-        key = ".".join([*head, rest]) if names == "stacked" else ".".join([*head, str(row), rest])
+        decoder, layers, layer, rest = name.split(".", 3)
+        row = first_layer + int(layer)
+        key = ".".join([decoder, layers, *([] if names == "stacked" else [str(row)]), rest])
     parts = [(key, 0, local)]
     halves = 1
     if gated and ".linear_fc1." in name and "layer_norm" not in name:
@@ -157,51 +152,43 @@ def write_dist(
         changes: of the arguments.
     """
     shape, path = model.shape, folder / f"iter_{ITERATION:07d}"
-    layout = with_layers(layout, shape.num_layers)
     path.mkdir(parents=True)
     writer, gated, shared = DistWriter(path), shape.activation == "swiglu", shape.tied and layout.pp > 1
     sharded = form not in ("plain", "none")
     kinds = {"fp32_param" if kind == "param" and form != "fully_reshardable" else kind: some for kind, some in model.kinds.items()}
     if sharded and not model.mains:
         kinds = {"param" if form == "fully_reshardable" else "fp32_param": model.weights, **kinds}
-    for chunk in range(layout.pp * layout.virtual):
+    for chunk, rank in itertools.product(range(layout.pp * layout.virtual), range(layout.tp)):
         stage, number = chunk % layout.pp, chunk // layout.pp
-        first = layout.chunk_layers[chunk].start
-        for rank in range(layout.tp):
-            world_rank = stage * layout.tp + rank
+        first, world_rank = layout.chunk_layers(shape.num_layers)[chunk].start, stage * layout.tp + rank
+        local = partial(local_tensors, shape, layout=layout, chunk=chunk, rank=rank)
 
-            def local(tensors: Weights, chunk: int = chunk, rank: int = rank) -> Weights:
-                return local_tensors(shape, tensors, layout, chunk, rank)
-
-            def parts(name: str, tensor: torch.Tensor, first: int = first, rank: int = rank) -> Iterator[Piece]:
+        def parts(tensors: Weights, first: int = first, rank: int = rank, local: Any = local) -> Iterator[Piece]:
+            for name, tensor in local(tensors).items():
                 if not (shape.tied and name == "output_layer.weight"):  # a replica of the embedding
                     yield from pieces_of(name, tensor, first, shape.num_layers, rank, layout.tp, names, gated)
 
-            for name, tensor in local(model.weights).items():
-                for piece in parts(name, tensor):
-                    writer.add(piece, world_rank)
-            writer.add_object(f"decoder.layers.mlp.linear_fc1._extra_state/shard_{chunk}", None, world_rank)
-            if form in ("fully_reshardable", "fully_sharded_model_space", "plain"):
-                for kind, tensors in kinds.items():
-                    for name, tensor in local(tensors).items():
-                        for piece in parts(name, tensor):
-                            some = flattened(piece, (0.3, 0.31)) if form == "fully_sharded_model_space" else [piece]
-                            for one in some:
-                                writer.add(one._replace(key=f"optimizer.state.{kind}.{one.key}"), world_rank)
-            start = f"optimizer.distributed.dp_group_idx_{world_rank}."
+        for piece in parts(model.weights):
+            writer.add(piece, world_rank)
+        writer.add_object(f"decoder.layers.mlp.linear_fc1._extra_state/shard_{chunk}", None, world_rank)
+        if form in ("fully_reshardable", "fully_sharded_model_space", "plain"):
+            for kind, tensors in kinds.items():
+                for piece in parts(tensors):
+                    for one in flattened(piece, (0.3, 0.31)) if form == "fully_sharded_model_space" else [piece]:
+                        writer.add(one._replace(key=f"optimizer.state.{kind}.{one.key}"), world_rank)
+        start = f"optimizer.distributed.dp_group_idx_{world_rank}."
+        if sharded:
             groups = groups_of([], updates=model.updates)
-            if sharded:
-                writer.add_object(f"{start}optimizer/shard_0_1", {"param_groups": groups}, world_rank)
-                writer.add_object(f"{start}grad_scaler/shard_0_1", SCALER, world_rank)
-            if form == "dp_reshardable":
-                states = {("param" if kind == "fp32_param" else kind): local(tensors) for kind, tensors in kinds.items()}
-                most = MOST if stage == number == 0 else None
-                for bucket, found in flat_buckets(states["param"], states, shared, most):
-                    key = f"{start}gbuf_idx_{number}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{bucket}."
-                    for kind, flat in found.items():
-                        middle = len(flat) // 2
-                        for at, part in ((0, flat[:middle]), (middle, flat[middle:])):
-                            writer.add(Piece(f"{key}{kind}", (len(flat),), (at,), part), world_rank)
+            writer.add_object(f"{start}optimizer/shard_0_1", {"param_groups": groups}, world_rank)
+            writer.add_object(f"{start}grad_scaler/shard_0_1", SCALER, world_rank)
+        if form == "dp_reshardable":
+            states = {("param" if kind == "fp32_param" else kind): local(tensors) for kind, tensors in kinds.items()}
+            for bucket, found in enumerate(flat_buckets(states["param"], states, shared, MOST if stage == number == 0 else None)):
+                key = f"{start}gbuf_idx_{number}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{bucket}."
+                for kind, flat in found.items():
+                    middle = len(flat) // 2
+                    for at, part in ((0, flat[:middle]), (middle, flat[middle:])):
+                        writer.add(Piece(f"{key}{kind}", (len(flat),), (at,), part), world_rank)
     writer.add_object("rng_state/shard_0.0_1.1", {"random_rng_state": (3, (1, 2), None)}, 0)
     writer.finish()
     inner: dict[str, Any] = {"param_groups": groups_of([], updates=model.updates if sharded else None)}

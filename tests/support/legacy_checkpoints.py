@@ -13,11 +13,12 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megatron.verification.reference.shape import ReferenceShape, Weights
@@ -38,12 +39,15 @@ class LegacyLayout:
     layers: tuple[int, ...] | None = None
     """Layers of each chunk in the order of the depth; by default all alike."""
 
-    @property
-    def chunk_layers(self) -> list[range]:
-        """The layers of each chunk in the order of the depth."""
-        assert self.layers is not None
-        ends = np.cumsum([0, *self.layers]).tolist()
+    def chunk_layers(self, num_layers: int) -> list[range]:
+        """Return the layers of each chunk in the order of the depth."""
+        chunks = self.pp * self.virtual
+        ends = np.cumsum([0, *(self.layers or [num_layers // chunks] * chunks)]).tolist()
         return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+    def folder(self, stage: int, rank: int) -> str:
+        """Return the name of the folder of a stage's tensor rank."""
+        return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
 
 
 def padded_rows(vocab: int, tp: int) -> int:
@@ -136,7 +140,7 @@ def chunk_state(shape: ReferenceShape, weights: Weights, layout: LegacyLayout, c
     """The state of one chunk on one tensor rank."""
     state: OrderedDict[str, Any] = OrderedDict()
     last = layout.pp * layout.virtual - 1
-    layers = layout.chunk_layers[chunk]
+    layers = layout.chunk_layers(shape.num_layers)[chunk]
     for name, tensor in weights.items():
         layer = int(name.split(".")[1]) if name.startswith("layers.") else None
         outside = last if name.startswith(("final_norm", "output")) else 0
@@ -150,7 +154,7 @@ def chunk_state(shape: ReferenceShape, weights: Weights, layout: LegacyLayout, c
     if shape.tied and chunk == last > 0:  # the copy for the output layer
         first = chunk_state(shape, {"embedding.word.weight": weights["embedding.word.weight"]}, layout, 0, rank)
         state["output_layer.weight"] = first["embedding.word_embeddings.weight"]
-    state = OrderedDict(sorted(state.items(), key=lambda one: declared_at(one[0])))
+    state = OrderedDict((name, state[name]) for name in sorted(state, key=declared_at))
     if layout.engine:
         for i in range(len(layers)):
             state[f"decoder.layers.{i}.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"scales")
@@ -159,26 +163,18 @@ def chunk_state(shape: ReferenceShape, weights: Weights, layout: LegacyLayout, c
     return state
 
 
-def with_layers(layout: LegacyLayout, num_layers: int) -> LegacyLayout:
-    """The layout with the layers of its chunks; all alike, if it does not say."""
-    chunks = layout.pp * layout.virtual
-    return layout if layout.layers is not None else replace(layout, layers=(num_layers // chunks,) * chunks)
-
-
-_IN_LAYER = (
-    *("input_layernorm", "linear_proj", "linear_qkv.layer_norm", "linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm"),
-    *("linear_fc1.layer_norm", "linear_fc1", "linear_fc2"),
+_ORDER = (
+    *("embedding.word", "embedding.position", "decoder.layers.", "input_layernorm", "linear_proj", "linear_qkv.layer_norm"),
+    *("linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "linear_fc1.layer_norm", "linear_fc1", "linear_fc2"),
+    *("decoder.final_layernorm", "output_layer"),
 )
 
 
 def declared_at(name: str) -> tuple[int, ...]:
     """A key that sorts the parameters of a chunk as its model declares them."""
-    outside = ("embedding.word", "embedding.position", "decoder.layers.", "decoder.final_layernorm", "output_layer")
-    place = next(at for at, start in enumerate(outside) if name.startswith(start))
-    if place != 2:
-        return place, 0, 0, int(name.endswith("bias"))
-    found = [at for at, part in enumerate(_IN_LAYER) if f".{part}" in name]
-    return place, int(name.split(".")[2]), max(found, key=lambda at: len(_IN_LAYER[at])), int(name.endswith("bias"))
+    place, *inside = [place for place, part in enumerate(_ORDER) if part in name]
+    layer = int(name.split(".")[2]) if inside else 0
+    return place, layer, max(inside, key=lambda place: len(_ORDER[place]), default=0), int(name.endswith("bias"))
 
 
 def write_legacy(
@@ -197,17 +193,15 @@ def write_legacy(
         optimizer_of: what a stage's tensor rank holds of the optimizer, with other things beside the weights.
         changes: of the arguments.
     """
-    layout = with_layers(layout, shape.num_layers)
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     with megatron_enums() as enums:
         args = arguments_of(shape, layout, **{**enums, **changes})
-        for stage in range(layout.pp):
-            for rank in range(layout.tp):
-                keys = ["model"] if layout.virtual == 1 else [f"model{i}" for i in range(layout.virtual)]
-                states = {key: chunk_state(shape, weights, layout, i * layout.pp + stage, rank) for i, key in enumerate(keys)}
-                path = folder / name / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pp > 1 else "")) / "model_optim_rng.pt"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save({**common_content(args, iteration), **states, **optimizer_of(stage, rank)}, path)
+        for stage, rank in itertools.product(range(layout.pp), range(layout.tp)):
+            keys = ["model"] if layout.virtual == 1 else [f"model{i}" for i in range(layout.virtual)]
+            states = {key: chunk_state(shape, weights, layout, i * layout.pp + stage, rank) for i, key in enumerate(keys)}
+            path = folder / name / layout.folder(stage, rank) / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({**common_content(args, iteration), **states, **optimizer_of(stage, rank)}, path)
     (folder / "latest_checkpointed_iteration.txt").write_text("release" if iteration is None else str(iteration))
     return folder / name
 
@@ -234,20 +228,14 @@ def common_content(args: argparse.Namespace, iteration: int | None) -> dict[str,
 def megatron_enums() -> Iterator[dict[str, Any]]:
     """Arguments that are enums of NVIDIA's package, which is there only meanwhile."""
     found: dict[str, Any] = {}
-    before = dict(sys.modules)
-    for argument, module, name in (
-        ("model_type", "megatron.core.enums", "ModelType"),
-        ("attention_backend", "megatron.core.transformer.enums", "AttnBackend"),
-    ):
-        kind = enum.Enum(name, ["first", "second"], module=module)  # type: ignore[misc]
-        made = types.ModuleType(module)
-        setattr(made, name, kind)
-        sys.modules[module] = made
-        found[argument] = kind.first  # type: ignore[attr-defined]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for argument, module, name in (
+            ("model_type", "megatron.core.enums", "ModelType"),
+            ("attention_backend", "megatron.core.transformer.enums", "AttnBackend"),
+        ):
+            made = types.ModuleType(module)
+            kind = enum.Enum(name, ["first", "second"], module=module)  # type: ignore[misc]
+            setattr(made, name, kind)
+            patch.setitem(sys.modules, module, made)
+            found[argument] = kind.first  # type: ignore[attr-defined]
         yield found
-    finally:
-        for module in ("megatron.core.enums", "megatron.core.transformer.enums"):
-            sys.modules.pop(module, None)
-            if module in before:
-                sys.modules[module] = before[module]

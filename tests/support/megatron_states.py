@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from megatron.verification.reference.model import Batch
 from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
 from megatron.verification.reference.training import Rule, State, update
-from tests.support.legacy_checkpoints import LegacyLayout, chunk_state, with_layers, write_legacy
+from tests.support.legacy_checkpoints import LegacyLayout, chunk_state, write_legacy
 from tests.support.reference_runs import llama_like, loss_and_gradients
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOST = 2500
+"""Elements at which buckets of the first chunk are closed."""
 RULE = Rule("adam", 0.7, (0.9, 0.95), 1e-8)
 
 
@@ -64,54 +67,39 @@ def local_tensors(shape: ReferenceShape, tensors: Weights, layout: LegacyLayout,
     return {name: one for name, one in state.items() if isinstance(one, torch.Tensor) and not name.endswith("_extra_state")}
 
 
-@dataclass(frozen=True)
-class FlatPlace:
-    """A parameter in a flat buffer."""
-
-    name: str
-    bucket: int
-    start: int
-    """In its bucket."""
-
-
-def flat_places(params: Weights, shared: bool, most: int | None) -> tuple[list[FlatPlace], list[int]]:
-    """Places of parameters in the buckets of a flat buffer, and the sizes of the buckets: from the last to the first, each at a
-    multiple of 64; a shared embedding has its own bucket."""
-    places: list[FlatPlace] = []
-    numels: list[int] = []
-    at, bucket, inside = 0, 0, 0
-    for name, tensor in reversed(params.items()):
-        alone = shared and name.endswith(("word_embeddings.weight", "output_layer.weight"))
-        at = math.ceil(at / 64) * 64
-        if alone and inside:
-            numels.append(at)
-            at, bucket, inside = 0, bucket + 1, 0
-        places.append(FlatPlace(name, bucket, at))
-        at, inside = at + tensor.numel(), inside + 1
-        if alone or (most is not None and at >= most):
-            numels.append(at)
-            at, bucket, inside = 0, bucket + 1, 0
-    return places, [*numels, *([at] if inside else [])]
-
-
-def flat_buckets(
-    params: Weights, kinds: dict[str, Weights], shared: bool, most: int | None
-) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """(number, tensors by kind) of each bucket of a chunk. The padding in them is noise.
+def flat_buckets(params: Weights, kinds: dict[str, Weights], shared: bool, most: int | None) -> list[dict[str, torch.Tensor]]:
+    """State by kind in each bucket of a chunk's flat buffer, from the last parameter to the first, each at a multiple of 64.
 
     Args:
         params: of the chunk on the rank.
         kinds: its state by kind, each like `params`.
+        shared: whether the embedding, which then has a bucket of its own, is on two stages.
+        most: elements at which a bucket is closed.
     """
-    places, numels = flat_places(params, shared, most)
-    for bucket, numel in enumerate(numels):
-        found = {}
-        for kind, tensors in kinds.items():
-            flat = torch.full((numel,), 9.5, dtype=next(iter(tensors.values())).dtype)
-            for place in (one for one in places if one.bucket == bucket):
-                flat[place.start :][: tensors[place.name].numel()] = tensors[place.name].flatten()
-            found[kind] = flat
-        yield bucket, found
+    buckets: list[tuple[list[tuple[str, int]], int]] = []
+    starts: list[tuple[str, int]] = []
+    end = 0
+    for name, tensor in reversed(params.items()):
+        alone = shared and name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        start = math.ceil(end / 64) * 64
+        if alone and starts:
+            buckets.append((starts, start))
+            starts, start = [], 0
+        starts.append((name, start))
+        end = start + tensor.numel()
+        if alone or (most is not None and end >= most):
+            buckets.append((starts, end))
+            starts, end = [], 0
+    if starts:
+        buckets.append((starts, end))
+
+    def flat(tensors: Weights, starts: list[tuple[str, int]], numel: int) -> torch.Tensor:
+        buffer = torch.full((numel,), 9.5, dtype=next(iter(tensors.values())).dtype)  # the padding is noise
+        for name, start in starts:
+            buffer[start:][: tensors[name].numel()] = tensors[name].flatten()
+        return buffer
+
+    return [{kind: flat(tensors, *bucket) for kind, tensors in kinds.items()} for bucket in buckets]
 
 
 ITERATION, BATCH = 3, 6
@@ -164,7 +152,6 @@ def write_legacy_run(folder: Path, model: TrainedModel, layout: LegacyLayout, *,
         sharded: the optimizer's state is in distrib_optim.pt.
         changes: of the arguments.
     """
-    layout = with_layers(layout, model.shape.num_layers)
 
     def chunk_of(kind: Weights, stage: int, rank: int, number: int) -> Weights:
         return local_tensors(model.shape, kind, layout, number * layout.pp + stage, rank)
@@ -193,20 +180,15 @@ def write_legacy_run(folder: Path, model: TrainedModel, layout: LegacyLayout, *,
     settings = {**arguments_of_run(model, sharded=sharded), **changes}
     path = write_legacy(folder, model.shape, model.weights, layout, iteration=ITERATION, optimizer_of=optimizer_of, **settings)
     shared = model.shape.tied and layout.pp > 1
-    for stage in range(layout.pp if sharded else 0):
-        for rank in range(layout.tp):
-            content: dict[Any, Any] = {"buckets_coalesced": True}
-            for number in range(layout.virtual):
-                kinds = {
-                    kind: chunk_of(some, stage, rank, number)
-                    for kind, some in (model.kinds | {"param": model.mains or model.weights}).items()
-                }
-                most = 2500 if stage == number == 0 else None
-                buckets = [found for _, found in flat_buckets(kinds["param"], kinds, shared, most)]
-                joined = {kind: torch.cat([bucket[kind] for bucket in buckets]) for kind in kinds}
-                content[number] = {(torch.bfloat16, torch.float32): {**joined, "numel_unpadded": len(joined["param"])}}
-            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pp > 1 else "")
-            torch.save(content, path / name / "distrib_optim.pt")
+    for stage, rank in itertools.product(range(layout.pp if sharded else 0), range(layout.tp)):
+        content: dict[Any, Any] = {"buckets_coalesced": True}
+        for number in range(layout.virtual):
+            all_kinds = model.kinds | {"param": model.mains or model.weights}
+            kinds = {kind: chunk_of(some, stage, rank, number) for kind, some in all_kinds.items()}
+            buckets = flat_buckets(kinds["param"], kinds, shared, MOST if stage == number == 0 else None)
+            joined = {kind: torch.cat([bucket[kind] for bucket in buckets]) for kind in kinds}
+            content[number] = {(torch.bfloat16, torch.float32): {**joined, "numel_unpadded": len(joined["param"])}}
+        torch.save(content, path / layout.folder(stage, rank) / "distrib_optim.pt")
     return path
 
 
