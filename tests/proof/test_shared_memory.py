@@ -44,9 +44,11 @@ def every_call(rank: int) -> list[Any]:
         dist.all_gather_object(objects, {"rank": rank}, group=group)
         collected: list[Any] = [None] * size
         dist.gather_object(rank, collected if rank == ranks[0] else None, ranks[0], group=group)
+        scattered: list[Any] = [None]
+        dist.scatter_object_list(scattered, [{"to": each} for each in ranks] if rank == ranks[0] else None, ranks[0], group=group)
         told = [rank]
         dist.broadcast_object_list(told, ranks[0], group=group)
-        found += [objects, collected, told]
+        found += [objects, collected, scattered, told]
         neighbours = ranks[(ranks.index(rank) + 1) % size], ranks[ranks.index(rank) - 1]
         for step in range(3):
             received = torch.empty(4)

@@ -298,6 +298,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         (tensor,), root = inputs, opts.rootRank
         return self._call("gather", tensor, lambda each: _copy(outputs[0], each) if root == self._rank else None)
 
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Every rank's output is its own of the root's inputs."""
+        (output,), root = outputs, opts.rootRank
+        given = torch.cat([_bytes(tensor) for tensor in inputs[0]]) if root == self._rank else None
+
+        def finish(each: Sequence[_Given]) -> None:
+            output.copy_(each[root].piece(self._size, self._rank).like(output))
+
+        return self._call("scatter", given, finish)
+
     def barrier(self, opts: Any = None) -> dist.Work:  # type: ignore[override]
         return self._call("barrier", None, lambda _: None)
 
@@ -357,6 +367,7 @@ _KINDS = [
     "all-to-all",
     "broadcast",
     "gather",
+    "scatter",
     "barrier",
 ]
 
