@@ -154,7 +154,7 @@ def test_a_million_ranks_fall_into_few_kinds(full: bool) -> None:
         assert sum(kind.ranks for kind in plan.kinds) == world_size and len(plan.kinds) < 200
         topology = Topology.of(job.config.parallel, world_size)
         for rank in (0, 1, 5, 1000, 4095, 4096, world_size // 2 - 1, world_size // 2, world_size - 1):
-            assert kind_of(plan, topology, rank)
+            assert kind_of(plan.kinds, topology, rank)
 
 
 # ---- what is simulated and counted

@@ -18,7 +18,7 @@ from megatron.config.cli import LoadedConfig
 from megatron.parallel.topology import Topology
 from megatron.training.step import TrainStep
 from tests.proof.test_dry_run_traffic import EXPERTS, GRID, groups_of, random_batch
-from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings
+from tests.support.planned import kind_of, kinds_of, real_context, real_step, settings
 from tests.support.shared_memory import GroupCall, recorded_calls
 from tests.support.warm import run_warm_ranks
 
@@ -93,7 +93,7 @@ def test_groups_that_carry_tensors_are_those_of_the_plan() -> None:
         for rank in range(8):
             collectives, messages, groups = ranks[rank][index]
             topology = Topology.of(cases()[index].config.parallel, 8)
-            sent = kind_among(kinds, topology, rank).sent
+            sent = kind_of(kinds, topology, rank).sent
             in_rings = "ring" in name
             planned = {traffic.over for traffic in sent}
             assert collectives == {groups[over] for over in planned - {"pipeline", *["cp"] * in_rings}}, (name, rank)

@@ -135,7 +135,7 @@ def test_a_plan_tells_which_share_of_a_kind_sends_to_other_nodes(mapping: bool) 
     }
     shares = set()
     for kind in plan.kinds:
-        ranks = [rank for rank in range(12) if kind_of(plan, topology, rank) is kind]
+        ranks = [rank for rank in range(12) if kind_of(plan.kinds, topology, rank) is kind]
         assert kind.first_rank in ranks and len(ranks) == kind.ranks
         assert {traffic.over for traffic in kind.sent} == set(groups)
         for traffic in kind.sent:

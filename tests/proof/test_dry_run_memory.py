@@ -23,14 +23,13 @@ from megatron.training.providers import make_providers
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
 from tests.support.planned import (
-    kind_among,
     kind_of,
+    kinds_of,
     plans_of,
     real_context,
     real_model,
     real_step,
     settings,
-    untraced_kinds_of,
 )
 from tests.support.warm import run_warm_ranks
 
@@ -155,13 +154,13 @@ def compare(cases: list[LoadedConfig], world_size: int, full: bool, *, staged: b
     Args:
         full: trace chunks as a plan does. What a trace finds is no state, and takes most of the time.
     """
-    planned_kinds = [plan.kinds for plan in plans_of(cases)] if full else untraced_kinds_of(cases)
+    planned_kinds = [plan.kinds for plan in plans_of(cases)] if full else kinds_of(cases, traced=False)
     ranks = run_warm_ranks(world_size, kept_of_each, cases, world_size, staged, timeout=300.0)
     for number, (one, kinds) in enumerate(zip(cases, planned_kinds, strict=True)):
         topology = Topology.of(one.config.parallel, world_size)
         assert sum(kind.ranks for kind in kinds) == world_size
         for rank in range(world_size):
-            memory = kind_among(kinds, topology, rank).memory
+            memory = kind_of(kinds, topology, rank).memory
             planned = {name: (getattr(memory, name).device, getattr(memory, name).host) for name in PARTS}
             assert ranks[rank][number] == planned, (one.config.parallel, rank)
     return planned_kinds
@@ -261,7 +260,7 @@ def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
     one = settings(4, **STYLES[style], **grid, num_layers=3, decoder_first_pipeline_num_layers=1)
     (plan,) = plans_of([one])
     topology = Topology.of(one.config.parallel, 4)
-    assert run_warm_ranks(4, elements, one) == [kind_of(plan, topology, rank).parameters for rank in range(4)]
+    assert run_warm_ranks(4, elements, one) == [kind_of(plan.kinds, topology, rank).parameters for rank in range(4)]
     assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)
-    first, second = (kind_of(plan, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
+    first, second = (kind_of(plan.kinds, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
     assert first > second

@@ -16,7 +16,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from tests.support.planned import kind_among, kinds_of, real_context, real_step, settings
+from tests.support.planned import kind_of, kinds_of, real_context, real_step, settings
 from tests.support.shared_memory import recorded_calls
 from tests.support.warm import run_forked_ranks
 from tests.support.windows import Windows
@@ -212,7 +212,7 @@ def test_every_rank_sends_what_is_planned(full: bool) -> None:
             collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
             topology = Topology.of(cases[number].config.parallel, 8)
-            at, sent = topology.coordinates(rank), kind_among(kinds, topology, rank).sent
+            at, sent = topology.coordinates(rank), kind_of(kinds, topology, rank).sent
             for one in sent:
                 if one.what == "matrices":
                     most.setdefault(at["pp"], []).append((matrices, one.bytes))

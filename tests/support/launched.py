@@ -15,23 +15,8 @@ from tests.support.cli import ROOT
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for name in ("train_*.sh", "extend_*.sh") for path in EXAMPLES.glob(name))
 _OWN = (
-    "DATA",
-    "MODEL",
-    "VOCAB",
-    "MERGES",
-    "TOKENIZER",
-    "RUN",
-    "NNODES",
-    "HEAD",
-    "PORT",
-    "DRY_RUN",
-    "SKIP_CHECK",
-    "MAX_RESTARTS",
-    "MIN_NODES",
-    "MIN_RANKS",
-    "LAUNCHER",
-    "PYTHON",
-)
+    "DATA MODEL VOCAB MERGES TOKENIZER RUN NNODES HEAD PORT DRY_RUN SKIP_CHECK MAX_RESTARTS MIN_NODES MIN_RANKS LAUNCHER PYTHON"
+).split()
 
 
 def environment(**variables: str) -> dict[str, str]:

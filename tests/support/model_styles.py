@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-STYLES: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-    },
-}
-
 _LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -25,6 +12,7 @@ _LLAMA: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
 }
 _GROUPED: dict[str, Any] = {"group_query_attention": True, "num_query_groups": 2}
+STYLES: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": {**_LLAMA, **_GROUPED}}
 _OLMO = {**_LLAMA, "norm_placement": "post", "qk_layernorm": True, "qk_layernorm_all_heads": True}
 _GEMMA: dict[str, Any] = {
     **_LLAMA,

@@ -35,41 +35,33 @@ def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
     return [planner.plan() for planner in _planners(loaded)]
 
 
-def kinds_of(loaded: Sequence[LoadedConfig]) -> list[tuple[RankKind, ...]]:
-    """Return the kinds of ranks of jobs of at most two stages, as their plans have them, without the rest of the plans."""
+def kinds_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[tuple[RankKind, ...]]:
+    """Return the kinds of ranks of jobs of at most two stages, as their plans have them, without the rest of the plans.
+
+    Args:
+        traced: False takes operations to hold and send nothing. The state of ranks depends on no trace, and traces take most of
+            the time of a plan.
+    """
     assert all(one.config.parallel.pipeline_model_parallel_size <= 2 for one in loaded)
-    return [planner.work().kinds for planner in _planners(loaded)]
+    return [planner.work().kinds for planner in _planners(loaded, traced=traced)]
 
 
-def _planners(loaded: Sequence[LoadedConfig]) -> Iterator[Planner]:
+def _planners(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> Iterator[Planner]:
     traces: dict[object, Traces] = {}
     for one in loaded:
         assert one.dry_run is not None
-        known = traces.setdefault(_what_is_traced(one.config), {})
+        known = traces.setdefault(_what_is_traced(one.config), {}) if traced else _UntracedChunks()
         yield Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=known)
 
 
-class UntracedChunks(Traces):
-    """Stand-ins for the traces of all chunks, in which operations take and send nothing.
-
-    For tests that look at the state of ranks alone: it depends on no trace, and traces take most of the time of a plan.
-    """
+class _UntracedChunks(Traces):
+    """Stand-ins for the traces of all chunks, in which operations take and send nothing."""
 
     def __contains__(self, kind: object) -> bool:
         return True
 
     def __missing__(self, kind: object) -> ChunkTrace:
         return ChunkTrace(dict.fromkeys(OpKind, MemorySpan(0, 0)), "", frozenset())
-
-
-def untraced_kinds_of(loaded: Sequence[LoadedConfig]) -> list[tuple[RankKind, ...]]:
-    """Return the kinds of ranks of jobs of at most two stages, without what a trace finds."""
-    found = []
-    for one in loaded:
-        assert one.dry_run is not None and one.config.parallel.pipeline_model_parallel_size <= 2
-        planner = Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=UntracedChunks())
-        found.append(planner.work().kinds)
-    return found
 
 
 def _what_is_traced(config: Config) -> object:
@@ -88,12 +80,7 @@ def _what_is_traced(config: Config) -> object:
     return config.model, config.precision, config.training, config.data, config.memory, config.speed, divided, splits
 
 
-def kind_of(plan: Plan, topology: Topology, rank: int) -> RankKind:
-    """The only kind that the rank belongs to."""
-    return kind_among(plan.kinds, topology, rank)
-
-
-def kind_among(kinds: Sequence[RankKind], topology: Topology, rank: int) -> RankKind:
+def kind_of(kinds: Sequence[RankKind], topology: Topology, rank: int) -> RankKind:
     """Return the only one of these kinds that the rank belongs to."""
     at = topology.coordinates(rank)
     data = at["cp"] + topology.cp * at["dp"]

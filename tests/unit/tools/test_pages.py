@@ -70,7 +70,7 @@ def test_a_plan_as_a_page_draws_every_rank_with_the_memory_of_its_kind(order: bo
     for rank, (node, pipeline, data, context, tensor, memory) in ranks.items():
         assert int(node) == rank // 4
         assert topology.rank(tp=int(tensor), cp=int(context), dp=int(data), pp=int(pipeline)) == rank
-        assert memory == amount(kind_of(plan, topology, rank).memory.total.device)
+        assert memory == amount(kind_of(plan.kinds, topology, rank).memory.total.device)
     for kind in plan.kinds:
         for name, part in kind.memory.parts.items():
             if part.device > 0.01 * kind.memory.total.device:
