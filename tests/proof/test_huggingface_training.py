@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron.checkpoint.huggingface.expert_families import GPT_OSS
 from megatron.checkpoint.huggingface.families import FAMILIES
@@ -27,11 +29,43 @@ from megatron.training.step import TrainStep
 from megatron.verification.observation import TensorPart
 from megatron.verification.recording import set_weights
 from tests.support.covering import full_but
-from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, GPT_OSS_CASE, InDoubles, in_doubles, saved, some_ids
+from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, SMALL, YARN, library, saved, some_ids
 from tests.support.layout import keep_gradients
 from tests.support.lone_rank import lone_rank
 
 VOCAB = 131
+GPT_OSS_CASE: tuple[str, dict[str, Any]] = (
+    "gpt_oss",
+    SMALL | {"head_dim": 12, "sliding_window": 6, "rope_scaling": YARN | {"truncate": False}, "rope_theta": 150000.0},
+)
+
+
+class InDoubles(TorchFunctionMode):
+    """Whatever asks for float32 gets float64. transformers computes norms, softmaxes and rotary tables in float32, whatever the
+    dtype of the weights is; a model that is made and run in this mode is in float64 throughout."""
+
+    def __enter__(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(torch.float32)
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+def in_doubles(folder: Path) -> Any:
+    """The model that transformers makes of a folder, in float64."""
+    transformers = library(json.loads((folder / "config.json").read_text())["model_type"])
+    with InDoubles():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the others have no float64
+        return model
 
 
 def their_step(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:

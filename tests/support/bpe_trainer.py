@@ -47,7 +47,6 @@ def train_bpe(text: str, num_merges: int) -> Bpe:
 
 
 def write_bpe(bpe: Bpe, folder: Path) -> tuple[Path, Path]:
-    """vocab.json and merges.txt."""
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     vocab.write_text(json.dumps(bpe.vocabulary), encoding="utf-8")
     merges.write_text("#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in bpe.merges), encoding="utf-8")

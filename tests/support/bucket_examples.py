@@ -33,7 +33,6 @@ def build(
     sequence_parallel: bool = False,
     materialized: bool = True,
 ) -> Model:
-    """A small GPT."""
     return build_model(
         config,
         context,
@@ -56,7 +55,6 @@ def buckets_of(
 
 
 def sink(entry: ParamEntry) -> GradSink:
-    """Where the parameter's gradient goes."""
     found = sink_of(entry.param)
     assert found is not None
     return found

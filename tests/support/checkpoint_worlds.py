@@ -128,7 +128,6 @@ def load_world(path: Path, world: World, allow_unused: Callable[[str], bool] = l
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in a folder."""
     return manifest_in(open_storage(path))
 
 

@@ -30,7 +30,6 @@ def json_lines(texts: Sequence[str]) -> bytes:
 
 
 def write_lines(path: Path, texts: Sequence[str] = TEXTS) -> str:
-    """A JSON-lines file."""
     path.write_bytes(json_lines(texts))
     return str(path)
 
@@ -108,7 +107,6 @@ def files_of(prefix: str | Path) -> tuple[bytes, bytes]:
 
 
 def documents(prefix: str | Path) -> list[list[int]]:
-    """What an indexed dataset holds."""
     dataset = IndexedDataset(str(prefix))
     return [dataset.document(number).tolist() for number in range(dataset.num_documents)]
 

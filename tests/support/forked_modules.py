@@ -62,7 +62,6 @@ class _Forked:
         return code
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -75,7 +74,6 @@ class _Forked:
 
 
 def _run(words: Sequence[str], env: Mapping[str, str], streams: Mapping[int, int], pass_fds: Sequence[int]) -> None:
-    """Run a module as a fresh interpreter would."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):

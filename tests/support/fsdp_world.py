@@ -87,7 +87,6 @@ def inputs(context: ParallelContext) -> list[ModelInputs]:
 
 
 def backward(provider: FullyShardedParams, loss: torch.Tensor) -> None:
-    """As the executor starts it."""
     provider.before_backward(0)
     torch.autograd.backward([get_gradient_edge(loss)])
 
@@ -111,7 +110,6 @@ def step(
 
 
 def numel(model: Model) -> int:
-    """Elements of the whole model."""
     return sum(math.prod(entry.record.shape) for entry in model.params)
 
 

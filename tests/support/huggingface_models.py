@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 VOCAB = 5003
 BIAS_OF_CHOICES = "e_score_correction_bias"
@@ -30,7 +29,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_YARN = {
+YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -52,8 +51,8 @@ _NEOX = {
     "rotary_pct": 0.25,
 }
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "pad_token_id": None}
-_SMALL = _LLAMA | {"vocab_size": 131}
-_DEEPSEEK = _SMALL | {
+SMALL = _LLAMA | {"vocab_size": 131}
+_DEEPSEEK = SMALL | {
     "num_key_value_heads": 6,
     "first_k_dense_replace": 3,
     "q_lora_rank": 20,
@@ -82,60 +81,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
     ),
-    "llama-linear": ("llama", _SMALL | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
-    "llama3": ("llama", _SMALL | {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": _LLAMA3}),
-    "mistral": ("mistral", _SMALL | {"head_dim": 10, "sliding_window": None}),
-    "qwen2-tied": ("qwen2", _SMALL | {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", _SMALL | {"head_dim": 12}),
-    "llama-dynamic": ("llama", _SMALL | {"rope_scaling": {"type": "dynamic", "factor": 3.0}, "max_position_embeddings": 24}),
-    "llama-yarn": ("llama", _SMALL | {"rope_scaling": _YARN}),
-    "mistral-window": ("mistral", _SMALL | {"sliding_window": 7}),
+    "llama-linear": ("llama", SMALL | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "llama3": ("llama", SMALL | {"max_position_embeddings": 131072, "rope_theta": 5e5, "rope_scaling": _LLAMA3}),
+    "mistral": ("mistral", SMALL | {"head_dim": 10, "sliding_window": None}),
+    "qwen2-tied": ("qwen2", SMALL | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", SMALL | {"head_dim": 12}),
+    "llama-dynamic": ("llama", SMALL | {"rope_scaling": {"type": "dynamic", "factor": 3.0}, "max_position_embeddings": 24}),
+    "llama-yarn": ("llama", SMALL | {"rope_scaling": YARN}),
+    "mistral-window": ("mistral", SMALL | {"sliding_window": 7}),
     "qwen3-windows-biases": (
         "qwen3",
-        _SMALL
+        SMALL
         | {"head_dim": 10, "use_sliding_window": True, "sliding_window": 5, "layer_types": _WINDOW_LAST, "attention_bias": True},
     ),
-    "smollm3": ("smollm3", _SMALL | {"no_rope_layer_interval": 2, "pad_token_id": None, "mlp_bias": True}),
+    "smollm3": ("smollm3", SMALL | {"no_rope_layer_interval": 2, "pad_token_id": None, "mlp_bias": True}),
     "smollm3-windows": (
         "smollm3",
-        _SMALL | {"no_rope_layers": [1, 0, 0], "pad_token_id": None, "use_sliding_window": True, "sliding_window": 9},
+        SMALL | {"no_rope_layers": [1, 0, 0], "pad_token_id": None, "use_sliding_window": True, "sliding_window": 9},
     ),
-    "stablelm": ("stablelm", _SMALL | {"hidden_size": 96, "use_qkv_bias": True}),
-    "olmo2": ("olmo2", _SMALL | {"pad_token_id": None, "attention_bias": True}),
-    "olmo3": ("olmo3", _SMALL | {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 6}),
+    "stablelm": ("stablelm", SMALL | {"hidden_size": 96, "use_qkv_bias": True}),
+    "olmo2": ("olmo2", SMALL | {"pad_token_id": None, "attention_bias": True}),
+    "olmo3": ("olmo3", SMALL | {"pad_token_id": None, "num_hidden_layers": 4, "sliding_window": 6}),
     "olmo3-yarn": (
         "olmo3",
-        _SMALL
+        SMALL
         | {"pad_token_id": None, "sliding_window": 6, "layer_types": _WINDOW_LAST, "rope_theta": 5e5}
-        | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}}},
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
     ),
     "granite": (
         "granite",
-        _SMALL
+        SMALL
         | {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.4}
         | {"mlp_bias": True},
     ),
-    "gemma": ("gemma", _SMALL | {"head_dim": 10, "pad_token_id": None}),
+    "gemma": ("gemma", SMALL | {"head_dim": 10, "pad_token_id": None}),
     "gemma2": (
         "gemma2",
-        _SMALL | _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_hidden_layers": 4},
+        SMALL | _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_hidden_layers": 4},
     ),
-    "gemma3": ("gemma3_text", _SMALL | _GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 100.0}),
+    "gemma3": ("gemma3_text", SMALL | _GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 100.0}),
     "gemma3-linear": (
         "gemma3_text",
-        _SMALL | _GEMMA | {"layer_types": _WINDOW_LAST, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        SMALL | _GEMMA | {"layer_types": _WINDOW_LAST, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
     "gpt-neox": ("gpt_neox", _NEOX),
     "gpt-neox-in-turn": ("gpt_neox", _NEOX | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu"}),
-    "phi3": ("phi3", _SMALL | {"pad_token_id": None, "sliding_window": 11}),
-    "phi3-longrope": ("phi3", _SMALL | {"pad_token_id": None, "original_max_position_embeddings": 24, "rope_scaling": _LONGROPE}),
+    "phi3": ("phi3", SMALL | {"pad_token_id": None, "sliding_window": 11}),
+    "phi3-longrope": ("phi3", SMALL | {"pad_token_id": None, "original_max_position_embeddings": 24, "rope_scaling": _LONGROPE}),
     "deepseek-v2": ("deepseek_v2", _DEEPSEEK | {"q_lora_rank": None, "mlp_bias": True}),
-    "deepseek-v2-yarn": ("deepseek_v2", _DEEPSEEK | {"rope_scaling": _YARN}),
-    "deepseek-v3": ("deepseek_v3", _DEEPSEEK | {"rope_scaling": {name: _YARN[name] for name in _YARN if name != "mscale"}}),
+    "deepseek-v2-yarn": ("deepseek_v2", _DEEPSEEK | {"rope_scaling": YARN}),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK | {"rope_scaling": {name: YARN[name] for name in YARN if name != "mscale"}}),
     "deepseek-v3-halves": ("deepseek_v3", _DEEPSEEK | {"rope_interleave": False, "tie_word_embeddings": True}),
     "deepseek-v2-experts": (
         "deepseek_v2",
-        _DEEPSEEK_EXPERTS | {"first_k_dense_replace": 0, "num_experts_per_tok": 3, "q_lora_rank": None, "rope_scaling": _YARN},
+        _DEEPSEEK_EXPERTS | {"first_k_dense_replace": 0, "num_experts_per_tok": 3, "q_lora_rank": None, "rope_scaling": YARN},
     ),
     "deepseek-v2-groups": (
         "deepseek_v2",
@@ -146,26 +145,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         _DEEPSEEK_EXPERTS | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "norm_topk_prob": False},
     ),
-    "mixtral": ("mixtral", _SMALL | {"num_local_experts": 4, "intermediate_size": 44, "sliding_window": 9, "pad_token_id": None}),
+    "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "intermediate_size": 44, "sliding_window": 9, "pad_token_id": None}),
     "qwen2-moe": (
         "qwen2_moe",
-        _SMALL
+        SMALL
         | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 26}
         | {"mlp_only_layers": [1]},
     ),
     "qwen3-moe": (
         "qwen3_moe",
-        _SMALL
+        SMALL
         | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True, "head_dim": 12}
         | {"decoder_sparse_step": 2, "attention_bias": True},
     ),
 }
 """Name -> architecture and settings; grouped queries of 6 heads over 3 unless they say otherwise."""
-
-GPT_OSS_CASE: tuple[str, dict[str, Any]] = (
-    "gpt_oss",
-    _SMALL | {"head_dim": 12, "sliding_window": 6, "rope_scaling": _YARN | {"truncate": False}, "rope_theta": 150000.0},
-)
 
 
 def library(kind: str) -> Any:
@@ -178,8 +172,8 @@ def library(kind: str) -> Any:
     return transformers
 
 
-def huggingface_model(case: str, **changes: Any) -> Any:
-    """A model of transformers in float32, in which every weight and bias is away from its usual start."""
+def saved(case: str, folder: Path, *, shard: str = "5GB", **changes: Any) -> Any:
+    """Save a model of transformers in float32, in which every weight and bias is away from its usual start; returns the model."""
     kind, settings = CASES[case]
     transformers = library(kind)
     torch.manual_seed(1)
@@ -192,46 +186,11 @@ def huggingface_model(case: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(BIAS_OF_CHOICES):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
-    return model
-
-
-class InDoubles(TorchFunctionMode):
-    """Whatever asks for float32 gets float64. transformers computes norms, softmaxes and rotary tables in float32, whatever the
-    dtype of the weights is; a model that is made and run in this mode is in float64 throughout."""
-
-    def __enter__(self) -> Any:
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_default_dtype(torch.float32)
-        super().__exit__(*error)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
-
-
-def in_doubles(folder: Path) -> Any:
-    """The model that transformers makes of a folder, in float64."""
-    transformers = library(json.loads((folder / "config.json").read_text())["model_type"])
-    with InDoubles():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the others have no float64
-        return model
-
-
-def saved(case: str, folder: Path, *, shard: str = "5GB", **changes: Any) -> Any:
-    """The model, saved in a folder."""
-    model = huggingface_model(case, **changes)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What transformers computes."""
     with torch.no_grad():
         found: torch.Tensor = model(ids).logits
     return found

@@ -132,7 +132,6 @@ def header(script: str) -> dict[str, str]:
 
 
 def slurm_options(script: str) -> dict[str, str]:
-    """Those that a script gives to sbatch."""
     lines = [line for line in (EXAMPLES / script).read_text().splitlines() if line.startswith("#SBATCH")]
     return dict(re.findall(r"--([\w-]+)(?:=(\S+))?", " ".join(lines)))
 

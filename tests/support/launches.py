@@ -29,11 +29,9 @@ class Launches(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.by_name.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
         assert func.namespace in ("aten", "prim"), f"what runs inside {func.name()} is not seen"
         if func is torch.ops.aten._softmax.default and args[2]:  # the meta device takes bfloat16 too
             assert args[0].dtype == torch.float16, "CUDA's softmax widens nothing but float16"
@@ -50,7 +48,6 @@ class FusedNorms(TorchFunctionMode):
         self._launches = launches
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function of torch."""
         if func is F.rms_norm:
             counts, trained = self._launches.by_name, torch.is_grad_enabled()
             counts.update({"aten::_fused_rms_norm": 1, "aten::_fused_rms_norm_backward": int(trained)})

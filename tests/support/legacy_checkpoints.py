@@ -207,7 +207,6 @@ def write_legacy(
 
 
 def common_content(args: argparse.Namespace, iteration: int | None) -> dict[str, Any]:
-    """What stands beside the model."""
     random_state = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),

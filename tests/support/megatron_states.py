@@ -108,7 +108,6 @@ SCALER = {"scale": torch.tensor([4096.0]), "growth_tracker": 7, "hysteresis_trac
 
 
 def arguments_of_run(model: TrainedModel, *, sharded: bool) -> dict[str, Any]:
-    """Arguments beside those of the model."""
     return {
         **dict(optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=0.7, seed=77),
         **dict(global_batch_size=BATCH, micro_batch_size=1, train_iters=50, data_parallel_size=2, lr_warmup_init=1e-5),
@@ -118,7 +117,6 @@ def arguments_of_run(model: TrainedModel, *, sharded: bool) -> dict[str, Any]:
 
 
 def schedule_of_run(model: TrainedModel) -> dict[str, Any]:
-    """State of the schedules."""
     return {
         **dict(max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=12, lr_decay_steps=300, lr_decay_style="cosine"),
         **dict(start_wd=0.1, end_wd=0.1, wd_incr_style="constant", wd_incr_steps=300, num_steps=model.updates * BATCH),

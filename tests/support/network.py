@@ -56,7 +56,6 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes() -> Iterator[Nodes]:
-    """Two nodes, for as long as the block runs."""
     made = Nodes()
     try:
         for name in made.names:

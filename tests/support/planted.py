@@ -78,7 +78,6 @@ def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) 
 
 
 def _with_faults(rank: int, faulty: Sequence[FaultyFunction], function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """A rank's call of a function."""
     with planted(faulty):
         return function(rank, *args)
 
@@ -125,7 +124,6 @@ def faulty_functions(replaced: Sequence[Replaced]) -> list[FaultyFunction]:
 
 @functools.cache
 def _texts() -> dict[Path, str]:
-    """The source of each file of the framework."""
     return {path: path.read_text() for path in (ROOT / "megatron").rglob("*.py")}
 
 

@@ -88,7 +88,6 @@ def _draw_latents(draw: Draw) -> dict[str, Any]:
 
 
 def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
-    """Activation and width."""
     activation = one_of(draw, None, "swiglu", *FLAGS)
     settings: dict[str, Any] = {activation: True} if activation else {}
     if activation == "quick_geglu":
@@ -100,7 +99,6 @@ def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
 
 
 def _draw_positions(draw: Draw, tp: int, head: int, sequence_parallel: bool, *, latent: bool) -> dict[str, Any]:
-    """The sequence, and how positions enter."""
     kind = one_of(draw, None, "rope", "rope", "none")
     kind = "rope" if latent else kind
     unit = tp if sequence_parallel else 1

@@ -205,5 +205,4 @@ def in_one_process(config: Config, world_size: int) -> Config:
 
 
 def _losses(path: Path) -> dict[int, float]:
-    """Training loss of each iteration that made a step."""
     return {line["iteration"]: line["lm_loss"] for line in read_metrics(path) if "lm_loss" in line}

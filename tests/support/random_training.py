@@ -121,7 +121,6 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
 
 
 def _draw_batch(draw: Draw, dp: int) -> dict[str, Any]:
-    """Micro-batch, global batch and ramp-up."""
     micro = number(draw, 1, 3)
     unit = micro * dp
     settings: dict[str, Any] = {"micro_batch_size": micro}
@@ -144,7 +143,6 @@ def _draw_length(draw: Draw, batch: int) -> dict[str, Any]:
 
 
 def _draw_update(draw: Draw) -> dict[str, Any]:
-    """The update rule and clipping."""
     adam = dict(lr=[0.01, 1e-3], adam_beta1=[None, 0.5, 0.0], adam_beta2=[None, 0.95], adam_eps=[None, 1e-5])
     settings = options(draw, clip_grad=[None, None, 0.0, 0.3, 100.0])
     settings |= sometimes(draw, 3, optimizer="sgd", lr=[0.01, 0.1], sgd_momentum=[None, 0.0, 0.5]) or options(draw, **adam)

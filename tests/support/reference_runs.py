@@ -101,18 +101,13 @@ def train(
     """One step on every batch.
 
     Args:
-        shape: the model.
         weights: float64 start values; not changed.
-        batches: one global batch a step.
         loss: what is made small, a scalar.
         lr: learning rate, of every step or one a step.
         weight_decay: of matrices and embeddings, not of norms and biases.
         clip: greatest norm of the whole gradient; None for no clipping.
         optimizer: the name of a function in the reference's `update_rules.py`.
-        betas: of adam.
-        eps: of adam.
-        numbers: what other rules have of their own.
-        ema: decay of the average of the weights.
+        numbers: what rules other than adam have of their own.
         clips_scores: what is done to heads with large scores; with `mean_loss` alone.
     """
     assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"

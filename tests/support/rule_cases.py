@@ -44,12 +44,10 @@ def argv(extra: str) -> list[str]:
 
 @functools.cache
 def config_of(extra: str) -> Config:
-    """Settings of the base with more flags."""
     return parse(argv(extra))
 
 
 def reported(extra: str, world_size: int = 1) -> list[Violation]:
-    """What the rules report."""
     return violations(config_of(extra), world_size)
 
 

@@ -156,7 +156,6 @@ def report(ended: Sequence[Ended]) -> str:
 
 
 def _rank(rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], port: int) -> None:
-    """Run one rank."""
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
     found = os.read(port, 5).decode().strip()
     if world_size > 1:
@@ -225,7 +224,6 @@ def on_rank(chosen: int, iteration: int, action: Callable[[TrainStep], None]) ->
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -235,12 +233,10 @@ def timeless(path: Path) -> list[dict[str, Any]]:
 
 
 def losses(path: Path) -> list[float]:
-    """The training losses of a metrics file."""
     return [line["lm_loss"] for line in read_metrics(path) if "lm_loss" in line]
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:
-    """The folder of a checkpoint."""
     return folder / f"iter_{iteration:07d}"
 
 
@@ -250,7 +246,6 @@ def digest(folder: Path, iteration: int) -> str:
 
 
 def saved_state(folder: Path, iteration: int) -> dict[str, Any]:
-    """The counts and the scaler of a checkpoint."""
     return read_state(checkpoint(folder, iteration))
 
 
@@ -264,5 +259,4 @@ def saved_tensors(folder: Path, iteration: int, kind: str = "model") -> dict[str
 
 
 def complete_checkpoints(folder: Path) -> list[str]:
-    """Names of the checkpoints in a save folder."""
     return sorted(path.name for path in folder.glob("iter_*"))

@@ -17,6 +17,5 @@ def sink_over(main_grad: torch.Tensor, on_write: Callable[[], None] = lambda: No
 
 
 def summed(sink: GradSink) -> torch.Tensor:
-    """What was added up."""
     assert sink.main_grad is not None
     return sink.main_grad

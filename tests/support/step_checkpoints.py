@@ -19,7 +19,6 @@ def save(step: TrainStep, folder: Path, iteration: int) -> None:
 
 
 def load(step: TrainStep, folder: Path, iteration: int) -> None:
-    """The same back."""
     path = checkpoint(folder, iteration)
     load_tensors(path, global_tensors(step.optimizer, step.context))
     step.optimizer.publish()

@@ -65,12 +65,10 @@ class Node:
         return self._code
 
     def tell(self, number: int) -> None:
-        """Send it a signal."""
         os.kill(self.pid, number)
         self.signals += 1
 
     def said(self) -> str:
-        """What it and its ranks have written."""
         return self.said_in.read_text()
 
     def wait_for(self, what: str | Callable[[], bool], timeout: float = 90.0) -> None:
@@ -165,7 +163,6 @@ class Job:
 
     @property
     def save(self) -> Path:
-        """The save folder."""
         return self.folder / "save"
 
     def saved(self) -> int:

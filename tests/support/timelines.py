@@ -11,7 +11,6 @@ from tools.schedules.panel import Panel
 
 
 def chunks_of(name: str, chunks: int) -> int:
-    """Chunks a stage that a schedule can have."""
     return SCHEDULES[name].chunks_per_stage or chunks
 
 
@@ -27,6 +26,5 @@ def panel(name: str, stages: int, microbatches: int, chunks: int = 2, recompute:
 
 
 def moved(before: Timeline, by: float) -> Timeline:
-    """The same on another clock."""
     spans = tuple(tuple(OpSpan(span.op, span.start + by, span.end + by) for span in stage) for stage in before.spans)
     return replace(before, spans=spans)

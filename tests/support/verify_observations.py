@@ -53,7 +53,6 @@ def observed(flags: str = TENSOR) -> Observation:
 
 
 def first_finding(observation: Observation) -> ProofFinding:
-    """The cause."""
     found: Diagnosis = diagnose(observation)
     assert not found.equal and found.worst.title
     return found.findings[0]
@@ -74,7 +73,6 @@ def gradients(step: int = 0) -> Callable[[RankObservation], list[TensorPart]]:
 
 
 def scale_gradients(observation: Observation, factor: float, *, step: int = 0) -> None:
-    """Of all parameters."""
     for rank in observation.ranks:
         for part in rank.steps[step].gradients:
             part.values.mul_(factor)

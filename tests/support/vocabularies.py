@@ -35,7 +35,6 @@ any_text = st.lists(
 
 
 def sentencepiece(corpus: Path, model: Path, vocab_size: int) -> None:
-    """Train a model on JSON lines."""
     words = ["--input", str(corpus), "--output", str(model), "--kind", "sentencepiece-bpe", "--vocab-size", str(vocab_size)]
     assert train_tokenizer(words) == 0
 
@@ -81,7 +80,6 @@ def tokenizer_json(bpe: Bpe, style: Style, *, pairs: bool = False) -> dict[str, 
 
 
 def write_json(folder: Path, content: Any, name: str = "tokenizer.json") -> Path:
-    """Write a file of a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(json.dumps(content), encoding="utf-8")
     return folder / name
@@ -96,11 +94,9 @@ def ranked_tokens(bpe: Bpe) -> list[bytes]:
 
 
 def rank_list(tokens: list[bytes]) -> list[dict[str, Any]]:
-    """Megatron-LM's list of ranks."""
     coded = [base64.b64encode(token).decode() for token in tokens]
     return [{"rank": rank, "token_bytes": token, "token_str": None} for rank, token in enumerate(coded)]
 
 
 def rank_lines(tokens: list[bytes]) -> str:
-    """tiktoken's lines of ranks."""
     return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))

@@ -49,7 +49,6 @@ def main() -> None:
 
 
 def forward(pid: int, number: int) -> None:
-    """A signal for the program."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -27,9 +27,7 @@ class Windows:
         """None: all tokens count, and documents end with the end-of-document token."""
 
     def lineage(self, number: int) -> list[SamplePiece]:
-        """One document a row."""
         return [SamplePiece("windows", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
-        """How many there are."""
         return [f"{len(self.rows)} windows, of which {num_samples} are read"]
