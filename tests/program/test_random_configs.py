@@ -10,8 +10,7 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from tests.support.random_configs import CommandLine
-from tests.support.random_lines import line_of, simpler
+from tests.support.random_configs import CommandLine, line_of, simpler
 from tests.support.random_runs import Outcome, WrongError, judge
 from tests.trials import fuzz
 

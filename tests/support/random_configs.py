@@ -1,7 +1,7 @@
 """Command lines drawn at random: most can be run on a few local ranks, a good share must be refused.
 
 What belongs together is drawn together (layers for the pipeline, sizes that divide), so that most lines are valid; then some are
-spoiled. Which of them are valid is for the rules to say: nothing here knows.
+spoiled. Which of them are valid is for the rules to say: nothing here knows. Each number has a line, the same on every machine.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
+from megatron.config.given import split
 from megatron.spec.schedules import SCHEDULES
 from tests.support.cli import command_words
 from tests.support.random_draws import Draw, chance, number, one_of, options
@@ -182,3 +186,76 @@ def _spoil(draw: Draw, settings: dict[str, Any], world_size: int) -> int:
         value = settings[field]
         settings[field] = one_of(draw, value + 1, value - 1, 2 * value, 3 * value, 0, -1)
     return world_size
+
+
+# ---- one line, and simpler ones
+
+_SIZE_FLAGS = ("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size")
+
+
+def line_of(number: int) -> CommandLine:
+    """The command line of a number."""
+    found: list[CommandLine] = []
+
+    # Of two examples the first is always the simplest line.
+    @hypothesis.settings(
+        max_examples=2,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=False,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.seed(number)
+    @hypothesis.given(command_lines())
+    def draw(line: CommandLine) -> None:
+        found.append(line)
+
+    draw()
+    return found[-1]
+
+
+def simpler(line: CommandLine, fails: Callable[[CommandLine], bool], tries: int) -> CommandLine:
+    """A line that fails, with fewer flags and smaller numbers as far as it still fails.
+
+    Args:
+        fails: whether a line fails in the same way.
+        tries: lines looked at, at most.
+    """
+    left = tries
+    changed = True
+    while changed:
+        changed = False
+        for candidate in _changes(line):
+            left -= 1
+            if left < 0:
+                return line
+            if fails(candidate):
+                line, changed = candidate, True
+                break
+    return line
+
+
+def _changes(line: CommandLine) -> Iterator[CommandLine]:
+    """The line on fewer data ranks, then without some of its flags (many first), then with smaller numbers."""
+    if (copies := line.world_size // _ranks(line.argv)) > 1:
+        yield from (CommandLine(line.argv, number * _ranks(line.argv)) for number in range(1, copies))
+    parts = [(f"--{item.name}", *item.values) for item in split(line.argv)[1]]
+    for size in (len(parts) // 4, len(parts) // 8, 2, 1):
+        for start in range(0, len(parts), max(1, size)):
+            yield _joined(parts[:start] + parts[start + max(1, size) :], line)
+    for index, part in enumerate(parts):
+        if len(part) == 2 and part[1].isdigit() and int(part[1]) > 1:
+            for smaller in (int(part[1]) // 2, int(part[1]) - 1):
+                yield _joined([*parts[:index], (part[0], str(smaller)), *parts[index + 1 :]], line)
+
+
+def _joined(parts: list[tuple[str, ...]], before: CommandLine) -> CommandLine:
+    """A line for as many data ranks as before."""
+    argv = tuple(word for part in parts for word in part)
+    return CommandLine(argv, before.world_size // _ranks(before.argv) * _ranks(argv))
+
+
+def _ranks(argv: tuple[str, ...]) -> int:
+    """Tensor size x context size x pipeline size."""
+    return math.prod(max(1, int(item.values[0])) for item in split(argv)[1] if item.name in _SIZE_FLAGS)

@@ -22,8 +22,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import torch
 
-from tests.support.random_configs import CommandLine
-from tests.support.random_lines import line_of, simpler
+from tests.support.random_configs import CommandLine, line_of, simpler
 from tests.support.random_runs import Outcome, WrongError, judge
 
 _TIMEOUT_S = 120.0
