@@ -36,7 +36,7 @@ PLAIN = MARKED.replace("    {% generation %}\n", "").replace("{% endgeneration %
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 
-def write_tokenizer(folder: Path, template: str, *, eos: str = "<|endoftext|>") -> Path:
+def write_tokenizer(folder: Path, template: str) -> Path:
     """Write a byte-level tokenizer with special tokens for conversations; returns tokenizer.json."""
     folder.mkdir(exist_ok=True)
     document = tokenizer_json(BPE, "qwen2")
@@ -46,7 +46,7 @@ def write_tokenizer(folder: Path, template: str, *, eos: str = "<|endoftext|>") 
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|endoftext|>",
-        "eos_token": {"content": eos, "__type": "AddedToken"},
+        "eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"},
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,12 +117,12 @@ def save_world(
     return folder / checkpoint_name(iteration)
 
 
-def load_world(path: Path, world: World, allow_unused: Callable[[str], bool] = lambda name: False) -> None:
+def load_world(path: Path, world: World) -> None:
     """Fill what all ranks hold, in this process: the steps of `load_tensors`, rank by rank."""
     storage = open_storage(path)
     manifest = manifest_in(storage)
     planned = [plan_load(tensors, manifest) for tensors in world]
-    check_requests([request for request, _ in planned], manifest, allow_unused)
+    check_requests([request for request, _ in planned], manifest, lambda name: False)
     for _, reads in planned:
         read_boxes(storage, manifest, reads)
 

@@ -34,16 +34,13 @@ class Finished(NamedTuple):
     stderr: str
 
 
-def spawn_cli(
-    argv: Sequence[str], nproc: int | None, timeout: float = 120.0, env: dict[str, str] | None = None, *, fresh: bool = False
-) -> Finished:
+def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, *, fresh: bool = False) -> Finished:
     """Run `python argv...` from the repository, under torchrun with `nproc` ranks, or plainly with nproc None.
 
     Args:
         argv: script (relative to the repository) and its arguments.
         nproc: ranks.
         timeout: seconds until everything that the command started is killed.
-        env: variables added to this process's.
         fresh: start each interpreter anew; otherwise forks of a warm one run the programs (tests/support/warm_python.py).
 
     Raises:
@@ -52,7 +49,7 @@ def spawn_cli(
     launcher = [] if nproc is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     mark, parent = uuid.uuid4().hex, os.getpid()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {}), MARK: mark}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark}
     # Files, not pipes: a process left behind would hold a pipe open for ever.
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
 
@@ -170,6 +167,6 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(folder.name)
 
 
-def _tail(output: tuple[str, str], characters: int = 4000) -> str:
+def _tail(output: tuple[str, str]) -> str:
     stdout, stderr = output
-    return f"--- end of stdout\n{stdout[-characters:]}\n--- end of stderr\n{stderr[-characters:]}"
+    return f"--- end of stdout\n{stdout[-4000:]}\n--- end of stderr\n{stderr[-4000:]}"

@@ -15,7 +15,7 @@ LISTED = 10
 """Lines of a message."""
 
 
-def assert_equal_runs(actual: ReferenceRun, reference: ReferenceRun, tolerance: float = TOLERANCE) -> None:
+def assert_equal_runs(actual: ReferenceRun, reference: ReferenceRun) -> None:
     """Losses, gradient norms, first gradients and final weights of two runs are equal.
 
     Raises:
@@ -24,9 +24,9 @@ def assert_equal_runs(actual: ReferenceRun, reference: ReferenceRun, tolerance: 
     assert reference.losses, "a run without steps proves nothing"
     problems: list[str] = []
     for what in ("losses", "grad_norms"):
-        problems += number_differences(what, getattr(actual, what), getattr(reference, what), tolerance)
+        problems += number_differences(what, getattr(actual, what), getattr(reference, what), TOLERANCE)
     for what in ("first_gradients", "weights_after"):
-        problems += tensor_differences(what, getattr(actual, what), getattr(reference, what), tolerance)
+        problems += tensor_differences(what, getattr(actual, what), getattr(reference, what), TOLERANCE)
     assert not problems, "\n".join(problems)
 
 

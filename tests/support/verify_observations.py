@@ -72,9 +72,9 @@ def gradients(step: int = 0) -> Callable[[RankObservation], list[TensorPart]]:
     return lambda rank: rank.steps[step].gradients
 
 
-def scale_gradients(observation: Observation, factor: float, *, step: int = 0) -> None:
+def scale_gradients(observation: Observation, factor: float) -> None:
     for rank in observation.ranks:
-        for part in rank.steps[step].gradients:
+        for part in rank.steps[0].gradients:
             part.values.mul_(factor)
 
 
