@@ -34,13 +34,7 @@ def build(
     materialized: bool = True,
 ) -> Model:
     return build_model(
-        config,
-        context,
-        dtype=dtype,
-        vocab_size=VOCAB,
-        sequence_parallel=sequence_parallel,
-        seed=1,
-        materialized=materialized,
+        config, context, dtype=dtype, vocab_size=VOCAB, sequence_parallel=sequence_parallel, seed=1, materialized=materialized
     )
 
 

@@ -57,11 +57,7 @@ def record(name: str, shape: tuple[int, ...], split_dim: int | None, layout: Lay
 
 
 def hold(
-    shapes: Shapes,
-    layout: Layout,
-    rank: int,
-    values: Values | None,
-    dtype: torch.dtype = torch.float32,
+    shapes: Shapes, layout: Layout, rank: int, values: Values | None, dtype: torch.dtype = torch.float32
 ) -> list[GlobalTensor]:
     """What a rank holds: of each name `model.<name>` whole, `main.<name>` a flat piece of its data rank.
 

@@ -18,12 +18,7 @@ class MemorySource:
     """A `WeightSource` of tensors by their global names."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        tokenizer: DataConfig | None = None,
-        name: str = "memory",
+        self, model: ModelConfig, tensors: Mapping[str, torch.Tensor], *, tokenizer: DataConfig | None = None, name: str = "memory"
     ) -> None:
         self.model, self.tensors, self.tokenizer, self.name = model, dict(tensors), tokenizer, name
         self.vocab_size = len(self.tensors["embedding.word.weight"])

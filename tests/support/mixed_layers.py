@@ -30,7 +30,5 @@ def _other(layer: LayerSpec) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, MLPSpec)
     return dataclasses.replace(
-        layer,
-        attention=dataclasses.replace(attention, rotary=None),
-        mlp=dataclasses.replace(mlp, width=2 * mlp.width),
+        layer, attention=dataclasses.replace(attention, rotary=None), mlp=dataclasses.replace(mlp, width=2 * mlp.width)
     )

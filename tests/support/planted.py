@@ -67,11 +67,7 @@ def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) 
         """Run in place of `run_ranks`; the reference runs in this process."""
         return _RANKS.run(world_size, _with_faults, faulty, function, args, timeout=timeout) if init else [function(0, *args)]
 
-    with (
-        planted(faulty),
-        patch("megatron.verification.prove.run_ranks", run),
-        contextlib.redirect_stdout(io.StringIO()) as said,
-    ):
+    with planted(faulty), patch("megatron.verification.prove.run_ranks", run), contextlib.redirect_stdout(io.StringIO()) as said:
         status = verify_layout.main(argv)
     assert found.exists(), said.getvalue()
     return status, said.getvalue(), json.loads(found.read_text())
