@@ -11,6 +11,8 @@ import pytest
 from megatron.verification.wording import NEGLIGIBLE
 from tests.program.test_readme import commands, proof
 from tests.program.test_run_curves import PRECISIONS
+from tests.program.test_verify_faults import FAULTS
+from tests.program.test_verify_peers import REPORTS
 from tests.support.cli import ROOT
 from tests.support.equality import TOLERANCE
 from tests.support.runs import arguments, run
@@ -47,3 +49,7 @@ def test_the_bands_are_those_of_the_tests() -> None:
         numbers = [float(word.strip(",")) for word in row.split() if word[0].isdigit() and "e-" in word]
         assert numbers == [band.greatest, band.mean]
     assert TOLERANCE == 1e-10 and NEGLIGIBLE == 1e-12 and "at most 1e-10" in PAGE and "below 1e-12 of" in PAGE
+
+
+def test_the_number_of_planted_faults() -> None:
+    assert f"planted in the code as it is imported, {len(FAULTS) + len(REPORTS)} of them" in PAGE
