@@ -57,7 +57,7 @@ _setup() {
         [[ -z $extras || $group == "-$extras" ]] && return
     done
     echo "setup: installing the project${extras:+ with $extras} into .venv (the first time this takes minutes: torch is large)"
-    # Half the time of an installation went into compiling modules that nobody imports; Python compiles the others at their first import.
+    # --no-compile: compiling all modules takes as long as installing them. Python compiles those that are imported, the first time.
     python -m pip install --disable-pip-version-check --no-compile $([[ -t 1 ]] || echo --quiet) \
         --constraint "$root/tools/constraints.txt" --editable "$root${extras:+[$extras]}" ||
         _setup_fail "pip could not install the project; its messages are above"
