@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[2]
+_WRITTEN = re.compile(r"^(.+):(\d+);$", re.MULTILINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,11 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_lines(folder: Path) -> dict[str, set[int]]:
-    """Read what the recorders wrote: the numbers of lines by file."""
+    """Read what the recorders wrote, but for what a limit on the size of files cut off: the numbers of lines by file."""
     found: dict[str, set[int]] = defaultdict(set)
     for file in folder.iterdir():
-        for text in file.read_text().splitlines():
-            name, _, line = text.rpartition(":")
+        for name, line in _WRITTEN.findall(file.read_text()):
             found[name].add(int(line))
     return found
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.lines.__main__ import executable_lines, main, read_lines, table
 
+LATER_PYTHON = pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring came with Python 3.12")
 SOURCE = '''"""A module."""
 
 import os
@@ -42,6 +43,20 @@ if os.environ.get("FORKED"):
 '''
 
 
+def lines_run(folder: Path, source: str, **environment: str) -> set[int]:
+    """Return the lines of a module that recorders have written by now, after importing it once more."""
+    root, lines = folder / "root", folder / "lines"
+    (root / "megatron").mkdir(parents=True, exist_ok=True)
+    lines.mkdir(exist_ok=True)
+    (root / "megatron" / "module.py").write_text(source)
+    recorder = Path(__file__).resolve().parents[1] / "lines"
+    paths = {"PYTHONPATH": f"{recorder}:{root}", "TEST_LINES_FOLDER": str(lines), "TEST_LINES_ROOT": f"{root}/"}
+    subprocess.run(
+        [sys.executable, "-c", "import megatron.module"], env={**os.environ, **paths, **environment}, check=True, timeout=60
+    )
+    return read_lines(lines)["megatron/module.py"]
+
+
 def test_lines_with_code_are_executable_inside_functions_too(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(SOURCE)
@@ -50,28 +65,40 @@ def test_lines_with_code_are_executable_inside_functions_too(tmp_path: Path) -> 
     assert not {2, 4, 5, 7, 8, 12, 20, 21, 22} & lines, "empty lines, comments, docstrings and closing brackets"
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring came with Python 3.12")
+@LATER_PYTHON
 def test_the_recorder_writes_each_line_that_runs_in_forks_too(tmp_path: Path) -> None:
-    root, folder = tmp_path / "root", tmp_path / "lines"
-    (root / "megatron").mkdir(parents=True)
-    folder.mkdir()
-    (root / "megatron" / "module.py").write_text(SOURCE)
-    recorder = Path(__file__).resolve().parents[1] / "lines"
+    assert {9, 11, 23} <= (once := lines_run(tmp_path, SOURCE)) and not {10, 19, 26} & once
+    assert {10, 26} <= lines_run(tmp_path, SOURCE, FORKED="1"), "the fork ran a branch that its parent did not"
 
-    def run(**environment: str) -> set[int]:
-        paths = {"PYTHONPATH": f"{recorder}:{root}", "TEST_LINES_FOLDER": str(folder), "TEST_LINES_ROOT": f"{root}/"}
-        subprocess.run(
-            [sys.executable, "-c", "import megatron.module"], env={**os.environ, **paths, **environment}, check=True, timeout=60
-        )
-        return read_lines(folder)["megatron/module.py"]
 
-    assert {9, 11, 23} <= (once := run()) and not {10, 19, 26} & once
-    assert {10, 26} <= run(FORKED="1"), "the fork ran a branch that its parent did not"
+@LATER_PYTHON
+@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE, (80, hard)", "RLIMIT_NOFILE, (3, hard)"])
+def test_limits_on_files_neither_end_what_is_recorded_nor_spoil_the_record(limit: str, tmp_path: Path) -> None:
+    limited = f"""
+import resource
+
+
+def once():
+    return 1
+
+
+def last():
+    return once()
+
+
+soft, hard = resource.getrlimit(resource.{limit.split(",")[0]})
+once()
+resource.setrlimit(resource.{limit})
+last()
+resource.setrlimit(resource.{limit.split(",")[0]}, (soft, hard))
+last()
+"""
+    assert lines_run(tmp_path, limited) - {1} == {2, 5, 6, 9, 10, 13, 14, 15, 18}, "16 and 17 ran under the limit"
 
 
 def test_lines_of_several_processes_are_joined(tmp_path: Path) -> None:
-    (tmp_path / "1").write_text("megatron/a.py:1\nmegatron/b/c.py:7\n")
-    (tmp_path / "2").write_text("megatron/a.py:1\nmegatron/a.py:2\n")
+    (tmp_path / "1").write_text("\nmegatron/a.py:1;\nmegatron/b/c.py:7;")
+    (tmp_path / "2").write_text("\nmegatron/a.py:1;\nmegatron/a.py:2;")
     assert read_lines(tmp_path) == {"megatron/a.py": {1, 2}, "megatron/b/c.py": {7}}
 
 
