@@ -39,6 +39,8 @@ _PLAIN = frozenset(
     )
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+"""Python 3.11.0 to 3.11.3 write a member of an enum as getattr(its class, its name); protocol 2 has the older name of builtins."""
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -140,7 +142,7 @@ class _Machine:
 
     def _name(self, module: Any, name: Any) -> None:
         whole = f"{module}.{name}"
-        if whole not in self._known:
+        if whole not in self._known and whole not in _GETATTR:
             raise CheckpointError(
                 f"{self._where} asks for {whole[:200]}, which its kind of file does not need: nothing of it was run"
             )
@@ -150,7 +152,11 @@ class _Machine:
         args, called = self._stack.pop(), self._stack.pop()
         if not isinstance(called, Named) or not isinstance(args, tuple):
             raise ValueError("a call of something that has no name")
-        self._stack.append(Made(called.name, args))
+        if called.name in _GETATTR:
+            called, *args = args
+            if not isinstance(called, Named) or list(map(type, args)) != [str]:
+                raise ValueError("getattr of something else than a class and a name")
+        self._stack.append(Made(called.name, tuple(args)))
 
     def _build(self, state: Any) -> None:
         target = self._stack[-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import signal
 import zipfile
 import zlib
 from argparse import Namespace
@@ -45,6 +46,8 @@ LEFT_OUT = (
     "torch._C.Generator",
     "_io.BytesIO",
     "signal.Signals",
+    *(f"signal.{name}" for name in signal.Signals.__members__),  # how Python writes a signal up to 3.11.3
+    "builtins.getattr",  # how Python 3.11.0 to 3.11.3 write an enum: getattr(the class, a name), which is left out as a whole
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 )

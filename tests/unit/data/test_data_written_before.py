@@ -29,7 +29,8 @@ ARCHIVE = ROOT / "tests/support/written_before/data.tar.gz"
 def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the earlier version's files, in which the test runs. Small indexes are kept too, and paths relative."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
+        archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(index_cache, "MIN_ENTRIES", 1)
     monkeypatch.setattr(storage, "normal", lambda path: path)
