@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,12 +70,21 @@ def test_a_folder_without_sources(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def fake_python(folder: Path, *, version: str = "Python 3.12.0", old: bool = False, venv: bool = True) -> Path:
+def fake_python(
+    folder: Path,
+    *,
+    name: str = "fake-python",
+    version: str = "Python 3.12.0",
+    old: bool = False,
+    venv: bool = True,
+    fast: bool = False,
+) -> Path:
     """A program that answers as an interpreter would that the set-up asks about itself."""
-    program = folder / "fake-python"
+    program = folder / name
     program.write_text(
         "#!/usr/bin/env bash\n"
         'case "$*" in\n'
+        f"    *enable-optimizations*) exit {int(not fast)} ;;\n"
         f'    -V) echo "{version}" ;;\n'
         f"    *version_info*) exit {int(old)} ;;\n"
         f"    *ensurepip*) exit {int(not venv)} ;;\n"
@@ -126,6 +136,25 @@ def test_set_up_without_python(repository: Path) -> None:
     finished = set_up(repository, "no-such-python")
     assert finished.returncode == 1
     assert "there is no 'no-such-python'" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("fast", "taken"), [((False, True), "two/python3"), ((True, True), "one/python3"), ((False, False), "python3")]
+)
+def test_set_up_prefers_a_python_that_was_built_with_optimization(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: tuple[bool, bool], taken: str
+) -> None:
+    for folder, is_fast in zip(("one", "two", "others"), (*fast, None), strict=True):
+        (tmp_path / folder).mkdir()
+        if is_fast is not None:
+            fake_python(tmp_path / folder, name="python3", fast=is_fast, venv=False)
+    for program in ("bash", "cat", "cksum", "dirname"):
+        (tmp_path / "others" / program).symlink_to(shutil.which(program) or program)
+    monkeypatch.setenv("PATH", os.pathsep.join(str(tmp_path / folder) for folder in ("one", "two", "others")))
+    finished = set_up(repository, "")
+    assert finished.stderr.startswith(f"setup: {tmp_path / taken if '/' in taken else taken} cannot make environments"), finished
+    said = f"setup: taking {tmp_path}/two/python3, since {tmp_path}/one/python3 was built without optimization"
+    assert (said in finished.stdout) == (taken == "two/python3")
 
 
 def test_set_up_installs_once(repository: Path) -> None:
