@@ -4,7 +4,7 @@
 #   --full         every case of the large products of settings, instead of a subset in which every pair of settings occurs
 #   --piece K/N    every N-th test, beginning with the K-th: a whole run in N pieces
 #   --durations    at the end the 20 slowest tests, and the processor time of all processes together
-#   -n WORKERS     processes that run tests (one for each core, 8 at most); -n 0 runs them in this one, for a debugger
+#   -n WORKERS     processes that run tests (three for two cores, 8 at most); -n 0 runs them in this one, for a debugger
 #
 # A run that fails ends with the command that repeats each test alone, and with its seed or example. tests/README.md says more.
 #
