@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -165,7 +166,11 @@ def test_a_real_measurement_makes_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(measurement, "_STEPS", measurement._UNTIMED + 2)
     monkeypatch.setattr(measurement, "_MOST_SHAPES", 6)
     monkeypatch.setattr(probes, "_SAMPLES", 3)
+    monkeypatch.setattr(probes, "_LONG_S", 0.0)
     monkeypatch.setattr(probes.Stopwatch.of, "__defaults__", (None, 0.0))
+    monkeypatch.setattr(measurement, "_work_of", functools.cache(measurement._work_of))
+    for i, shape in enumerate(TINY.layers):  # plan the models here, and not in each rank
+        measurement._work_of(measurement._model("cpu", TINY, *shape, llama=bool(i % 2)), 1)
     found: Measured = run_ranks(2, lambda _: measure_rank("cpu", [], 1, TINY), init=False)[0]
     assert set(found.at_once) == {1, 2} and found.ranks == found.per_node == 2
     assert {one.what for one in found.timed} == {"products", "attention", "attention backward", "memory"}
