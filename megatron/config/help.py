@@ -156,8 +156,12 @@ def _mentions(flag: Flag) -> list[Flag]:
 
 
 def _names(text: str, flag: Flag) -> bool:
-    words = (word.strip(".,;:()") for word in text.replace("/", " ").split())
-    return f"--{flag.name}" in words
+    return f"--{flag.name}" in _words(text)
+
+
+@functools.cache
+def _words(text: str) -> frozenset[str]:
+    return frozenset(word.strip(".,;:()") for word in text.replace("/", " ").split())
 
 
 def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:

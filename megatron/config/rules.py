@@ -23,7 +23,7 @@ from megatron.config.checks import (
     speed,
     training,
 )
-from megatron.config.checks.finding import Change, Finding, data_size, rules_in
+from megatron.config.checks.finding import Change, Finding, data_size, out_of_range, rules_in
 from megatron.config.config import Config
 from megatron.config.errors import Violation
 from megatron.config.setting import typed
@@ -73,7 +73,8 @@ def _worded(finding: Finding, nearest: Sequence[Change]) -> Violation:
 
 
 def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
-    return [list(rule(config, world_size)) for rule in RULES]
+    wrong = out_of_range(config)
+    return [list(rule(config, world_size, wrong)) for rule in RULES]
 
 
 def _nearest(

@@ -18,6 +18,7 @@ from megatron.config.checks.finding import (
     rule,
     shown,
     value_of,
+    with_range,
 )
 from megatron.config.checks.sharding import left_to_buckets
 from megatron.config.config import Config
@@ -47,10 +48,10 @@ def as_given(finding: Finding, config: Config, world_size: int, given: Collectio
 @rule()
 def numbers_in_range(config: Config, world_size: int) -> Iterator[Finding]:
     """Every number lies in its interval."""
-    for flag in flags().values():
-        missing = flag.facts.required and value_of(config, flag.field) == 0
-        if not missing and not in_range(config, flag.field):
-            yield _out_of_range(config, world_size, flag.field)
+    for field in with_range():
+        missing = flag_for(field).facts.required and value_of(config, field) == 0
+        if not missing and not in_range(config, field):
+            yield _out_of_range(config, world_size, field)
 
 
 def _out_of_range(config: Config, world_size: int, field: str) -> Finding:

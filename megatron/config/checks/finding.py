@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.config import Config
-from megatron.config.flags import Flag, flag_for
+from megatron.config.flags import Flag, flag_for, flags
 from megatron.config.setting import Beside
 from megatron.spec.registered import read_with
 
@@ -86,8 +86,13 @@ class SettingsRule:
         """Every setting that it looks at; empty if it looks at each by itself."""
         return self.named + self.reads
 
-    def __call__(self, config: Config, world_size: int) -> Iterator[Finding]:
-        if all(in_range(config, field) for field in self.fields):
+    def __call__(self, config: Config, world_size: int, wrong: set[str] | None = None) -> Iterator[Finding]:
+        """Yield what is wrong.
+
+        Args:
+            wrong: all settings that are out of range, if they are known; where many rules are asked, most look at the same ones.
+        """
+        if wrong.isdisjoint(self.fields) if wrong is not None else all(in_range(config, field) for field in self.fields):
             for found in self.check(config, world_size):
                 yield dataclasses.replace(found, why=found.why or self.why, fields=found.fields or self.named)
 
@@ -199,7 +204,18 @@ def in_range(config: Config, field: str) -> bool:
     if interval is None:
         return True
     value = value_of(config, field)
-    return value is None or all(map(interval.holds, value if isinstance(value, tuple) else (value,)))
+    return value is None or (all(map(interval.holds, value)) if isinstance(value, tuple) else interval.holds(value))
+
+
+@functools.cache
+def with_range() -> tuple[str, ...]:
+    """The settings that have a range, in the order of the flags."""
+    return tuple(flag.field for flag in flags().values() if flag.facts.interval is not None)
+
+
+def out_of_range(config: Config) -> set[str]:
+    """The settings that are out of range, or required and missing."""
+    return {field for field in with_range() if not in_range(config, field)}
 
 
 @functools.lru_cache(maxsize=1024)
