@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.cli import load, parse
@@ -42,9 +42,10 @@ def _values(flag: Flag) -> st.SearchStrategy[object]:
 
 
 @st.composite
-def _configs(draw: st.DrawFn) -> Config:
+def _configs(draw: st.DrawFn, least: int = 0, most: int = 8) -> Config:
     config = Config()
-    for flag in draw(st.sets(st.sampled_from(sorted(flags().values(), key=lambda flag: flag.name)), max_size=8)):
+    every = sorted(flags().values(), key=lambda flag: flag.name)
+    for flag in draw(st.sets(st.sampled_from(every), min_size=least, max_size=most)):
         part = dataclasses.replace(getattr(config, flag.topic), **{flag.field: draw(_values(flag))})
         config = dataclasses.replace(config, **{flag.topic: part})
     return config
@@ -55,8 +56,10 @@ def test_settings_go_through_json_and_back(config: Config) -> None:
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
-@given(_configs())
+@settings(max_examples=max(4, settings().max_examples // 4))
+@given(_configs(least=16, most=32))
 def test_yaml_holds_the_same(config: Config) -> None:
+    """A file has all settings and is read slowly: few files, each with many that differ from their defaults."""
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
 
 
