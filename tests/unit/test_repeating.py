@@ -14,7 +14,7 @@ FAILING = """
 import hypothesis, pytest
 from hypothesis import strategies as st
 
-@hypothesis.given(st.integers(), st.text())
+@hypothesis.given(st.integers(), st.text("ab"))
 def test_drawn(number, text):
     assert number < 10
 
