@@ -54,6 +54,8 @@ def settings_in(case: Case) -> set[frozenset[tuple[str, Any]]]:
 _SETTINGS = {
     frozenset(setting.items()) for feature in FEATURES.values() for settings in feature.axes.values() for setting in settings
 }
+_IN_ORDER = sorted(_SETTINGS, key=lambda setting: repr(sorted(setting)))
+"""The same in every process: a set's order is not."""
 
 
 def pairs_in(cases: Iterable[Case]) -> set[Pair]:
@@ -105,7 +107,7 @@ class Chooser:
 
     def __init__(self, required: set[Pair], seed: int) -> None:
         self.draw = random.Random(seed)
-        self.settings = sorted(_SETTINGS, key=repr)
+        self.settings = _IN_ORDER
         number = {setting: i for i, setting in enumerate(self.settings)}
         self.missing = {frozenset(number[setting] for setting in two) for two in required}
         self.partners: dict[int, set[int]] = {i: set() for i in range(len(self.settings))}
@@ -237,7 +239,7 @@ class Search:
 
     def __init__(self, cases: Sequence[Case], required: set[Pair], seed: int) -> None:
         self.draw = random.Random(seed)
-        self.settings = sorted(_SETTINGS, key=repr)
+        self.settings = _IN_ORDER
         number = {setting: i for i, setting in enumerate(self.settings)}
         self.required = {tuple(sorted(number[setting] for setting in two)) for two in required}
         self.cases = [*cases]
@@ -246,7 +248,7 @@ class Search:
             for axis, default in DEFAULTS.items()
         }
         singles = (frozenset({(axis, value)}) for axis, values in self.values.items() for value in values)
-        self.moves = [dict(move) for move in dict.fromkeys([*self.settings, *singles])]
+        self.moves = [dict(sorted(move)) for move in dict.fromkeys([*self.settings, *singles])]
         self.beside = {axis: sorted({o for axes in LOOKED_AT if axis in axes for o in axes} - {axis}) for axis in DEFAULTS}
         self._pairs: dict[tuple[Any, ...], frozenset[tuple[int, ...]]] = {}
         self._valid: dict[tuple[Any, ...], bool] = {}
