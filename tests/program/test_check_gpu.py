@@ -19,6 +19,7 @@ import torch
 
 from megatron.verification.local_ranks import run_ranks
 from tests.support.cli import ROOT
+from tests.support.warm_python import warm_python
 from tools import check_gpu
 from tools.gpu import processes, report, session
 from tools.gpu.checks import CHECKS, LAYOUTS, SCRIPTS, Check
@@ -40,8 +41,10 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[session.Worker]:
-    """Start a real worker on the CPU, for all tests that leave it usable."""
-    made = session.Worker("cpu", tmp_path_factory.mktemp("worker"))
+    """Start a real worker on the CPU, for all tests that leave it usable. Those that end one import torch for it anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.sys, "executable", warm_python())
+        made = session.Worker("cpu", tmp_path_factory.mktemp("worker"))
     yield made
     made.close()
 

@@ -1,10 +1,10 @@
 """A `python` that starts programs of the repository in a fraction of a second, for tests that are not about the start itself.
 
 An interpreter with torch takes some three seconds of processor time until a program begins, and torchrun starts one for each rank.
-Here a server process has imported everything once. The executable `warm_python()` hands its command line, folder, environment and
-standard streams to the server, which forks; the fork runs the script as `__main__`. Signals, the exit code and death by a signal
-pass through in both directions. What is no program of the repository (`-c`, options, a copy of the tree) runs in a fresh
-interpreter.
+Here a server process has imported everything once. The executable `warm_python()` hands its command line, folder, environment,
+standard streams and other inherited files to the server, which forks; the fork runs the script as `__main__`. Signals, the exit
+code and death by a signal pass through in both directions. What is no program of the repository (`-c`, options, a copy of the tree)
+runs in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -146,7 +147,7 @@ class _Server:
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
-    begin, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    begin, streams, _, _ = socket.recv_fds(connection, 1, 16)
     return json.loads(begin + connection.recv(size - 1, socket.MSG_WAITALL)), streams
 
 
@@ -158,9 +159,12 @@ def _run(job: dict[str, Any], streams: list[int], server: int) -> NoReturn:
         die_with(server, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
+        above = max(256, *job["numbers"]) + 1
+        held = [fcntl.fcntl(stream, fcntl.F_DUPFD, above) for stream in streams]
+        os.closerange(3, above)
+        for number, stream in zip(job["numbers"], held, strict=True):
             os.dup2(stream, number)
-        os.closerange(3, 256)
+            os.close(stream)
         os.environ.clear()
         os.environ.update(job["env"])
         if (mark := os.environ.get(MARK)) and sys.platform == "linux":
@@ -168,7 +172,8 @@ def _run(job: dict[str, Any], streams: list[int], server: int) -> NoReturn:
         os.chdir(job["cwd"])
         words = job["words"]
         unbuffered = words[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
-        words = words[words[0] == "-u" :]
+        is_safe = words[0] == "-P"
+        words = words[words[0] in ("-u", "-P") :]
         sys.stdin = os.fdopen(0)
         sys.stdout = os.fdopen(1, "w", buffering=1 if unbuffered or os.isatty(1) else -1)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
@@ -176,7 +181,7 @@ def _run(job: dict[str, Any], streams: list[int], server: int) -> NoReturn:
         own = {str(ROOT), "", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))}
         first = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
         given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        sys.path[:] = [first, *given, *(path for path in sys.path if path not in own)]
+        sys.path[:] = [*([] if is_safe else [first]), *given, *(path for path in sys.path if path not in own)]
         code = _program(words)
     except BaseException:  # noqa: BLE001 - told as an interpreter tells it
         traceback.print_exc()

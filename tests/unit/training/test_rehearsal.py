@@ -21,6 +21,7 @@ from megatron.training.rehearsal import Rehearsal, full_plan, with_device_facts
 from megatron.verification.local_ranks import run_ranks
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments
+from tests.support.warm_python import warm_python
 
 H200_BYTES = 150_754_820_099  # an odd number, which a sloppy conversion to GB and back would change
 LONGER_THAN_A_PIPE = 1 << 20
@@ -133,11 +134,13 @@ def test_on_cpus_there_is_nothing_to_write_out() -> None:
     assert config == settings(device="cpu")
 
 
-def test_where_cuda_was_used_before_a_fresh_process_plans() -> None:
-    """As in a program that trains twice, or counts its GPUs first."""
+def test_where_cuda_was_used_before_a_fresh_process_plans(full: bool) -> None:
+    """As in a program that trains twice, or counts its GPUs first. With --full in an interpreter that imports torch."""
     config = settings(device="cpu")
+    python = sys.executable if full else warm_python()
 
     def rank(_: int) -> object:
+        sys.executable = python
         owner = os.getpid()
         torch.cuda._is_in_bad_fork = lambda: os.getpid() != owner
         torch.cuda.device_count = lambda: 1
