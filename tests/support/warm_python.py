@@ -41,13 +41,17 @@ MARK_LENGTH = 15
 """Characters of the name of a process. To the system a fork has the environment of its server, so it bears the mark as its name."""
 _PR_SET_NAME = 15
 _IMPORTED = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "tests.support.runs",
     "torch.distributed.run",
     "tools.bench",
     "tools.check_cluster",
     "tools.checkpoint",
     "tools.generate_text",
+    "tools.plot_loss",
     "tools.preprocess_data",
+    "tools.report",
     "tools.verify_layout",
 )
 

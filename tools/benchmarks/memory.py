@@ -94,7 +94,7 @@ def run(shape: Shape, turns: int) -> bool:
         f"{torch.get_num_threads()} threads, "
         f"median (min to max) of {turns} turns"
     )
-    planned = {name: _planned(one) for name, one in loaded.items()}
+    planned = dict(zip(loaded, _planned([*loaded.values()]), strict=True))
     measured = {name: measure(one.config, 1)[0] for name, one in loaded.items()}
     (one_layer,) = measure(settings(Shape(**{**vars(shape), "layers": 1}), WAYS[PLAIN]).config, 1)
     times = _in_turns({name: _stepper(one) for name, one in loaded.items()}, turns)
@@ -141,11 +141,15 @@ def _result(name: str, planned: int, host: int, measured: Measured, times: dict[
     return Result(name, planned, measured, tuple(mine[0]), wall, statistics.median(processor), host)
 
 
-def _planned(one: LoadedConfig) -> tuple[int, int]:
+def _planned(loaded: Sequence[LoadedConfig]) -> list[tuple[int, int]]:
     """Bytes on the device and in host memory. Worked out in a process of its own, which may be a rank of any world."""
-    job = DryRun(1, 1, None)
-    (held,) = run_ranks(1, lambda _: Planner(one.config, job, planned_rows(one.config.data)).step(0).held, init=False)
-    return max(op.peak for op in held), held[-1].host
+
+    def plan(_: int) -> list[tuple[int, int]]:
+        held = [Planner(one.config, DryRun(1, 1, None), planned_rows(one.config.data)).step(0).held for one in loaded]
+        return [(max(op.peak for op in ops), ops[-1].host) for ops in held]
+
+    (found,) = run_ranks(1, plan, init=False)
+    return found
 
 
 def _in_layers(measured: Measured) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron.training.signals import SIGNALS, ExitSignals
 from megatron.verification.local_ranks import run_ranks
+from tests.support.cli import fork_program
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -50,30 +50,36 @@ def test_a_child_ends_as_any_other_and_its_parent_does_not() -> None:
     run_ranks(1, body, init=False)
 
 
-DEAF = """
-import os, select, sys, time
-from megatron.training.signals import ExitSignals
-from megatron.parallel.context import dist
-with ExitSignals(77):
-    print("there", flush=True)
-    dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False).get("never")
-"""
+def _deaf(port: int) -> None:
+    with ExitSignals(77):
+        print("there", flush=True)
+        dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).get("never")
 
 
-def test_a_rank_that_waits_for_others_leaves_at_once() -> None:
+def test_a_rank_that_waits_for_others_leaves_at_once(tmp_path: Path) -> None:
     """It waits in a library, where no handler of Python's would run for minutes."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    child = subprocess.Popen(
-        [sys.executable, "-c", DEAF, str(store.port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    port, told = os.pipe()
+    said, errors = tmp_path / "said", tmp_path / "errors"
+    pid = fork_program(lambda: _deaf(int(os.read(port, 5))), said, errors)
     try:
-        assert child.stdout is not None and select.select([child.stdout], [], [], 60)[0], "it does not start"
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # after the fork, since it has a thread
+        os.write(told, f"{store.port:5d}".encode())
+        until = time.monotonic() + 60
+        while said.read_text() != "there\n":
+            assert time.monotonic() < until, "it does not start"
+            time.sleep(0.02)
         time.sleep(0.5)
-        child.terminate()
-        _, said = child.communicate(timeout=20)
+        os.kill(pid, signal.SIGTERM)
+        until = time.monotonic() + 20
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            assert time.monotonic() < until, "it does not end"
+            time.sleep(0.02)
+        pid = 0
     finally:
-        child.kill()
-        child.wait()
-    assert child.returncode == 77 and said == "pretrain_gpt.py: SIGTERM before training: there is nothing to save\n"
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(port)
+        os.close(told)
+    assert os.waitstatus_to_exitcode(ended[1]) == 77
+    assert errors.read_text() == "pretrain_gpt.py: SIGTERM before training: there is nothing to save\n"
