@@ -147,7 +147,7 @@ def _steps(megabytes: int, pairs: int, folder: Path) -> tuple[Seconds, Seconds, 
         step()
     before = _resident()
     saver = BackgroundSaver(open_storage(folder / "save"), SELF_GROUP, Retention(1))
-    iteration, peak, during = 0, 0, 20
+    iteration, peak, during = 0, 0, 5
 
     def alone() -> float:
         began = time.perf_counter()

@@ -6,6 +6,7 @@ so that nothing but the code differs.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +33,10 @@ Times = dict[str, list[float]]
 
 
 def slice_groups(elements: int, dtype: torch.dtype, device: torch.device) -> list[ShardGroup]:
-    """Shards of about so many elements: blocks of a GPT with a hidden size of 1024, one block a group, with gradients."""
+    """Shards of about so many elements: blocks of a GPT with a hidden size of 1024 (less where one block would
+    have more elements), one block a group, with gradients."""
     wide = torch.promote_types(dtype, torch.float32)
-    h = _HIDDEN
+    h = min(_HIDDEN, max(8, math.isqrt(elements // 12)))
     block = [h, h, 3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h]
     groups = []
     for number in range(max(1, round(elements / sum(block)))):
