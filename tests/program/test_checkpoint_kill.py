@@ -31,6 +31,9 @@ from tests.support.runs import (
 
 STEPS, INTERVAL, KEPT, RANKS = 12, 2, 2, 2
 SETTINGS: dict[str, Any] = {
+    "num_layers": 1,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
     "train_iters": STEPS,
     "save_interval": INTERVAL,
     "keep_last": KEPT,

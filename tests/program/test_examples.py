@@ -469,6 +469,7 @@ def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: P
     said, run = tmp_path / "said", tmp_path / "run"
     python = {"PYTHON": warm_python(), "PYTHONPATH": ""}
     small = "--num-layers 1 --hidden-size 32 --seq-length 32 --save-interval 5 --log-interval 1 --train-iters 100000".split()
+    small += "--micro-batch-size 1 --global-batch-size 4".split()  # as many microbatches as the script's
     with said.open("w") as file:
         process = subprocess.Popen(
             ["bash", str(EXAMPLES / "train_cpu_laptop.sh"), *small],
