@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +176,22 @@ def _rank(rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[in
 
 def _wait(pids: Mapping[int, int], codes: dict[int, int], timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for rank, pid in pids.items():
-            if rank not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
+    # Of a process that has ended there is something to read. Elsewhere they are looked at again and again.
+    ends = {rank: os.pidfd_open(pid) for rank, pid in pids.items()} if sys.platform == "linux" else {}
+    try:
+        while len(codes) < len(pids) and (left := deadline - time.monotonic()) > 0:
+            if ends:
+                wait([end for rank, end in ends.items() if rank not in codes], left)
+            else:
+                time.sleep(0.005)
+            for rank, pid in pids.items():
+                if rank not in codes:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        codes[rank] = os.waitstatus_to_exitcode(status)
+    finally:
+        for end in ends.values():
+            os.close(end)
 
 
 def at_iteration(iteration: int | None, action: Callable[[TrainStep], None]) -> None:
