@@ -15,7 +15,7 @@ def test_it_measures_all_four(capfd: pytest.CaptureFixture[str], monkeypatch: py
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(preprocessing, "_LOOP_SHARE", 1)
     monkeypatch.setattr(preprocessing.sysconfig, "get_path", lambda name: str(Path(email.__file__).parent))
-    held = preprocessing.run(preprocessing.Settings(megabytes=0.15, pairs=1, stream_gb=0.001, vocab_size=400))
+    held = preprocessing.run(preprocessing.Settings(megabytes=0.05, pairs=1, stream_gb=0.0002, vocab_size=400))
     told = capfd.readouterr()
     assert not told.err
     assert len(re.findall(r"^  .* \d+\.\d MB/s  \(\d+\.\d to \d+\.\d\)$", told.out, re.MULTILINE)) == 6
