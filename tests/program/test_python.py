@@ -19,10 +19,12 @@ from megatron.api import Callback, ConfigError, Trainer, settings, verify_layout
 from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.config.cli import load
 from megatron.config.save import to_dict
+from megatron.verification import prove
 from megatron.verification.local_ranks import run_ranks
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import TINY, arguments, launch, run
+from tests.support.warm import run_forked_ranks
 from tools import generate_text
 
 PAGE = (ROOT / "docs/python.md").read_text()
@@ -47,6 +49,13 @@ def execute(blocks: list[str], namespace: dict[str, Any]) -> None:
         exec(compile(block, "<cell>", "exec"), namespace)
 
 
+@pytest.fixture
+def proved_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of proofs talk through shared memory, which is cheaper; those of the notebook keep gloo."""
+    monkeypatch.setattr(prove, "run_ranks", run_forked_ranks)
+
+
+@pytest.mark.usefixtures("proved_in_shared_memory")
 def test_the_blocks_of_the_page_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With the file that the page names, which the command line imports too."""
     files = dict(re.findall(r"```python (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -281,12 +290,13 @@ def test_parts_of_the_user(tmp_path: Path) -> None:
     assert "--activation own: --activation takes a name that a module of --imports registers" in refused.stderr
 
 
+@pytest.mark.usefixtures("proved_in_shared_memory")
 def test_a_layout_is_proved_with_parts_of_the_user(tmp_path: Path) -> None:
     """Against one process; and what is wrong where parameters or channels are cut is found, at its place."""
     module = tmp_path / "parts_to_prove.py"
     module.write_text(OWN)
 
-    def prove() -> list[list[str]]:
+    def proofs() -> list[list[str]]:
         found = []
         shape = {**TINY, "train_iters": 2, "use_distributed_optimizer": True, "imports": [module]}
         tensor = {"tensor_model_parallel_size": 2}
@@ -302,7 +312,7 @@ def test_a_layout_is_proved_with_parts_of_the_user(tmp_path: Path) -> None:
             found.append([] if proof.equal else [proof.findings[0].kind, proof.findings[0].place])
         return found
 
-    good, cut, mixed = in_a_process(prove, tmp_path)
+    good, cut, mixed = in_a_process(proofs, tmp_path)
     assert not good
     assert cut[0] == "update"
     assert mixed[0] == "forward" and mixed[1].startswith("layers.0.mlp")
