@@ -337,17 +337,15 @@ def test_less_of_the_layout_is_valid_and_different() -> None:
 def test_what_a_difference_comes_with() -> None:
     """Made-up runs: what is divided wrongly is divided so wherever there are tensor ranks."""
     config = load([*FLAGS.split(), *LAYOUT.split()], 8).config
-    looked = []
+    looked, equal, scaled = [], observed(TENSOR), observed(TENSOR)
+    scale_gradients(scaled, 2.0)
 
     def prove(config: Config, world_size: int, *, dropout: bool = True) -> Observation:
         looked.append(world_size)
         parallel = config.parallel
         if parallel.pipeline_model_parallel_size == 2 and parallel.tensor_model_parallel_size == 1:
             raise RanksError("no")
-        observation = observed(TENSOR)
-        if parallel.tensor_model_parallel_size == 2 and parallel.sequence_parallel:
-            scale_gradients(observation, 2.0)
-        return observation
+        return scaled if parallel.tensor_model_parallel_size == 2 and parallel.sequence_parallel else equal
 
     lines = isolate(config, 8, prove, seconds=60)
     assert lines[0] == "comes with --tensor-model-parallel-size 2 alone (pipeline and data size 1) (gradient of final_norm.bias)"
@@ -363,13 +361,12 @@ def test_what_a_difference_comes_with() -> None:
 
 def test_what_is_there_in_one_process_is_not_the_layout() -> None:
     config = load([*FLAGS.split(), *LAYOUT.split()], 8).config
+    equal, scaled = observed(TENSOR), observed(TENSOR)
+    scale_gradients(scaled, 3.0)
 
     def prove(config: Config, world_size: int, *, dropout: bool = True) -> Observation:
         assert world_size == 1
-        observation = observed(TENSOR)
-        if dropout:
-            scale_gradients(observation, 3.0)
-        return observation
+        return scaled if dropout else equal
 
     lines = isolate(config, 8, prove, seconds=60)
     assert lines[0].startswith("it comes in one process too (gradient of final_norm.bias)") and "not the layout" in lines[0]

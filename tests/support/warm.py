@@ -50,7 +50,7 @@ class RankPool:
             self.close()
         folder = Path(self._folder.name)
         world = LocalWorld(world_size, folder / f"store-{self._calls}", timeout, backend)
-        job = _pickled((function, args))
+        job = pickled((function, args))
         try:
             for number in range(len(self._ranks), world_size):
                 self._ranks.append(fork_rank(number, folder, lambda connection: iter(connection.recv, None)))
@@ -80,9 +80,10 @@ class _Pickler(pickle.Pickler):
 _ARRAYS = (torch.float64, torch.float32, torch.int64, torch.bool)
 
 
-def _pickled(call: Any) -> bytes:
+def pickled(value: Any) -> bytes:
+    """The bytes of which `pickle.loads` makes a value. Tensors that share memory are apart in it."""
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(call)
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
