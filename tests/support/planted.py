@@ -125,9 +125,16 @@ def _texts() -> dict[Path, str]:
 
 def _differing(path: Path, before: str, after: str) -> Iterator[FaultyFunction]:
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    whole = [compile(text, str(path), "exec", dont_inherit=True) for text in (after, before)]
-    for name in _differing_names(ast.parse(before).body, ast.parse(after).body):
-        yield FaultyFunction(module, name, *(marshal.dumps(_code(code, name)) for code in whole))
+    texts = before.splitlines(), after.splitlines()
+    trees = [ast.parse(text) for text in (before, after)]
+    imports = [each for each in trees[0].body if isinstance(each, ast.Import | ast.ImportFrom)]
+    for old, new in zip(*(tree.body for tree in trees), strict=True):
+        if _lines(old, texts[0]) != _lines(new, texts[1]):
+            # The code of a function depends on what the file imports, and to compile the whole file would take longer.
+            parts = [ast.Module([*imports, each], []) for each in (new, old)]
+            codes = [compile(part, str(path), "exec", dont_inherit=True) for part in parts]
+            for name in _differing_names([old], [new], texts):
+                yield FaultyFunction(module, name, *(marshal.dumps(_code(code, name)) for code in codes))
 
 
 def _code(code: types.CodeType, name: str) -> types.CodeType:
@@ -137,19 +144,32 @@ def _code(code: types.CodeType, name: str) -> types.CodeType:
     return code
 
 
-def _differing_names(before: Sequence[ast.stmt], after: Sequence[ast.stmt], around: str = "") -> Iterator[str]:
-    """Names of the functions that differ in two forms of the same statements, with the classes around them."""
+def _differing_names(
+    before: Sequence[ast.stmt], after: Sequence[ast.stmt], texts: tuple[list[str], list[str]], around: str = ""
+) -> Iterator[str]:
+    """Names of the functions that differ in two forms of the same statements, with the classes around them.
+
+    Args:
+        texts: the lines of both files. Nearly all statements have the same, and to write out their trees takes long.
+    """
     for old, new in zip(before, after, strict=True):
-        if ast.dump(old) == ast.dump(new):
+        same_kind = isinstance(old, ast.ClassDef) and isinstance(new, ast.ClassDef)
+        if _lines(old, texts[0]) == _lines(new, texts[1]) or (not same_kind and ast.dump(old) == ast.dump(new)):
             continue
         assert isinstance(old, ast.ClassDef | ast.FunctionDef) and isinstance(new, ast.ClassDef | ast.FunctionDef), ast.dump(new)
         bodies, name = (old.body, new.body), f"{around}{old.name}"
         old.body = new.body = []
         assert ast.dump(old) == ast.dump(new), f"{name} differs in more than its body, which is not planted"
         if isinstance(old, ast.ClassDef):
-            yield from _differing_names(*bodies, f"{name}.")
+            yield from _differing_names(*bodies, texts, f"{name}.")
         else:
             yield name
+
+
+def _lines(statement: ast.stmt, text: list[str]) -> list[str]:
+    """The lines of a statement, with its decorators."""
+    decorators = getattr(statement, "decorator_list", [])
+    return text[min(each.lineno for each in (statement, *decorators)) - 1 : statement.end_lineno]
 
 
 @contextlib.contextmanager
