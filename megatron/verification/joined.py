@@ -97,7 +97,10 @@ class JoinedTensor:
 
     @cached_property
     def _filled(self) -> tuple[Tensor, int]:
-        shape = self.held[0].part.shape
+        first = self.held[0].part
+        shape = first.shape
+        if tuple(first.values.shape) == shape and not any(first.offsets):  # the first holds it all
+            return first.values.to(torch.float64, copy=True), 0
         tensor, missing = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.bool)
         for each in self.held:
             if each.part.shape != shape:
