@@ -118,7 +118,7 @@ def test_checks_find_nothing_and_change_nothing(tmp_path: Path, full: bool, name
 
 
 def test_a_step_that_overflows_leaves_the_audit_to_the_next() -> None:
-    said = run(arguments(**TENSOR, **OVERFLOWS, train_iters=3, check_replicas_every=5), 2)
+    said = run(arguments(**TENSOR, **OVERFLOWS, train_iters=3, check_replicas_every=5, num_layers=1), 2)
     lines = [line for line in said.splitlines() if "iteration  " in line or "audit" in line]
     (at,) = (number for number, line in enumerate(lines) if "audit" in line)
     assert at > 0 and all("skipped iterations:   1" in line for line in lines[:at]), said
@@ -216,8 +216,8 @@ def test_main_weights_and_parts_of_sharded_ones_are_compared() -> None:
         shard = next(shard for shard in step.optimizer.shards if shard.record.name == "layers.0.mlp.down.weight")
         shard.main[0] += 1e-6  # less than the weight's last bit
 
-    flags = {"train_iters": 3, "check_replicas_every": 1}
-    message = failed(launch(arguments(**flags, bf16=True, lr=1e-6), 2, before=on_rank(1, 2, spoil_main)))
+    flags = {"train_iters": 3, "check_replicas_every": 1, "num_layers": 1}
+    message = failed(launch(arguments(**flags, bf16=True, lr=1e-6, global_batch_size=4), 2, before=on_rank(1, 2, spoil_main)))
     assert "layers.0.mlp.down.weight (main weights): rank 0 and rank 1 have different values" in message
     flags |= {**ZERO3, "fsdp_shard_size": 2, "fsdp_params_cpu": True}
     message = failed(launch(arguments(**flags), 4, before=on_rank(1, 2, spoil_main)))
