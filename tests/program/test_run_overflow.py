@@ -185,7 +185,7 @@ REPLICATED: dict[str, dict[str, Any]] = {
     name: LAYOUTS[name] for name in ("tp2", "optim", "optim, offload", "optim_grads", "optim_grads_params")
 }
 """Layouts of two data ranks, of two tensor ranks each; the first without data ranks."""
-SPLIT = {"tensor_model_parallel_size": 2, "global_batch_size": 4}
+SPLIT = {"tensor_model_parallel_size": 2, "global_batch_size": 4, "num_layers": 1}
 
 
 def spoil_sum(name: str, value: float) -> Callable[[TrainStep], None]:
