@@ -143,8 +143,9 @@ def test_the_pipeline_is_measured(tmp_path: Path) -> None:
 
 def test_a_split_by_measured_costs_is_the_same_run(base: Path, tmp_path: Path) -> None:
     """The costs of a profile are taken, and costs that move the cut give the same bits."""
-    measure(**{**BASE, "train_iters": 2}, profile_step_start=2, profile_dir=tmp_path / "profile")
-    path = tmp_path / "profile" / "layer_costs_step2.json"
+    profiled = arguments(**{**BASE, "train_iters": 1, "eval_iters": 0}, profile_step_start=1, profile_dir=tmp_path / "profile")
+    run([*profiled, "--profile-pipeline"], 2)
+    path = tmp_path / "profile" / "layer_costs_step1.json"
     costs = read_layer_costs(str(path))
     assert len(costs.layers) == BASE["num_layers"] and min(*costs.layers, costs.embedding, costs.loss) > 0
     LayerCosts(costs.layers, 1.5 * sum(costs.layers), 0.0).write(path)
