@@ -52,9 +52,8 @@ MOST_RANKS, MOST_RANKS_IN_FULL = 4, 8
 @functools.cache
 def recipe() -> Recipe:
     # The vocabulary divides by nothing and its table is tied, so with two stages it is on both. Nor do 9 positions divide.
-    shape = gpt2_like(
-        num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8, num_positions=9, tied=True
-    )
+    sizes = {"num_layers": 4, "hidden": 16, "ffn": 24, "heads": 4, "kv_heads": 4, "head_size": 4, "vocab": 61, "seq": 8}
+    shape = gpt2_like(**sizes, num_positions=9, tied=True, norm="RMSNorm")
     return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS * (HOPS + 1), 4, 1, seed=2), ema=0.7)
 
 
@@ -63,7 +62,8 @@ def layout_of(case: Case) -> Layout:
     own = dict(case)
     if own["sharding"] == ON_HOST:
         own |= {"sharding": "optim_grads_params", "params_cpu": True, "reduce_once": True}
-    return Layout(micro_batch_size=1, bucket_size=1500, **DEPTHS[own.pop("depth")], **own)
+    # Of four sequences each rank has two microbatches.
+    return Layout(micro_batch_size=2 // own["dp"], bucket_size=1500, **DEPTHS[own.pop("depth")], **own)
 
 
 def makes_sense(case: Case, most_ranks: int = MOST_RANKS) -> bool:
@@ -119,18 +119,18 @@ def stretch(rank: int, layout: Layout, done: int, steps: int, source: Path | Non
         load(step, source, done)
         if again:
             save(step, folder / "loaded", done)
-    losses = train_on(step, done, steps)
+    losses = train_on(step, layout, done, steps)
     save(step, folder, done + steps)
     if dist.is_initialized():
         dist.barrier()
     return losses
 
 
-def train_on(step: TrainStep, done: int, steps: int) -> list[float]:
+def train_on(step: TrainStep, layout: Layout, done: int, steps: int) -> list[float]:
     """The steps after `done`; returns their losses."""
     r, losses = recipe(), []
     for at in range(done, done + steps):
-        inputs = microbatches(r.batches[at], step.context, 1)
+        inputs = microbatches(r.batches[at], step.context, layout.micro_batch_size)
         losses.append(step.run(inputs, iteration=at + 1, learning_rate=r.lr, weight_decay=r.weight_decay).loss)
     return losses
 
@@ -141,10 +141,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], 
     folder, r = tmp_path_factory.mktemp("whole"), recipe()
 
     def whole(rank: int) -> list[float]:
-        step = build_step(context_of(Layout(), rank), r, Layout(micro_batch_size=1, bucket_size=1500))
+        layout = Layout(micro_batch_size=1, bucket_size=1500)
+        step = build_step(context_of(layout, rank), r, layout)
         losses = []
         for at in range(0, len(r.batches), STEPS):
-            losses += train_on(step, at, STEPS)
+            losses += train_on(step, layout, at, STEPS)
             save(step, folder, at + STEPS)
         return losses
 
