@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +32,9 @@ from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
 from megatron.parallel.context import Group
 
 _MOST_THREADS = 4
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
         DamagedCheckpointError: a file is missing or altered.
     """
     straight: Counter[str] = Counter()
-    with DataFiles(storage, manifest) as files, ThreadPoolExecutor(threads) as pool:
+    with DataFiles(storage, manifest) as files:
         jobs = []
         for stored, planned in reads.items():
             name = planned[0].tensor.name
@@ -173,9 +176,16 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
                 straight[name] += stored.box.numel
             jobs.append((stored.file, files.start(stored, dtype), stored, dtype, parts))
         jobs.sort(key=lambda job: job[:2])
-        for read in [pool.submit(files.read, *job[2:]) for job in jobs]:
-            read.result()
+        _each(lambda job: files.read(*job[2:]), jobs, threads)
     return straight
+
+
+def _each(work: Callable[[Task], Result], tasks: Sequence[Task], threads: int) -> list[Result]:
+    """Results of the tasks, in their order. A single thread is this one: to hand over a small box takes longer than to read it."""
+    if threads == 1:
+        return [work(task) for task in tasks]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, tasks))
 
 
 MISSING = "not in the checkpoint"
@@ -286,9 +296,8 @@ def _content_here(tensors: list[GlobalTensor], cut: set[str], manifest: Manifest
         if tensor.name not in narrowed
         for placed in tensor.boxes
     }
-    with ThreadPoolExecutor(threads) as pool:
-        sums = pool.map(lambda task: _box_sums(*task), tasks.values())
-        return ContentHere({tensor.name for tensor in tensors}, narrowed, dict(zip(tasks, sums, strict=True)))
+    sums = _each(lambda task: _box_sums(*task), [*tasks.values()], threads)
+    return ContentHere({tensor.name for tensor in tensors}, narrowed, dict(zip(tasks, sums, strict=True)))
 
 
 def _box_sums(box: Box, part: torch.Tensor, stored: StoredTensor) -> Sums:

@@ -207,7 +207,10 @@ def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
     where comparing pairs would need a square of it.
     """
     corners: Counter[tuple[int, ...]] = Counter()
-    for box, weight in [(Box.whole(shape), -1), *((box, 1) for box in boxes)]:
+    whole, boxes = Box.whole(shape), [*boxes]
+    if boxes == [whole]:
+        return True
+    for box, weight in [(whole, -1), *((box, 1) for box in boxes)]:
         for corner in itertools.product(*(((part.start, 1), (part.stop, -1)) for part in box.index)):
             corners[tuple(at for at, _ in corner)] += weight * math.prod(sign for _, sign in corner)
     return not any(corners.values())
