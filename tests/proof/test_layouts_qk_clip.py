@@ -33,14 +33,15 @@ SHAPES: dict[str, ReferenceShape] = {
         latent=LatentShape(10, 6, plain=5, rotated=4, value=3),
     ),
 }
+# Each data rank has two microbatches of the four sequences.
 LAYOUTS = {
     "gpt2": (Layout(tp=2, dp=2, micro_batch_size=1, sharding="optim_grads", offload=0.5),),
     "llama": (
-        Layout(tp=4, micro_batch_size=1, sequence_parallel=True, memory=MemoryConfig(recompute_granularity="full")),
+        Layout(tp=4, micro_batch_size=2, sequence_parallel=True, memory=MemoryConfig(recompute_granularity="full")),
         Layout(cp=2, dp=2, micro_batch_size=1, sharding="optim"),
     ),
     "latent": (
-        Layout(tp=2, pp=2, cp=2, micro_batch_size=1, sharding="no_shard"),
+        Layout(tp=2, pp=2, cp=2, micro_batch_size=2, sharding="no_shard"),
         Layout(dp=2, micro_batch_size=1, sharding="optim_grads_params", offload=1.0),
     ),
 }
