@@ -17,12 +17,23 @@ from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.planner.state_report import state_report
 from megatron.spec.schedules import make_schedule
-from tests.proof.test_sharding_memory import SEQUENCES, kept, recipe
+from megatron.verification.reference.shape import random_weights
+from tests.proof.test_sharding_memory import kept
 from tests.proof.test_sharding_traffic import KINDS
 from tests.support.bucket_examples import UNTIED, buckets_of, build, gradient, own_gradients, write_all
 from tests.support.covering import full_but
-from tests.support.layout import Layout, build_step, context_of, microbatches, model_on_meta, optimizer_config, parallel_config
+from tests.support.layout import (
+    Layout,
+    Recipe,
+    build_step,
+    context_of,
+    microbatches,
+    model_on_meta,
+    optimizer_config,
+    parallel_config,
+)
 from tests.support.lone_rank import CPU
+from tests.support.reference_runs import gpt2_like, random_batches
 from tests.support.shared_memory import recorded_calls
 from tests.support.warm import run_warm_ranks
 
@@ -111,15 +122,26 @@ Counted = tuple[dict[str, int], dict[str, int], dict[Any, Fraction], dict[Any, F
 """Bytes that a rank keeps, those that are planned, those of gradients that it sends over each group, and those planned."""
 
 
+SEQUENCES = 4
+"""Of a global batch; a microbatch has one."""
+
+
+@functools.cache
+def recipe() -> Recipe:
+    """Tied, with two layers a stage."""
+    shape = gpt2_like(num_layers=4, hidden=32, ffn=176, heads=4, kv_heads=4, head_size=8, vocab=176, seq=4, tied=True)
+    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, SEQUENCES, 1, seed=2))
+
+
 def counted_on_rank(rank: int, sharding: ShardingStrategy) -> list[Counted]:
     """Count in a second step: without overlap and with it, each with --grad-reduce-in-bf16 and without."""
     found = []
     for overlap, narrow in itertools.product((False, True), (True, False)):
         layout = Layout(
-            dp=2, pp=2, sharding=sharding, bucket_size=30_000, micro_batch_size=1, overlap=overlap, dtype=torch.bfloat16,
+            dp=2, pp=2, sharding=sharding, bucket_size=3300, micro_batch_size=1, overlap=overlap, dtype=torch.bfloat16,
             grad_reduce_in_bf16=narrow,
         )  # fmt: skip
-        context, r = context_of(layout, rank), recipe(True, 4)
+        context, r = context_of(layout, rank), recipe()
         step, inputs = build_step(context, r, layout), microbatches(r.batches[0], context, 1)
         step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
         with recorded_calls() as calls:
