@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,16 +122,9 @@ SMALL = {"hidden": 24, "ffn": 48, "heads": 4, "kv_heads": 2, "head_size": 6, "vo
 LAYOUTS = (Layout(tp=2, dp=2, sharding="optim", micro_batch_size=1), Layout(pp=2, dp=2, sharding="optim_grads", micro_batch_size=1))
 
 
-@functools.cache
-def recipe() -> Recipe:
-    shape = llama_like(num_layers=2, **SMALL)
-    batches = random_batches(shape, BEFORE + STEPS, BATCH, 1, seed=2)
-    return Recipe(shape, trained(shape, batches[:BEFORE], 1e-2, 0.1).weights, batches[BEFORE:])
-
-
-def go_on(rank: int, layout: Layout, folder: Path) -> list[float]:
-    """Load what was imported, and make steps with Megatron-LM's betas."""
-    context, r = context_of(layout, rank), replace(recipe(), update={"adam_beta2": 0.95})
+def go_on(rank: int, r: Recipe, layout: Layout, folder: Path) -> list[float]:
+    """Load what was imported, and make the steps of a recipe."""
+    context = context_of(layout, rank)
     step = build_step(context, replace(r, weights={name: one + 1 for name, one in r.weights.items()}), layout)
     load(step, folder, ITERATION)
     assert step.optimizer.num_updates == BEFORE
@@ -148,11 +140,12 @@ def go_on(rank: int, layout: Layout, folder: Path) -> list[float]:
 
 def test_a_run_goes_on_as_plain_training(tmp_path: Path, full: bool) -> None:
     """In float64, from both formats: the steps behind the import equal those of a plain run that never stopped."""
-    r = recipe()
-    first = random_batches(r.shape, BEFORE + STEPS, BATCH, 1, seed=2)
-    model = trained(r.shape, first[:BEFORE], r.lr, r.weight_decay)
+    shape = llama_like(num_layers=2, **SMALL)
+    batches = random_batches(shape, BEFORE + STEPS, BATCH, 1, seed=2)
+    model = trained(shape, batches[:BEFORE], 1e-2, 0.1)
+    r = Recipe(shape, model.weights, batches[BEFORE:], update={"adam_beta2": 0.95})  # Megatron-LM's betas
     start = train(
-        r.shape, random_weights(r.shape, seed=5), first, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, betas=(0.9, 0.95)
+        shape, random_weights(shape, seed=5), batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, betas=(0.9, 0.95)
     )
     write_legacy_run(tmp_path / "legacy", model, LegacyLayout(2, 2), sharded=True)
     write_dist(tmp_path / "dist", model, LegacyLayout(2, 1), form="fully_sharded_model_space")
@@ -160,7 +153,7 @@ def test_a_run_goes_on_as_plain_training(tmp_path: Path, full: bool) -> None:
     for name, layout in [("legacy", LAYOUTS[0]), ("dist", LAYOUTS[1]), ("flat", LAYOUTS[0])][: 3 if full else 2]:
         assert tool.main(["import", str(tmp_path / name), str(tmp_path / "in" / name)]) == 0
         folder = tmp_path / "in" / name
-        ranks = run_warm_ranks(layout.world_size, go_on, layout, folder)
+        ranks = run_warm_ranks(layout.world_size, go_on, r, layout, folder)
         assert not number_differences("losses", ranks[0], start.losses[BEFORE:], 1e-10)
         assert_equal_tensors(saved_tensors(folder / "after", ITERATION + STEPS), start.weights_after, what="weights")
 
