@@ -31,7 +31,7 @@ def on_grid(x: Tensor, mantissa: int) -> Tensor:
     least, largest = {3: (-6, 448.0), 2: (-14, 57344.0)}[mantissa]
     x = x.clamp(-largest, largest).float().double()
     exponent = (torch.frexp(x).exponent.double() - 1).clamp(min=least)  # below `least` numbers are equally far apart
-    step = torch.pow(2.0, exponent - mantissa)
+    step = torch.exp2(exponent - mantissa)
     return (x / step).round() * step
 
 
