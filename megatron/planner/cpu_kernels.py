@@ -39,6 +39,10 @@ class _NewTensors(NamedTuple):
 
 
 _Result = _ViewOfFirst | _Written | _NewTensors
+
+aten = torch.ops.aten
+_REARRANGED = frozenset((aten.view.default, aten.select.int, aten.unsqueeze.default, aten.permute.default, aten.transpose.int))
+"""Views that all layers take, of the shape and the strides of the first argument alone."""
 _known: dict[tuple[Any, ...], _Result] = {}
 """Results of operations that ran, by a description of their arguments."""
 
@@ -62,7 +66,12 @@ class CpuKernels(FakeTensorMode):
         """Run one operation."""
         kwargs = kwargs or {}
         key = key_of(func, args, kwargs, _follows_from_its_shape) if func.namespace == "aten" else None
+        if key is not None and func is aten.as_strided.default:
+            key = (*key, args[0].storage_offset())  # it counts from the beginning of the storage
         if (known := _known.get(key) if key is not None else None) is not None:
+            return self._again(known, args, kwargs)
+        if key is not None and func in _REARRANGED:
+            known = _known[key] = _view(func, args, kwargs)
             return self._again(known, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if key is not None and (result := _result(func, out, args, kwargs)) is not None:
@@ -86,10 +95,17 @@ def _follows_from_its_shape(tensor: Tensor) -> bool:
     return type(tensor) is FakeTensor and tensor.constant is None and tensor.fake_device.type == "cpu"
 
 
+def _view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirst:
+    """Return the description of a view. Torch tells it of a tensor of the meta device in a small part of the time."""
+    base = args[0]
+    view = func(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"), *args[1:], **kwargs)
+    return _ViewOfFirst(view.shape, view.stride(), view.storage_offset())
+
+
 def _result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
     """Return a description of a result, or None for a result that cannot be created from a description."""
-    if torch.Tag.inplace_view in func.tags or func.name() == "aten::as_strided":
-        return None  # changes the shape or the storage of its argument, or looks at where the argument begins in its storage
+    if torch.Tag.inplace_view in func.tags:
+        return None  # changes the shape or the storage of its argument
     if func._schema.is_mutable:
         if args and out is args[0]:
             return _Written(None)
