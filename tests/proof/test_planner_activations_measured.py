@@ -277,7 +277,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama, context ranks that gather": (2, {**CP2, "cp_comm_type": ("all_gather",), **LLAMA}),
     "gpt, context ranks in a ring, documents, dropout": (
         2,
-        {**CP2, "cp_comm_type": ("p2p",), **PACKED, **DROPOUT},
+        {"num_layers": 2, **CP2, "cp_comm_type": ("p2p",), **PACKED, **DROPOUT},
     ),
     "llama, context ranks by heads, documents, full": (2, {**CP2, "cp_comm_type": ("a2a",), **PACKED, **FULL, **LLAMA}),
     "llama, context ranks in several ways, windows, tensor parallelism": (
@@ -383,7 +383,9 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any], full: boo
     # Without stages all microbatches behind the first are alike; ranks that share a case's batch have two each anyway. Nor does the
     # plan run more than one layer of those in the middle.
     if not full and not {*PP2, SHARDING, "expert_model_parallel_size"} & set(changes):
-        sizes |= {"global_batch_size": 8 if "num_experts" in changes else 4, "num_layers": 3}
+        sizes |= {"global_batch_size": 8 if "num_experts" in changes else 4}
+    if not full and not {*PP2} & set(changes):
+        sizes |= {"num_layers": 3}
     config = settings(world_size, **sizes | changes)
     plans = plan_ranks(config, world_size)
     planned = [plan.beside_inputs for plan in plans]
