@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Hashable, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -80,20 +82,30 @@ def test_a_sum_of_gradients_is_made_in_place_where_nobody_else_holds_the_first()
 @pytest.mark.parametrize(
     ("changes", "device_type"),
     full_but(
-        [(CHANGES[1], "cuda"), (CHANGES[3], "cuda"), (CHANGES[4], "cpu")],
+        [(CHANGES[0], "cpu"), (CHANGES[1], "cuda"), (CHANGES[3], "cuda"), (CHANGES[4], "cpu")],
         [(changes, device_type) for changes in CHANGES for device_type in ("cpu", "cuda")],
         "cases that are kept have these settings, and recompute, offloading or 8 bits beside",
     ),
 )
 def test_repeated_layers_are_as_all_layers_run(changes: dict[str, Any], device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and collectives of every operation, to the last byte; and nothing is left when all have run."""
+    stand, few = chunk_trace.segments_that_stand, list[bool]()
+
+    def noted(specs: Sequence[Hashable]) -> list[int]:
+        found = stand(specs)
+        few.append(len(set(found)) < len(found))
+        return found
+
+    monkeypatch.setattr(chunk_trace, "segments_that_stand", noted)
     config = settings(4, num_layers=10, **PP2, **TP2, **changes)
     repeated = [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)]
     traces = [one for traces in repeated for trace in traces.values() for one in (trace, trace.soon) if one is not None]
     assert len(traces) == 2 + 2 * config.memory.offloads
     assert all(sum(op.change for op in one.ops.values()) + sum(one.fetched.values()) == one.leaving for one in traces)
-    monkeypatch.setattr(chunk_trace, "segments_that_stand", lambda specs: list(range(len(specs))))
-    assert [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)] == repeated
+    assert any(few) or config.memory.offloads
+    if any(few):  # else all layers have run: the first and the last that move to the host differ from those between
+        monkeypatch.setattr(chunk_trace, "segments_that_stand", lambda specs: list(range(len(specs))))
+        assert [plan_rank(config, 4, rank, device_type=device_type).traces for rank in (0, 3)] == repeated
 
 
 @pytest.mark.parametrize(
@@ -105,7 +117,7 @@ def test_repeated_layers_are_as_all_layers_run(changes: dict[str, Any], device_t
 )
 def test_layers_that_differ_are_as_all_layers_run(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third layer has no rotary positions and a wider MLP: to the last byte; and it is not what equal layers give."""
-    config = settings(4, num_layers=28, **PP2, **TP2, **LLAMA, **changes)
+    config = settings(4, num_layers=24, **PP2, **TP2, **LLAMA, **changes)  # three of the twelve of a stage are not run
     alike = [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)]
     mix_layers(monkeypatch, 3)
     few = [plan_rank(config, 4, rank, device_type="cuda").traces for rank in (0, 3)]
@@ -244,16 +256,15 @@ def test_what_each_part_frees_that_is_computed_again() -> None:
     the statistics of that; and what attention keeps for each pair of tokens, where it is computed by plain products."""
     h, tokens, heads = 64, 256 * 4, 4
 
-    def freed(device_type: str, *modules: str, **changes: Any) -> float:
+    @functools.cache
+    def kept(device_type: str, modules: tuple[str, ...], **changes: Any) -> int:
         ranks = changes.get("context_parallel_size", 1)
-        kept = [
-            plan_rank(settings(ranks, num_layers=1, **changes, **again), ranks, device_type=device_type)
-            .traces[0]
-            .ops[OpKind.FORWARD]
-            .change
-            for again in ({}, selective(*modules))
-        ]
-        return (kept[0] - kept[1]) / tokens / (2 if changes.get("bf16") else 4)
+        config = settings(ranks, num_layers=1, **changes, **(selective(*modules) if modules else {}))
+        return plan_rank(config, ranks, device_type=device_type).traces[0].ops[OpKind.FORWARD].change
+
+    def freed(device_type: str, *modules: str, **changes: Any) -> float:
+        all_kept, rest = (kept(device_type, again, **changes) for again in ((), modules))
+        return (all_kept - rest) / tokens / (2 if changes.get("bf16") else 4)
 
     gpt, llama = {"bf16": True, "squared_relu": True}, {"bf16": True, **LLAMA}
     assert freed("cpu", "layernorm", **llama) == freed("cuda", "layernorm", **gpt) == 2 * h
@@ -403,7 +414,7 @@ def test_a_step_moves_to_the_host_what_each_microbatch_saves() -> None:
     assert trace.soon is not None
     # F F B F B ...: the first microbatch comes back after one other operation, and the last one's backward after one other too.
     assert first.activations.to_host == 6 * sum(map(sum, trace.away)) - 2 * sum(trace.away[-1])
-    everything = settings(1, num_layers=4, pipeline_schedule="gpipe", global_batch_size=24, **OFFLOAD, **LLAMA)
+    everything = settings(1, num_layers=3, pipeline_schedule="gpipe", global_batch_size=24, **OFFLOAD, **LLAMA)
     alone = plan_rank(everything, 1)
     (trace,) = alone.traces.values()
     assert alone.activations.to_host == 6 * sum(map(sum, trace.away))
