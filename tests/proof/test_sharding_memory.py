@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,11 +211,33 @@ def watch(rank: int, layout: Layout, steps: int, num_layers: int) -> Seen:
     return found
 
 
-def seen(layout: Layout, *, steps: int, num_layers: int = 2) -> list[Seen]:
+def seen(cases: Sequence[tuple[Layout, int]], num_layers: int = 2) -> list[list[Seen]]:
+    """For each layout and number of steps, what two ranks see."""
+
+    def rank_run(rank: int) -> list[Seen]:
+        return [watch(rank, layout, steps, num_layers) for layout, steps in cases]
+
     # Through gloo: what another group keeps of what is on its way would be seen as well.
-    ranks: list[Seen] = run_ranks(layout.world_size, watch, layout, steps, num_layers)
-    assert all(found.during and found.others for found in ranks)
-    return ranks
+    ranks: list[list[Seen]] = run_ranks(2, rank_run)
+    assert all(found.during and found.others for of_rank in ranks for found in of_rank)
+    return [list(of_case) for of_case in zip(*ranks, strict=True)]
+
+
+FULLY_SHARDED: dict[tuple[str, int], dict[str, Any]] = {
+    ("freed", 1): {},
+    ("freed", 0): {},
+    ("once", 1): {"reduce_once": True},
+    ("never", 2): {"fsdp_reshard": "never"},
+    ("never", 0): {"fsdp_reshard": "never"},
+}
+"""Settings, by a word for them and the number of steps."""
+
+
+@functools.cache
+def seen_fully_sharded() -> dict[tuple[str, int], list[Seen]]:
+    """What ranks see in each of these, one after the other."""
+    cases = [(layout(2, "optim_grads_params", **settings), steps) for (_, steps), settings in FULLY_SHARDED.items()]
+    return dict(zip(FULLY_SHARDED, seen(cases), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +246,8 @@ def seen(layout: Layout, *, steps: int, num_layers: int = 2) -> list[Seen]:
 )
 def test_gradients_only_pass_through_a_few_buffers(overlap: bool, bucket_size: int, at_most: float) -> None:
     """optim_grads: beside its slice a rank has what is written, and with overlap four buckets that are reduced, but never all."""
-    for found in seen(layout(2, "optim_grads", bucket_size=bucket_size, overlap=overlap), steps=2, num_layers=8):
+    case = layout(2, "optim_grads", bucket_size=bucket_size, overlap=overlap)
+    for found in seen([(case, 2)], num_layers=8)[0]:
         assert all(moment["gradients"] == found.after["gradients"] for moment in found.during)
         whole = 2 * found.after["gradients"]
         most = max(moment["buffers"] for moment in (*found.during, found.after))
@@ -234,7 +258,7 @@ def test_gradients_only_pass_through_a_few_buffers(overlap: bool, bucket_size: i
 @pytest.mark.parametrize("steps", [1, 0])
 def test_two_units_are_gathered_at_a_time(steps: int) -> None:
     """optim_grads_params: the one that computes and the next one; afterwards none, be it training or evaluation."""
-    for found in seen(layout(2, "optim_grads_params"), steps=steps):
+    for found in seen_fully_sharded()["freed", steps]:
         assert found.after["parameters"] == found.after["gradients"]  # both float32, nothing is gathered
         gathered = [moment["parameters"] - found.after["parameters"] for moment in found.during]
         assert min(gathered) > 0 and max(gathered) <= 2 * 2 * found.largest
@@ -245,8 +269,7 @@ def test_two_units_are_gathered_at_a_time(steps: int) -> None:
 
 def test_gradients_that_are_reduced_once_stay_whole_until_the_last_microbatch() -> None:
     """All of the rank's, in float32, from the first backward on; after the step none. The plan has room for them."""
-    settings = layout(2, "optim_grads_params", reduce_once=True)
-    for found in seen(settings, steps=1):
+    for found in seen_fully_sharded()["once", 1]:
         whole = 2 * found.after["gradients"]
         units = len(found.during) // (SEQUENCES // 2)
         assert all(moment["buffers"] == 0 for moment in (*found.during[:units], found.after))
@@ -255,8 +278,8 @@ def test_gradients_that_are_reduced_once_stay_whole_until_the_last_microbatch() 
 
 def test_units_that_are_not_freed_stay_until_the_step_is_through() -> None:
     """--fsdp-reshard-after-forward never: all are gathered from the first forward to the last backward, and none afterwards."""
-    settings = layout(2, "optim_grads_params", fsdp_reshard="never")
-    for found, steps in [*((found, 2) for found in seen(settings, steps=2)), *((found, 1) for found in seen(settings, steps=0))]:
+    ranks = seen_fully_sharded()
+    for found, steps in [*((found, 2) for found in ranks["never", 2]), *((found, 1) for found in ranks["never", 0])]:
         gathered = [moment["parameters"] - found.after["parameters"] for moment in found.during]
         each = len(gathered) // steps
         assert found.after["parameters"] == found.after["gradients"]
