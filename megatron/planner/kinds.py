@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -223,6 +223,11 @@ def _num_held(records: Iterable[ParamRecord], context: ParallelContext, tensor: 
     return sum(record.held_box(context.axis_sizes, at).numel for record in records)
 
 
+def _numbers(memory: StateMemory) -> list[tuple[int, int, int]]:
+    """(device, host, padding) of each part."""
+    return [(part.device, part.host, part.padding) for part in memory.parts.values()]
+
+
 class _PlacedPart:
     """A part of the state, with the places where what is kept of it changes."""
 
@@ -237,7 +242,7 @@ class _PlacedPart:
         self._size = group.size
         self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
         self.kept = [part.kept(start) for start in self._starts]
-        self.alone = np.array([astuple(memory + state.memory(shards)) for memory, shards in self.kept])
+        self.alone = np.array([_numbers(memory + state.memory(shards)) for memory, shards in self.kept])
         """Memory for each of `kept` with its optimizer state, [kept, part, (device, host, padding)], for use where that state does
         not depend on other parts."""
 
@@ -281,7 +286,7 @@ def _memories(
         kept = {row: [part.kept[number] for part, number in zip(parts, row, strict=True)] for row in rows}
         known = {row: layout.memory(of_parts, state.memory) for row, of_parts in kept.items()}
         return [known[row] for row in rows]
-    total = np.array([astuple(StateMemory(buffers=layout.buffers))] * len(ranges))
+    total = np.array([_numbers(StateMemory(buffers=layout.buffers))] * len(ranges))
     for part, mine in zip(parts, numbers, strict=True):
         total += part.alone[mine]
     return [StateMemory(*(Bytes(*part) for part in memory)) for memory in total.tolist()]

@@ -195,8 +195,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that a kernel reads and writes: its tensors once each."""
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors((out,)))
     if name in _BY_ROWS:
         rows = min((_bytes(one) for one in (*inputs, *outputs) if one.is_floating_point()), default=0)
         return 2 * rows
@@ -206,6 +205,15 @@ def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
         + sum(_bytes(one) for one in outputs if id(one) not in known)
         + (_bytes(outputs[0]) if name.endswith("_") and outputs else 0)
     )
+
+
+def _tensors(some: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among some values, and in what these are made of."""
+    for one in some:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple | dict):
+            yield from (leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
