@@ -59,6 +59,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "pp, V": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
     "pp, uneven": {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1},
 }
+NUM_LAYERS = {group: 4 if "pp" in group or group == "experts" else 2 for group in GROUPS}
+"""Two on each stage, or of each kind."""
 STYLES: dict[str, dict[str, Any]] = {
     "tied": {"vocab_size": 77, "make_vocab_size_divisible_by": 4, "max_position_embeddings": 33},
     "untied": {
@@ -98,7 +100,8 @@ def possible(case: Case) -> bool:
 
 def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:
     """The settings of a case."""
-    chosen: dict[str, Any] = {"num_layers": 4, **GROUPS[case["groups"]], **STYLES[case["style"]]}
+    group = case["groups"]
+    chosen: dict[str, Any] = {"num_layers": NUM_LAYERS[group], **GROUPS[group], **STYLES[case["style"]]}
     chosen |= {name: case[name] for name in AXES if name not in ("groups", "style", "dtype", "offload")}
     if case["optimizer"] == "adam8bit":
         chosen["adam_8bit_block_size"] = 5
@@ -106,7 +109,7 @@ def loaded(case: Case, world_size: int, **changes: Any) -> LoadedConfig:
         chosen[case["dtype"]] = True
     if case["offload"]:
         chosen |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": case["offload"]}
-    if not GROUPS[case["groups"]]:
+    if not GROUPS[group]:
         chosen["use_tp_pp_dp_mapping"] = False
     return settings(world_size, **chosen, **changes)
 
@@ -200,11 +203,12 @@ def test_the_last_stage_keeps_depths_and_an_embedding(full: bool) -> None:
 
     The normal run takes one of two styles with each group.
     """
-    depths = {"num_layers": 4, "mtp_num_layers": 2, "bf16": True, "ddp_bucket_size": 1500}
+    depths = {"mtp_num_layers": 2, "bf16": True, "ddp_bucket_size": 1500}
     cases = [
         settings(
             4,
             **{**STYLES[style], **GROUPS[group], **depths, **({"moe_layer_freq": "[0,1]*2"} if group == "experts" else {})},
+            num_layers=NUM_LAYERS[group],
             data_parallel_sharding_strategy=strategy,
         )
         for number, group in enumerate(GROUPS)
@@ -258,7 +262,7 @@ def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
     """And those of each kind are the ones that its ranks hold; the padding of the vocabulary makes the last tensor rank's fewer."""
     grid: dict[str, Any] = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     one = settings(4, **STYLES[style], **grid, num_layers=3, decoder_first_pipeline_num_layers=1)
-    (plan,) = plans_of([one])
+    (plan,) = plans_of([one], traced=False)
     topology = Topology.of(one.config.parallel, 4)
     assert run_warm_ranks(4, elements, one) == [kind_of(plan.kinds, topology, rank).parameters for rank in range(4)]
     assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)

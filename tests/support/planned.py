@@ -30,9 +30,13 @@ def settings(world_size: int, *, gpus_per_node: int = 8, **changes: Any) -> Load
     return load(arguments(train_iters=1, **{"device": "cpu", **request, **changes}), 1)
 
 
-def plans_of(loaded: Sequence[LoadedConfig]) -> list[Plan]:
-    """Chunks that do the same are traced once."""
-    return [planner.plan() for planner in _planners(loaded)]
+def plans_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[Plan]:
+    """Chunks that do the same are traced once.
+
+    Args:
+        traced: see `kinds_of`.
+    """
+    return [planner.plan() for planner in _planners(loaded, traced=traced)]
 
 
 def kinds_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[tuple[RankKind, ...]]:
