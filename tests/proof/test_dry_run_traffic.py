@@ -18,7 +18,7 @@ from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from tests.support.planned import kind_of, kinds_of, real_context, real_step, settings
 from tests.support.shared_memory import recorded_calls
-from tests.support.warm import run_forked_ranks
+from tests.support.warm import run_warm_ranks
 from tests.support.windows import Windows
 
 
@@ -191,21 +191,25 @@ QUICK = (
 """Each kind of group, and each rule whose state is sent otherwise."""
 
 
+Sent = tuple[dict[tuple[int, ...], int], int, int, dict[str, tuple[int, ...]]]
+"""What `counted` gives, and the groups."""
+
+
+def sent_in_each_case(rank: int, cases: list[LoadedConfig]) -> list[Sent]:
+    found = []
+    for one in cases:
+        context = real_context(one.config, rank, 8)
+        found.append((*counted(context, one), groups_of(context)))
+    return found
+
+
 def test_every_rank_sends_what_is_planned(full: bool) -> None:
     """By the ranks that take part: gradients, parameters, activations over tensor groups and between stages, scalars. Of matrices
     the plan says what the rank of a stage sends that sends most, of noise what the first data rank sends."""
     names = [*CASES] if full else QUICK
     cases = [settings(8, **CASES[name]) for name in names]
-
-    def rank_run(rank: int) -> list[tuple[dict[tuple[int, ...], int], int, int, dict[str, tuple[int, ...]]]]:
-        found = []
-        for one in cases:
-            context = real_context(one.config, rank, 8)
-            found.append((*counted(context, one), groups_of(context)))
-        return found
-
     planned_kinds = kinds_of(cases)
-    ranks = run_forked_ranks(8, rank_run)
+    ranks: list[list[Sent]] = run_warm_ranks(8, sent_in_each_case, cases)
     for number, (name, kinds) in enumerate(zip(names, planned_kinds, strict=True)):
         most: dict[int, list[tuple[int, int]]] = {}
         for rank in range(8):
