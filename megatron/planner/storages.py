@@ -32,6 +32,7 @@ _OPERATIONS: dict[str, tuple[Operation, int, Callable[..., int]]] = {
     "symm_mem::fused_matmul_reduce_scatter": ("reduce-scatter", 1, scattered_bytes),
 }
 """For each collective, how often the whole tensor goes round the ring, and the bytes of that."""
+_DEVICE, _SUM = torch.ops.prim.device.default, torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,17 @@ class StorageLedger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         self._look()
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return args[0].device
         out = run(func, args, kwargs or {})
         self.kernels.add(func.name())
         self._work.note(func, args, kwargs or {}, out)
         if func.namespace in ("c10d", "symm_mem") and func.name() != "c10d::recv_":
             self._sent.append(self._transfer(func.name(), args))
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._enter(tensor.untyped_storage())
-        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+        if func is _SUM and not torch.is_grad_enabled():
             # Autograd adds in place to a gradient that nobody else holds, but not while a mode like this one looks on.
             self._sum = (args[0].untyped_storage()._cdata, self.alive)
         else:

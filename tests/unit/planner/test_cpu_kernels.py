@@ -26,6 +26,8 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "one of several": lambda x: torch.max(x, dim=0)[1],
     "a view": lambda x: x[1:, 2:],
     "a view of a view": lambda x: x[1:][1:],
+    "a row of a view": lambda x: x[1:][2],
+    "other dimensions": lambda x: x.transpose(0, 1).unsqueeze(1).view(2, 3, 1, 9),
     "a dtype of its own": lambda x: x.to(torch.bfloat16),
     "written in place": lambda x: x.add_(1),
     "written into another": lambda x: torch.mul(x, 2, out=torch.empty_like(x)),
