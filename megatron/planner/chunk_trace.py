@@ -243,18 +243,26 @@ def _trace(
 def segments_that_stand(specs: Sequence[Hashable]) -> list[int]:
     """For each segment of a chunk, the index of the one that is run in its place, perhaps itself.
 
-    A stretch of segments is left out where its neighbours fit together as they do in the whole. So each segment that is run has the
-    neighbours that it has in the whole. For each one that is left out, one with the same neighbours is run, the second of its kind.
-    The first and the last of each kind are run: they may be the first and the last to use what several layers share.
+    The longest stretch of segments is left out whose neighbours fit together as they do in the whole. So each segment that is run
+    has the neighbours that it has in the whole. For each one that is left out, one with the same neighbours is run, the second of
+    its kind. The first and the last of each kind are run: they may be the first and the last to use what several layers share.
     """
     kinds = [list(alike(specs)).index(spec) for spec in specs]
     around = list(zip((*kinds[:1], *kinds), kinds, (*kinds[1:], *kinds[-1:]), strict=False))
-    latest = min((places[-1] for places in alike(kinds).values()), default=0)
-    for begin in range(1, latest):
+    lasts = [places[-1] for places in alike(kinds).values()]
+    longest = range(0)
+    for begin in range(1, len(kinds)):
         second = {key: places[1] for key, places in alike(around[:begin]).items() if len(places) > 1}
-        for end in range(latest, begin, -1):
-            if kinds[begin - 1 : begin + 1] == kinds[end - 1 : end + 1] and second.keys() >= set(around[begin:end]):
-                return [*range(begin), *(second[key] for key in around[begin:end]), *range(end, len(kinds))]
+        latest = min(last for last in lasts if last >= begin)
+        end = begin
+        while end < latest and around[end] in second:
+            end += 1
+        while kinds[begin - 1 : begin + 1] != kinds[end - 1 : end + 1]:
+            end -= 1
+        if end - begin > len(longest):
+            longest, stand_ins = range(begin, end), [second[key] for key in around[begin:end]]
+    if longest:
+        return [*range(longest.start), *stand_ins, *range(longest.stop, len(kinds))]
     return list(range(len(kinds)))
 
 

@@ -34,10 +34,20 @@ def test_equal_layers_are_one_kind() -> None:
 
 
 def test_a_plan_runs_three_of_those_that_are_alike() -> None:
-    cases = {"": "", "a": "0", "aa": "01", "aaa": "012", "aaaaaa": "015", "ab": "01", "abab": "0123", "aaaaab": "0145"}
+    cases = {
+        "": "",
+        "a": "0",
+        "aa": "01",
+        "aaa": "012",
+        "aaaaaa": "015",
+        "ab": "01",
+        "abab": "0123",
+        "aaaaab": "0145",
+        "abbbbbb": "01236",
+    }
     for text, run in cases.items():
         assert sorted(set(segments_that_stand(kinds(text)))) == [int(place) for place in run], text
-    for text in ("aaab" * 6, "aaaaab" * 21, "ab" * 9, "aaaaabbbbb"):
+    for text in ("aaab" * 6, "aaaaab" * 21, "ab" * 9, "aaaaabbbbb", "aaa" + 58 * "b"):
         stand_ins = segments_that_stand(kinds(text))
         places = sorted(set(stand_ins))
         assert len(places) < len(text) and {places[0], places[-1]} == {0, len(text) - 1}, text
