@@ -19,7 +19,9 @@ import importlib
 import json
 import os
 import runpy
+import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -58,30 +60,49 @@ _IMPORTED = (
 
 @functools.cache
 def warm_python() -> str:
-    """Path of the executable. Its server starts with the first call and ends with this process."""
-    holder = tempfile.TemporaryDirectory(prefix="warm-python-")
-    atexit.register(holder.cleanup)
-    folder = Path(holder.name)
+    """Path of the executable. Its server starts with the first call and ends with this process.
+
+    All workers of a test run share one server, and the worker that has started it waits at its end for the others.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    name = f"{run}-{os.getppid()}" if run else secrets.token_hex(8)
+    folder = Path(tempfile.gettempdir()) / f"warm-python-{name}"
+    folder.mkdir(mode=0o700, exist_ok=bool(run))
     executable = folder / "python"
-    (folder / "about.json").write_text(json.dumps({"root": str(ROOT), "python": sys.executable}))
-    executable.write_text(f"#!{sys.executable} -IS\n" + (ROOT / "tests/support/warm_client.py").read_text())
-    executable.chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    parent = os.getpid()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm_python", str(folder), str(parent)],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "said").open("w"),
-    )
-    atexit.register(server.wait)
-    atexit.register(server.kill)
+    users = os.open(folder / "users", os.O_CREAT | os.O_RDWR)  # is open until this process ends
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(users, fcntl.LOCK_SH)
+        if not executable.exists():
+            server = _start(folder)
+            atexit.register(_end, server, folder, users)
+            (folder / "about.json").write_text(json.dumps({"root": str(ROOT), "python": sys.executable}))
+            executable.write_text(f"#!{sys.executable} -IS\n" + (ROOT / "tests/support/warm_client.py").read_text())
+            executable.chmod(0o755)
+    return str(executable)
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "said").open("w") as said:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm_python", str(folder), str(os.getpid())],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+        )
     while not (folder / "socket").exists():
         assert server.poll() is None, (folder / "said").read_text()
         time.sleep(0.02)
-    return str(executable)
+    return server
+
+
+def _end(server: subprocess.Popen[bytes], folder: Path, users: int) -> None:
+    fcntl.flock(users, fcntl.LOCK_EX)  # when no other worker has it any more
+    server.kill()
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Server:
