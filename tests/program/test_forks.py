@@ -41,10 +41,19 @@ def test_every_fork_is_known() -> None:
     assert found == set(FORKS)
 
 
+def has_asked_cuda() -> bool:
+    """Whether this process has, as torch tells a fork of it."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    return bool(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
 def test_what_a_run_imports_calls_no_cuda_and_needs_only_torch_and_numpy(full: bool) -> None:
     """The supervisor imports it before it forks ranks. In CUDA builds torch itself tells a fork.
 
-    In a fresh interpreter with --full; else in a fork of this one, which imports its modules anew.
+    In a fresh interpreter with --full, or where a test before has asked CUDA in this one; else in a fork of this one, which imports
+    its modules anew.
     """
     program = f"""
 import os, sys
@@ -69,7 +78,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         exec(program, {})
         sys.exit()
 
-    if full:
+    if full or has_asked_cuda():
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
         assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
     else:
