@@ -33,8 +33,8 @@ from megatron.parallel.context import Group
 
 _MOST_THREADS = 4
 
-Task = TypeVar("Task")
-Result = TypeVar("Result")
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,11 @@ def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int 
     return straight
 
 
-def _each(work: Callable[[Task], Result], tasks: Sequence[Task], threads: int) -> list[Result]:
-    """Results of the tasks, in their order. A single thread is this one: to hand over a small box takes longer than to read it."""
+def _each(work: Callable[[_Task], _Result], tasks: Sequence[_Task], threads: int) -> list[_Result]:
+    """Call a function with each task and return the results in the order of the tasks.
+
+    With one thread the calling thread does the work: handing a small box to another takes longer than reading it.
+    """
     if threads == 1:
         return [work(task) for task in tasks]
     with ThreadPoolExecutor(threads) as pool:

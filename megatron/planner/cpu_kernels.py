@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron.planner.known_ops import MadeTensor, key_of, made
 
+aten = torch.ops.aten
+
 
 class _ViewOfFirst(NamedTuple):
     """A tensor in the storage of the first argument."""
@@ -40,7 +42,6 @@ class _NewTensors(NamedTuple):
 
 _Result = _ViewOfFirst | _Written | _NewTensors
 
-aten = torch.ops.aten
 _REARRANGED = frozenset((aten.view.default, aten.select.int, aten.unsqueeze.default, aten.permute.default, aten.transpose.int))
 """Views that all layers take, of the shape and the strides of the first argument alone."""
 _known: dict[tuple[Any, ...], _Result] = {}
@@ -96,7 +97,7 @@ def _follows_from_its_shape(tensor: Tensor) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirst:
-    """Return the description of a view. Torch tells it of a tensor of the meta device in a small part of the time."""
+    """Return the description of a view. The same view of a tensor on the meta device costs far less than `FakeTensorMode`."""
     base = args[0]
     view = func(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"), *args[1:], **kwargs)
     return _ViewOfFirst(view.shape, view.stride(), view.storage_offset())

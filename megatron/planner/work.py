@@ -208,7 +208,7 @@ def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _tensors(some: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among some values, and in what these are made of."""
+    """Return the tensors among some values, and those in lists, tuples and dictionaries among them."""
     for one in some:
         if isinstance(one, torch.Tensor):
             yield one

@@ -142,7 +142,10 @@ def _result(name: str, planned: int, host: int, measured: Measured, times: dict[
 
 
 def _planned(loaded: Sequence[LoadedConfig]) -> list[tuple[int, int]]:
-    """Bytes on the device and in host memory. Worked out in a process of its own, which may be a rank of any world."""
+    """Return the planned bytes of each run, on the device and in host memory.
+
+    All plans are made in one process of their own, which may be a rank of any world.
+    """
 
     def plan(_: int) -> list[tuple[int, int]]:
         held = [Planner(one.config, DryRun(1, 1, None), planned_rows(one.config.data)).step(0).held for one in loaded]

@@ -33,8 +33,10 @@ Times = dict[str, list[float]]
 
 
 def slice_groups(elements: int, dtype: torch.dtype, device: torch.device) -> list[ShardGroup]:
-    """Shards of about so many elements: blocks of a GPT with a hidden size of 1024 (less where one block would
-    have more elements), one block a group, with gradients."""
+    """Make shards of about this many elements, with gradients.
+
+    They are blocks of a GPT, one block a group. The hidden size is 1024, or less where one such block has more elements.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     h = min(_HIDDEN, max(8, math.isqrt(elements // 12)))
     block = [h, h, 3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h]

@@ -90,7 +90,7 @@ class SettingsRule:
         """Yield what is wrong.
 
         Args:
-            wrong: all settings that are out of range, if they are known; where many rules are asked, most look at the same ones.
+            wrong: what `out_of_range` returns, if the caller has it. Most rules look at the same settings.
         """
         if wrong.isdisjoint(self.fields) if wrong is not None else all(in_range(config, field) for field in self.fields):
             for found in self.check(config, world_size):
@@ -209,12 +209,12 @@ def in_range(config: Config, field: str) -> bool:
 
 @functools.cache
 def with_range() -> tuple[str, ...]:
-    """The settings that have a range, in the order of the flags."""
+    """Return the names of the settings that have a range, in the order of the flags."""
     return tuple(flag.field for flag in flags().values() if flag.facts.interval is not None)
 
 
 def out_of_range(config: Config) -> set[str]:
-    """The settings that are out of range, or required and missing."""
+    """Return the names of the settings whose value is out of range, or required and missing."""
     return {field for field in with_range() if not in_range(config, field)}
 
 
