@@ -66,6 +66,28 @@ def test_a_step_begins_anew_in_the_same_memory_and_says_when_a_unit_is_reduced(s
         assert same and heard == [(0 if "params_cpu" in policy else 1, True)] * NUM_UNITS
 
 
+def sums_that_cancel(context: ParallelContext, reduce_once: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of vectors, which come as ready sums: of a step in which rank 0's two microbatches are equal but for the sign and
+    very large, and of one in which they are zero."""
+    model = build(context)
+    provider = shard(model, context, reduce_once=reduce_once)
+    batch = inputs(context)[:1] * 2
+    found = []
+    for factors in ((2.0**40, -(2.0**40)), (0.0, 0.0)):
+        step(model, provider, batch, factors=factors if context.rank == 0 else (1.0, 1.0))
+        provider.finish_gradients()
+        found.append([s.grad.clone() for group in provider.groups for s in group.shards if s.record.kind == "vector"])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_reduced_once_microbatches_are_added_before_ranks(once: bool) -> None:
+    """So that large gradients of a rank cancel exactly. Added over the ranks first, they swallow the others."""
+    for cancelled, alone in in_world(Topology(dp=2), partial(sums_that_cancel, reduce_once=once)):
+        for found, expected in zip(cancelled, alone, strict=True):
+            assert expected.all() and torch.equal(found, expected if once else torch.zeros_like(expected))
+
+
 def counted(context: ParallelContext) -> int:
     """Elements that this rank counts."""
     return sum(len(s.counted) for group in shard(build(context), context).groups for s in group.shards)
