@@ -215,7 +215,7 @@ def test_the_chunk_that_is_chosen() -> None:
 
 def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the weight and its gradient: forward and backward take as much for 8,192 columns as for 65,536, in 16 bits too; the
-    whole loss eight times as much."""
+    whole loss by all logits more."""
     monkeypatch.setattr(chunked_loss, "_MOST_LOGITS", 1 << 16)
     monkeypatch.setattr(chunked_loss, "_MULTIPLE", 1)
     monkeypatch.setattr("megatron.tensor_parallel.cross_entropy._BLOCK_ELEMENTS", 1 << 16)
@@ -237,4 +237,5 @@ def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest
     for dtype in (torch.float32, torch.bfloat16):
         few, many = (peak(vocab, LossForm(), dtype) for vocab in (1 << 13, 1 << 16))
         assert many < 1.01 * few
-        assert peak(1 << 16, LossForm(0), dtype) > 6 * peak(1 << 13, LossForm(0), dtype)
+        more = peak(1 << 16, LossForm(0), dtype) - peak(1 << 13, LossForm(0), dtype)
+        assert more >= 4 * 8 * ((1 << 16) - (1 << 13)) * dtype.itemsize

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.activation_runs import measure, plan_ranks, products_take_more, settings
+from tests.support.activation_runs import measure, plan_ranks, settings
 from tests.support.shared_memory import SHARED_MEMORY
 
 LLAMA = {
@@ -379,6 +378,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("world_size", "changes"), [CASES[name] for name in names], ids=[*names])
 
 
+@pytest.mark.usefixtures("float32_products")
 def test_planned_is_measured(world_size: int, changes: dict[str, Any], full: bool) -> None:
     """On every rank."""
     # What experts and sharded units take beside the plan is small only beside much else.
@@ -398,8 +398,6 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any], full: boo
     allowed = 0.03 if SHARDING in changes else 0.01 if has_collectives else 0.005
     if "num_experts" in changes:
         allowed = 1e-5  # numbers of tokens and the like: some bytes
-    if changes.get("bf16") and products_take_more(torch.bfloat16):
-        allowed = 0.1
     if "fp8_format" in changes:  # some CPUs have more inside of products of 8 bits: 3.3 % were seen
         allowed = max(allowed, 0.05)
     measured = measure(config, world_size, SHARED_MEMORY if has_collectives else "gloo")

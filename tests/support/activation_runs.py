@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -162,17 +161,6 @@ def _allocations(function: Callable[[], Any]) -> list[int]:
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     del result  # not while its memory is counted
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-
-
-@functools.cache
-def products_take_more(dtype: torch.dtype) -> bool:
-    """Whether a product takes memory beside its result: CPUs that cannot multiply 16 bits sum in float32 first."""
-
-    def probe(rank: int) -> bool:
-        a = torch.ones(64, 64, dtype=dtype)
-        return sum(max(0, num_bytes) for num_bytes in _allocations(lambda: a @ a)) > a.nbytes
-
-    return bool(run_ranks(1, probe)[0])
 
 
 def build_step(
