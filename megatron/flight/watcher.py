@@ -108,15 +108,27 @@ class Judge:
         return _UNSEEN * self._warn_s
 
 
+@dataclass(frozen=True)
+class _Heard:
+    """What another node said last."""
+
+    at: float
+    """When it came, by this node's clock."""
+    delay_s: float
+    """Seconds that it may have been on its way. A node speaks `_EVERY_S` after it was answered: longer pauses are the link's."""
+    ranks: list[Snapshot]
+
+
 class NodeWatcher:
     """Watches the ranks of a node, and on the first node all ranks."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders, self._judge = orders, Judge(orders.warn_s)
         self._folder = Path(orders.folder)
-        self._others: dict[str, tuple[float, list[Snapshot]]] = {}  # when each node was heard, and what it said
+        self._others: dict[str, _Heard] = {}
         self._commands: list[dict[str, Any]] = []
-        self._told_at: float | None = None
+        self._still_since: float | None = None
+        """When the stillness began that was told."""
         self._began, self._missed = time.monotonic(), False
 
     def run(self) -> None:
@@ -145,6 +157,11 @@ class NodeWatcher:
                 found.append(read_record(path))
         return [one for one in found if one is not None]
 
+    def hear(self, node: str, ranks: list[Snapshot]) -> None:
+        """Take in what another node says of its ranks."""
+        now, before = time.monotonic(), self._others.get(node)
+        self._others[node] = _Heard(now, 0.0 if before is None else max(0.0, now - before.at - _EVERY_S), ranks)
+
     def serve(self, listener: socket.socket) -> None:
         """Answer the watchers of other nodes, each in a thread."""
 
@@ -156,7 +173,7 @@ class NodeWatcher:
                 done = 0
                 while line := lines.readline(_LONGEST_LINE):
                     message = json.loads(line)
-                    self._others[message["node"]] = time.monotonic(), [_snapshot(one) for one in message["ranks"]]
+                    self.hear(message["node"], [_snapshot(one) for one in message["ranks"]])
                     lines.write(json.dumps(self._commands[done:]) + "\n")
                     lines.flush()
                     done = len(self._commands)
@@ -168,9 +185,13 @@ class NodeWatcher:
         threading.Thread(target=accept, daemon=True).start()
 
     def _judge_all(self, mine: list[Snapshot]) -> None:
-        """Judge the ranks of all nodes, on the first. What a node said grows old until it says more."""
+        """Judge the ranks of all nodes, on the first. What a node said grows old until it says more.
+
+        What may be older than the stillness does not tell who began it: then the judgement waits until the node says more, or has
+        been silent for so long that this is the cause.
+        """
         now, others = time.monotonic(), [*self._others.values()]
-        aged = [dataclasses.replace(one, quiet_s=one.quiet_s + now - at) for at, ranks in others for one in ranks]
+        aged = [dataclasses.replace(one, quiet_s=one.quiet_s + now - heard.at) for heard in others for one in heard.ranks]
         everyone = [*mine, *aged]
         living = [one for one in everyone if one.phase != "ended"]
         missing = self._orders.world - len(everyone)
@@ -186,12 +207,19 @@ class NodeWatcher:
         if missing and stillness < _UNSEEN * self._orders.warn_s:  # a node may be slow to begin
             return
 
+        speaking = [heard for heard in others if any(one.phase != "ended" for one in heard.ranks)]
+        apart = [heard for heard in speaking if now - heard.at > max(_APART * stillness, _APART_S)]
+        is_old = any(now - heard.at + heard.delay_s >= stillness for heard in speaking)
+        if is_old and not (apart or missing or self._still_since is not None or stillness < self._judge.limit_s()):
+            return
+
         def finding() -> Departure:
             if missing:
                 return never_heard(missing, living)
-            apart = [(now - at, ranks) for at, ranks in others if now - at > max(_APART * stillness, _APART_S)]
-            apart = [(silent, ranks) for silent, ranks in apart if any(one.phase != "ended" for one in ranks)]
-            return find_departed(living) if not apart else node_not_heard(*max(apart, key=lambda one: one[0]), living)
+            if apart:
+                silent = min(apart, key=lambda heard: heard.at)
+                return node_not_heard(now - silent.at, silent.ranks, living)
+            return find_departed(living)
 
         self._act(stillness, finding)
 
@@ -203,18 +231,18 @@ class NodeWatcher:
             if silent > max(_APART * self._judge.limit_s(), _APART_S):
                 self._act(stillness, lambda: head_not_heard(silent, self._orders.head or "", living))
             else:
-                self._told_at = None
+                self._still_since = None
 
     def _act(self, stillness: float, find: Callable[[], Departure]) -> None:
         """Tell a stillness that is too long, once, and end one that is far too long."""
         limit = self._judge.limit_s()
         if stillness < limit:
-            if self._told_at is not None:
-                self._say(f"the run goes on, after {time.monotonic() - self._told_at + limit:.0f} s without a movement")
-                self._told_at = None
+            if self._still_since is not None:
+                self._say(f"the run goes on, after {time.monotonic() - self._still_since:.0f} s without a movement")
+                self._still_since = None
             return
-        if self._told_at is None:
-            self._told_at = time.monotonic()
+        if self._still_since is None:
+            self._still_since = time.monotonic() - stillness
             self._tell(find(), stillness)
         kill_s = self._orders.kill_s
         if kill_s is not None and stillness >= max(kill_s, limit):

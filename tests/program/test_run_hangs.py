@@ -311,16 +311,19 @@ def _is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
 
 
 def _link_is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
-    """A step takes seconds from then on, and before it took some milliseconds: it is told, and the run goes on."""
-    ranks, flags = LAYOUTS[layout]
+    """A step takes seconds from then on, and before it took some milliseconds: it is told, and the run goes on.
+
+    The steps before, of 20 milliseconds or more, are so many that the watchers, which look twice a second, have seen some.
+    """
+    (ranks, flags), first = LAYOUTS[layout], 100 + iteration
     with network.nodes() as nodes:
-        slows = iter([lambda _: nodes.slow("200kbit")])
+        slows = iter([lambda _: nodes.slow("100kbit")])
 
         def then(rank: int) -> None:
             if rank == 0:
-                _at_phase("in a step", iteration, lambda flight: next(slows, lambda _: None)(flight))
+                _at_phase("in a step", first, lambda flight: next(slows, lambda _: None)(flight))
 
-        ended = _on_two_nodes(nodes, ranks, then, **flags, train_iters=iteration + 1, hang_warn_s=0.6)
+        ended = _on_two_nodes(nodes, ranks, then, **flags, train_iters=first + 1, hang_warn_s=0.6)
     assert [end.code for end in ended] == [0] * ranks, report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
     assert "a link between nodes node0, node1 is slow" in lines[0] or "or the link to it, is down or very slow" in lines[0], lines

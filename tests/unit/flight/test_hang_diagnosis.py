@@ -10,17 +10,20 @@ import os
 import random
 import subprocess
 import time
+import types
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from megatron.config.module_start import module_start
-from megatron.flight import watched
+from megatron.flight import watched, watcher
 from megatron.flight.diagnosis import find_departed
 from megatron.flight.record import Channel, FlightRecord, Snapshot
-from megatron.flight.watcher import STACKS, Judge, Orders
+from megatron.flight.watcher import STACKS, Judge, NodeWatcher, Orders
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import make_schedule
 
@@ -211,12 +214,63 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
         finally:
             for record in records:
                 record.phase("ended")
-            for watcher in watchers:
-                watcher.stdin = None
-                watcher.communicate(timeout=30.0)
+            for one in watchers:
+                one.stdin = None
+                one.communicate(timeout=30.0)
             faulthandler.unregister(STACKS)
-    assert [watcher.returncode for watcher in watchers] == [0, 0]
+    assert [one.returncode for one in watchers] == [0, 0]
     assert not (tmp_path / "node0").exists() and not (tmp_path / "node1").exists()
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_a_rank_is_not_named_by_what_is_older_than_the_stillness(
+    enters: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 enters a call at 1.6 s. What its node has heard of rank 1 is older, and comes late, since the link is slow."""
+    now = 0.0
+    monkeypatch.setattr(watcher, "time", types.SimpleNamespace(monotonic=lambda: now))
+    watching = NodeWatcher(Orders("", 1, 2, 0.6, None, ""))
+
+    def rank(number: int, calls: int, quiet_s: float) -> Snapshot:
+        channel = Channel("dp", (0, 1), False, calls, "all-reduce")
+        return Snapshot(number, f"node{number}", 100, "in a step", 7, 3, "", 0, True, quiet_s, 0.0, "", (channel,))
+
+    def judged(at: float) -> str:
+        nonlocal now
+        now = at
+        watching._judge_all([rank(0, 2, at - 1.6) if at >= 1.6 else rank(0, 1, 0.0)])
+        return capsys.readouterr().err
+
+    for now in (0.5, 1.0, 1.5):
+        watching.hear("1", [rank(1, 1, 0.0)])
+        assert judged(now) == ""
+    assert judged(2.3) == "", "0.7 s without a movement, but node 1 was heard 0.8 s ago"
+    now = 3.0
+    watching.hear("1", [rank(1, 2 if enters else 1, 0.9)])
+    assert judged(3.05) == "", "it may have been on its way for a second"
+    now = 3.6
+    watching.hear("1", [rank(1, 2 if enters else 1, 1.4)])
+    there = "rank 1 (node node1, process 100): did not enter call 2"
+    assert ("a link between nodes node0, node1 is slow" if enters else there) in judged(3.7)
+    assert judged(4.2) == "", "said once"
+    now = 7.5
+    watching.hear("1", [rank(1, 3, 0.0)])
+    assert "the run goes on, after 5 s without a movement" in judged(7.5)
+
+
+def test_a_node_that_stays_silent_is_told_though_what_it_said_is_old(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(watcher, "time", types.SimpleNamespace(monotonic=lambda: now))
+    watching = NodeWatcher(Orders("", 1, 2, 0.6, None, ""))
+    one = Snapshot(0, "node0", 100, "in a step", 7, 3, "", 0, True, 0.0, 0.0, "", ())
+    watching.hear("1", [replace(one, rank=1, host="node1")])
+    said = []
+    for now in (1.0, 1.9, 2.1, 3.0):
+        watching._judge_all([replace(one, quiet_s=now)])
+        said.append(capsys.readouterr().err)
+    assert "node node1 (rank 1) has not been heard from for 2 s" in said[2] and said[:2] == ["", ""] and said[3] == ""
 
 
 def test_a_stillness_that_has_happened_before_is_no_hang() -> None:
