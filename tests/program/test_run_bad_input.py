@@ -125,7 +125,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("settings", [{}, PP2, {"num_workers": 2}] if full else [{**PP2, "num_workers": 2}])
     if metafunc.function is test_a_rank_that_dies:
         # Ranks that talk to the one that died and ranks that do not; the first and the last.
-        cases = itertools.product(LAYOUTS, (0, -1)) if full else [("tp2-pp2", -1)]
+        cases = [*itertools.product(LAYOUTS, (0, -1))] if full else [("tp2-pp2", -1)]
         metafunc.parametrize(("layout", "victim"), cases)
     if metafunc.function is test_special_files_are_refused_by_every_flag:
         metafunc.parametrize(("words", "kind"), _special(full))

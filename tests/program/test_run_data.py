@@ -70,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("packed", [False, True] if full else [False])
     if metafunc.function is test_throughput_counts_the_attention_of_documents:
         few = [("one", False), ("dp2", True)]  # packed at one rank and at four: test_packed_runs_are_the_same_at_every_layout
-        metafunc.parametrize(("layout", "packed"), itertools.product(LAYOUTS, (False, True)) if full else few)
+        metafunc.parametrize(("layout", "packed"), [*itertools.product(LAYOUTS, (False, True))] if full else few)
 
 
 def notes_attention(folder: Path) -> Callable[[int], None]:
