@@ -109,13 +109,14 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """What another node said last."""
+class _NodeReport:
+    """The last records that another node has sent of its ranks."""
 
-    at: float
-    """When it came, by this node's clock."""
+    received_at: float
+    """Time at which the report arrived, by `time.monotonic` of this node."""
     delay_s: float
-    """Seconds that it may have been on its way. A node speaks `_EVERY_S` after it was answered: longer pauses are the link's."""
+    """Upper bound of the report's time on the network, in seconds: what the interval between two reports exceeds `_EVERY_S` by,
+    since a node sends the next one `_EVERY_S` after it was answered."""
     ranks: list[Snapshot]
 
 
@@ -125,10 +126,10 @@ class NodeWatcher:
     def __init__(self, orders: Orders) -> None:
         self._orders, self._judge = orders, Judge(orders.warn_s)
         self._folder = Path(orders.folder)
-        self._others: dict[str, _Heard] = {}
+        self._others: dict[str, _NodeReport] = {}
         self._commands: list[dict[str, Any]] = []
         self._still_since: float | None = None
-        """When the stillness began that was told."""
+        """Start of the stillness that has been reported, by `time.monotonic`; None while none is reported."""
         self._began, self._missed = time.monotonic(), False
 
     def run(self) -> None:
@@ -157,10 +158,11 @@ class NodeWatcher:
                 found.append(read_record(path))
         return [one for one in found if one is not None]
 
-    def hear(self, node: str, ranks: list[Snapshot]) -> None:
-        """Take in what another node says of its ranks."""
-        now, before = time.monotonic(), self._others.get(node)
-        self._others[node] = _Heard(now, 0.0 if before is None else max(0.0, now - before.at - _EVERY_S), ranks)
+    def receive(self, node: str, ranks: list[Snapshot]) -> None:
+        """Store the records that another node has sent of its ranks."""
+        now, last = time.monotonic(), self._others.get(node)
+        delay_s = 0.0 if last is None else max(0.0, now - last.received_at - _EVERY_S)
+        self._others[node] = _NodeReport(now, delay_s, ranks)
 
     def serve(self, listener: socket.socket) -> None:
         """Answer the watchers of other nodes, each in a thread."""
@@ -173,7 +175,7 @@ class NodeWatcher:
                 done = 0
                 while line := lines.readline(_LONGEST_LINE):
                     message = json.loads(line)
-                    self.hear(message["node"], [_snapshot(one) for one in message["ranks"]])
+                    self.receive(message["node"], [_snapshot(one) for one in message["ranks"]])
                     lines.write(json.dumps(self._commands[done:]) + "\n")
                     lines.flush()
                     done = len(self._commands)
@@ -187,11 +189,13 @@ class NodeWatcher:
     def _judge_all(self, mine: list[Snapshot]) -> None:
         """Judge the ranks of all nodes, on the first. What a node said grows old until it says more.
 
-        What may be older than the stillness does not tell who began it: then the judgement waits until the node says more, or has
-        been silent for so long that this is the cause.
+        A report that may be older than the stillness cannot show which rank caused it. The judgement then waits until the node
+        sends a newer report, or has been silent for so long that the node itself is the cause.
         """
         now, others = time.monotonic(), [*self._others.values()]
-        aged = [dataclasses.replace(one, quiet_s=one.quiet_s + now - heard.at) for heard in others for one in heard.ranks]
+        aged = [
+            dataclasses.replace(one, quiet_s=one.quiet_s + now - report.received_at) for report in others for one in report.ranks
+        ]
         everyone = [*mine, *aged]
         living = [one for one in everyone if one.phase != "ended"]
         missing = self._orders.world - len(everyone)
@@ -207,18 +211,19 @@ class NodeWatcher:
         if missing and stillness < _UNSEEN * self._orders.warn_s:  # a node may be slow to begin
             return
 
-        speaking = [heard for heard in others if any(one.phase != "ended" for one in heard.ranks)]
-        apart = [heard for heard in speaking if now - heard.at > max(_APART * stillness, _APART_S)]
-        is_old = any(now - heard.at + heard.delay_s >= stillness for heard in speaking)
-        if is_old and not (apart or missing or self._still_since is not None or stillness < self._judge.limit_s()):
+        running = [report for report in others if any(one.phase != "ended" for one in report.ranks)]
+        silent = [report for report in running if now - report.received_at > max(_APART * stillness, _APART_S)]
+        outdated = any(now - report.received_at + report.delay_s >= stillness for report in running)
+        unreported = self._still_since is None and stillness >= self._judge.limit_s()
+        if unreported and outdated and not (silent or missing):
             return
 
         def finding() -> Departure:
             if missing:
                 return never_heard(missing, living)
-            if apart:
-                silent = min(apart, key=lambda heard: heard.at)
-                return node_not_heard(now - silent.at, silent.ranks, living)
+            if silent:
+                oldest = min(silent, key=lambda report: report.received_at)
+                return node_not_heard(now - oldest.received_at, oldest.ranks, living)
             return find_departed(living)
 
         self._act(stillness, finding)

@@ -242,19 +242,19 @@ def test_a_rank_is_not_named_by_what_is_older_than_the_stillness(
         return capsys.readouterr().err
 
     for now in (0.5, 1.0, 1.5):
-        watching.hear("1", [rank(1, 1, 0.0)])
+        watching.receive("1", [rank(1, 1, 0.0)])
         assert judged(now) == ""
     assert judged(2.3) == "", "0.7 s without a movement, but node 1 was heard 0.8 s ago"
     now = 3.0
-    watching.hear("1", [rank(1, 2 if enters else 1, 0.9)])
+    watching.receive("1", [rank(1, 2 if enters else 1, 0.9)])
     assert judged(3.05) == "", "it may have been on its way for a second"
     now = 3.6
-    watching.hear("1", [rank(1, 2 if enters else 1, 1.4)])
+    watching.receive("1", [rank(1, 2 if enters else 1, 1.4)])
     there = "rank 1 (node node1, process 100): did not enter call 2"
     assert ("a link between nodes node0, node1 is slow" if enters else there) in judged(3.7)
     assert judged(4.2) == "", "said once"
     now = 7.5
-    watching.hear("1", [rank(1, 3, 0.0)])
+    watching.receive("1", [rank(1, 3, 0.0)])
     assert "the run goes on, after 5 s without a movement" in judged(7.5)
 
 
@@ -265,7 +265,7 @@ def test_a_node_that_stays_silent_is_told_though_what_it_said_is_old(
     monkeypatch.setattr(watcher, "time", types.SimpleNamespace(monotonic=lambda: now))
     watching = NodeWatcher(Orders("", 1, 2, 0.6, None, ""))
     one = Snapshot(0, "node0", 100, "in a step", 7, 3, "", 0, True, 0.0, 0.0, "", ())
-    watching.hear("1", [replace(one, rank=1, host="node1")])
+    watching.receive("1", [replace(one, rank=1, host="node1")])
     said = []
     for now in (1.0, 1.9, 2.1, 3.0):
         watching._judge_all([replace(one, quiet_s=now)])
