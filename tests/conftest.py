@@ -51,8 +51,10 @@ def compiles_before_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute products of bfloat16 in float32, whatever this CPU is: where they are computed in bfloat16, they take memory beside
-    the result, up to 1.4 MB, that no plan counts."""
+    """Compute products of bfloat16 in float32 on every CPU.
+
+    A CPU that multiplies bfloat16 itself uses up to 1.4 MB of scratch memory for a product, which no plan counts.
+    """
     monkeypatch.setattr("megatron.parallel.products.fast_bfloat16", lambda: False)
 
 

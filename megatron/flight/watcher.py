@@ -115,8 +115,8 @@ class _NodeReport:
     received_at: float
     """Time at which the report arrived, by `time.monotonic` of this node."""
     delay_s: float
-    """Upper bound of the report's time on the network, in seconds: what the interval between two reports exceeds `_EVERY_S` by,
-    since a node sends the next one `_EVERY_S` after it was answered."""
+    """Longest time, in seconds, that the report can have spent on the network. A node sends a report `_EVERY_S` after the answer to
+    the one before, so this is the interval between the two, less `_EVERY_S`."""
     ranks: list[Snapshot]
 
 
