@@ -48,6 +48,7 @@ def serve(folder: Path, listener: socket.socket, token: Callable[[], str]) -> No
     def hear(connection: socket.socket) -> None:
         # Whatever comes that a link does not send ends the connection, not the server.
         with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             challenge = secrets.token_bytes(32)
             _send(connection, challenge)
             connection.settimeout(_ANSWER_S)
@@ -149,6 +150,15 @@ class NodeLink:
             _send(connection, b"")
             _result(connection)
 
+    def abandon_file(self) -> None:
+        """Break off a file in its middle, and wait until the node has removed what it got of it."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(_CONNECT_S)
+                self._socket.shutdown(socket.SHUT_WR)
+                self._socket.recv(1)  # the node ends the connection after it has removed the file
+        self.close()
+
     def close(self) -> None:
         """End the connection, in the middle of what is going on."""
         if self._socket is not None:
@@ -225,7 +235,7 @@ class CopiedWriting(Writing):
 
     def abandon(self) -> None:
         """The file does not come to its end; nothing of it stays."""
-        self._each(NodeLink.close)
+        self._each(NodeLink.abandon_file)
 
     def _each(self, action: Callable[[NodeLink], None]) -> None:
         for link in [*self._others]:
