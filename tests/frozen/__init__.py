@@ -1,0 +1,1 @@
+"""Records of what a refactoring must not change, and their comparison."""
