@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
 from megatron.config.given import DryRun, check_output, without_gaps
 from megatron.config.launcher import launched
-from megatron.planner.garbage import collect_seldom
 from megatron.training.signals import ExitSignals
+from megatron_lab.planner.garbage import collect_seldom
 
 if TYPE_CHECKING:
     from megatron.training.failure import Explanations
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
 
 def look_for_layouts(argv: list[str]) -> int:
     """Hand a command line with --plan to the planner, with the launcher's number of ranks; returns the exit status."""
-    from tools.plan import main as plan
+    from megatron_lab.commands.plan import main as plan
 
     job = launched()
     return 0 if job.rank else plan(["--gpus", str(job.world_size), *(word for word in argv if word != "--plan")])
@@ -76,12 +76,12 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     """
     from megatron.data.tokenizers.tokenizer import planned_rows
     from megatron.parallel.topology import Topology
-    from megatron.planner.dry_run import Planner
-    from megatron.planner.fit import with_fit_advice, with_least_layers
-    from megatron.planner.plan import write_plan
-    from megatron.planner.plan_text import format_plan
-    from megatron.planner.step_time import cluster_of, dtype_of, time_of
     from megatron.training.ahead import check_ahead
+    from megatron_lab.planner.dry_run import Planner
+    from megatron_lab.planner.fit import with_fit_advice, with_least_layers
+    from megatron_lab.planner.plan import write_plan
+    from megatron_lab.planner.plan_text import format_plan
+    from megatron_lab.planner.step_time import cluster_of, dtype_of, time_of
 
     if launched().rank > 0:
         return
@@ -100,8 +100,8 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
         if job.json_file is not None:
             write_plan(plan, job.json_file, None if time is None else time.to_json())
         if job.html_file is not None:
-            from tools.pages.html import write_page
-            from tools.pages.plan_page import plan_page
+            from megatron_lab.pages.html import write_page
+            from megatron_lab.pages.plan_page import plan_page
 
             topology = Topology.of(config.parallel, job.world_size)
             write_page("--dry-run-html", job.html_file, plan_page(plan, topology, time, loaded.notes))
@@ -118,7 +118,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
 
     draw = None
     if loaded.config.logging.profile_pipeline and launched().rank == 0:
-        from tools.schedules.of_run import RunPictures
+        from megatron_lab.schedules.of_run import RunPictures
 
         draw = RunPictures().draw
     tools = Path(__file__).resolve().parent / "tools"

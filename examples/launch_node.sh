@@ -23,7 +23,7 @@ if [[ ${LAUNCHER:-supervisor} == supervisor ]]; then
     ((nodes > 1)) || meeting=(--elastic "${MIN_RANKS:-$per_node}:$per_node")
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-    exec "$python" -m megatron.resilience.supervisor "${meeting[@]}" --nproc-per-node "$per_node" "${restarts[@]}" "$@"
+    exec "$python" -m megatron_lab.resilience.supervisor "${meeting[@]}" --nproc-per-node "$per_node" "${restarts[@]}" "$@"
 fi
 
 # A torchrun that gets SIGTERM kills ranks that have not ended after 30 s, which may be in the middle of a save, and after SIGTERM

@@ -4,8 +4,6 @@ from megatron.api.proof import verify_layout
 from megatron.api.runs import build_model, connect, settings, write_dataset
 from megatron.config.cli import LoadedConfig
 from megatron.config.errors import ConfigError, Violation
-from megatron.inference.generate import Sampling
-from megatron.inference.language_model import LanguageModel
 from megatron.model.mlp import register_activation
 from megatron.optimizer.rule import KeptState, Lists, Target, Update, UpdateRule, scaled
 from megatron.optimizer.rules import register_optimizer
@@ -17,6 +15,8 @@ from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.trainer import Trainer
 from megatron.training.watch import Watcher as Callback
+from megatron_lab.inference.generate import Sampling
+from megatron_lab.inference.language_model import LanguageModel
 
 __all__ = [
     "Callback",

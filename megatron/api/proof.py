@@ -11,8 +11,8 @@ from megatron.config.errors import ConfigError
 from megatron.config.rules import violations
 
 if TYPE_CHECKING:
-    from megatron.proofs.report import Proof
-    from megatron.verification.prove import ReferenceKind
+    from megatron_lab.proofs.report import Proof
+    from megatron_lab.verification.prove import ReferenceKind
 
 
 def verify_layout(
@@ -44,8 +44,8 @@ def verify_layout(
         ValueError: the plain reference does not know a part of the model.
         RuntimeError: this process has used a GPU, after which it cannot fork.
     """
-    from megatron.proofs.verify import Effort, vocabulary_of
-    from megatron.proofs.verify import verify_layout as verify
+    from megatron_lab.proofs.verify import Effort, vocabulary_of
+    from megatron_lab.proofs.verify import verify_layout as verify
 
     if problems := violations(run.config, world_size):
         raise ConfigError(problems)

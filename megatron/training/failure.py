@@ -6,6 +6,7 @@ In each case there is one clear message, an exit code that says how it went, and
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from megatron.audit.replicas import AuditError
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError, listed
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
@@ -23,6 +23,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.life import DIVERGED, LIFE_FILE, LOST_CONTACT, REFUSED, tell_end
 from megatron.training.lost_contact import lost_contact
 from megatron.training.spikes import SpikeError
+from megatron_lab.audit.replicas import AuditError
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ def _words(error: BaseException, explanations: Explanations) -> str:
 def _raised_by_us(error: BaseException) -> bool:
     """Whether the framework itself found the fault and its message says what to do. Any other error needs its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, OSError) or (bool(frames) and f"{os.sep}megatron{os.sep}" in frames[-1].filename)
+    return isinstance(error, OSError) or (bool(frames) and re.search(r"[/\\]megatron(_lab)?[/\\]", frames[-1].filename) is not None)
 
 
 def _parallel() -> bool:

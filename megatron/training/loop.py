@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.audit.replicas import AuditError
 from megatron.config.config import Config
-from megatron.flight.watched import Flight
 from megatron.metrics.timers import Timers
 from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
@@ -36,6 +34,8 @@ from megatron.training.spikes import SpikeError, SpikeJudge, remembered
 from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.stragglers import StragglerReports
 from megatron.training.watch import Watcher, watchers
+from megatron_lab.audit.replicas import AuditError
+from megatron_lab.flight.watched import Flight
 
 _ON_SIGNAL, _PAUSED = "on a signal", "paused"
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError, SpikeError)

@@ -17,9 +17,9 @@ import torch
 from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.planner.plan import Plan, RankMemory
-from megatron.planner.plan_text import table
-from megatron.planner.state_report import amount
+from megatron_lab.planner.plan import Plan, RankMemory
+from megatron_lab.planner.plan_text import table
+from megatron_lab.planner.state_report import amount
 
 if TYPE_CHECKING:
     from megatron.training.step import TrainStep

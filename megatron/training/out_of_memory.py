@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.config import Config
-from megatron.planner.fit import levers, memory_limit, most_layers
-from megatron.planner.state_report import amount
 from megatron.spec.operations import OpKind
 from megatron.training.memory_report import MemoryAccount
 from megatron.training.rehearsal import on_this_device, this_job
+from megatron_lab.planner.fit import levers, memory_limit, most_layers
+from megatron_lab.planner.state_report import amount
 
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed", "failed to cuda calloc")
 """In the messages of torch's allocators, of CUDA, cuBLAS and NCCL."""

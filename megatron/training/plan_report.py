@@ -22,17 +22,17 @@ from megatron.config.launcher import launched
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.planner.cluster import Cluster, load_cluster, shipped_for
-from megatron.planner.dry_run import Planner
-from megatron.planner.state_report import amount
-from megatron.planner.step_time import StepTime, time_of
-from megatron.planner.step_work import StepWork
 from megatron.training.memory_report import MemoryAccount, measure
 from megatron.training.profiler import SpanRecorder
 from megatron.training.progress import Progress
 from megatron.training.rehearsal import Rehearsal, this_job
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
+from megatron_lab.planner.cluster import Cluster, load_cluster, shipped_for
+from megatron_lab.planner.dry_run import Planner
+from megatron_lab.planner.state_report import amount
+from megatron_lab.planner.step_time import StepTime, time_of
+from megatron_lab.planner.step_work import StepWork
 
 FIRST, LAST = 3, 10
 """The steps of a start that are measured; those before make connections, compile and fill caches."""

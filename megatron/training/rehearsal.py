@@ -30,11 +30,11 @@ from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.forks import has_lost_devices, hide_devices
-from megatron.planner.dry_run import make_plan
-from megatron.planner.fit import memory_limit, with_fit_advice, with_least_layers
-from megatron.planner.plan import Plan
-from megatron.planner.step_time import cluster_name_of
 from megatron.training.failure import together
+from megatron_lab.planner.dry_run import make_plan
+from megatron_lab.planner.fit import memory_limit, with_fit_advice, with_least_layers
+from megatron_lab.planner.plan import Plan
+from megatron_lab.planner.step_time import cluster_name_of
 
 T = TypeVar("T")
 

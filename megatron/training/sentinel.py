@@ -20,9 +20,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.attention.documents import Documents
-from megatron.audit.digests import Likeness, bit_digest, rounding_band
-from megatron.audit.replicas import raise_audit
-from megatron.audit.votes import Court, Dispute, blocks_of, data_ranks_of_block, further_turns
 from megatron.config.config import Config
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.accumulate import GradSink
@@ -35,6 +32,9 @@ from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
+from megatron_lab.audit.digests import Likeness, bit_digest, rounding_band
+from megatron_lab.audit.replicas import raise_audit
+from megatron_lab.audit.votes import Court, Dispute, blocks_of, data_ranks_of_block, further_turns
 
 
 class FirstGradients:

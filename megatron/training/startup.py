@@ -41,9 +41,6 @@ from megatron.pipeline_parallel.partition import describe_offload, describe_reco
 from megatron.pipeline_parallel.queues import describe_receives
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
-from megatron.planner.advice import advice
-from megatron.planner.attention_notes import describe_copies
-from megatron.planner.state_report import describe_state, state_report
 from megatron.precision.device import check_device, describe_precision
 from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_step, flops_per_token, kept_per_token
 from megatron.spec.groups import describe_groups
@@ -59,12 +56,16 @@ from megatron.training.rehearsal import this_job
 from megatron.training.reporter import Reporter
 from megatron.training.saver import LearningSchedule
 from megatron.training.step import TrainStep
+from megatron_lab.planner.advice import advice
+from megatron_lab.planner.attention_notes import describe_copies
+from megatron_lab.planner.state_report import describe_state, state_report
 
 
 def set_logging(rank: int) -> None:
     """Show the log messages of libraries once: from rank 0, and errors from all ranks."""
     logging.basicConfig(format="  %(message)s", level=logging.WARNING)
-    logging.getLogger("megatron").setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    for package in ("megatron", "megatron_lab"):
+        logging.getLogger(package).setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
 def set_numerics(config: Config) -> Callable[[], None]:

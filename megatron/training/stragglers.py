@@ -1,7 +1,7 @@
 """--straggler-interval: ranks that compute longer than their peers, though all wait for each other and so take equally long.
 
-Compared is the time of a step apart from waits, as the rank's record of calls has it (`megatron/flight/`), with that of the other
-ranks of the same pipeline stage. On a GPU that is the host's time: of devices that are slow this says nothing.
+Compared is the time of a step apart from waits, as the rank's record of calls has it (`megatron_lab/flight/`), with that of the
+other ranks of the same pipeline stage. On a GPU that is the host's time: of devices that are slow this says nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron.flight.watched import Flight
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.collectives import all_gather, gather_objects
 from megatron.parallel.context import ParallelContext
@@ -21,6 +20,7 @@ from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
 from megatron.training.watch import Watcher
+from megatron_lab.flight.watched import Flight
 
 _SLOWER, _SPREADS = 1.1, 4.0
 """A rank is slow that takes so many times the median of its peers, and exceeds it by so many of their spreads (1.4826 x the median

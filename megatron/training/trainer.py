@@ -29,7 +29,6 @@ from megatron.config.save import run_record
 from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
-from megatron.flight.watched import stack_folder, watched
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
@@ -50,9 +49,10 @@ from megatron.training.saver import Saver
 from megatron.training.signals import ExitSignals
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
+from megatron_lab.flight.watched import stack_folder, watched
 
 if TYPE_CHECKING:
-    from megatron.inference.language_model import LanguageModel
+    from megatron_lab.inference.language_model import LanguageModel
 
 
 class Trainer:
@@ -328,7 +328,7 @@ class Trainer:
         Raises:
             ValueError: this layout keeps no whole weights, or cuts sequences: save, and take `LanguageModel.load`.
         """
-        from megatron.inference.language_model import LanguageModel
+        from megatron_lab.inference.language_model import LanguageModel
 
         self.steps.finish_publishing()
         parallel = self.config.parallel

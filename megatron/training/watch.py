@@ -7,10 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from megatron.audit.reductions import OwnGradients, audit
-from megatron.audit.replicas import Replicas, copies_held, raise_audit
-from megatron.audit.signature import TraceRecorder
-from megatron.audit.trace_file import TraceHeader, TraceStep, TraceWriter
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.save import to_dict
@@ -22,6 +18,10 @@ from megatron.training.memory_report import MemoryAccount, report
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
+from megatron_lab.audit.reductions import OwnGradients, audit
+from megatron_lab.audit.replicas import Replicas, copies_held, raise_audit
+from megatron_lab.audit.signature import TraceRecorder
+from megatron_lab.audit.trace_file import TraceHeader, TraceStep, TraceWriter
 
 _ADVICE = "Training stops before the update. tools/verify_layout.py with the same settings tells where the fault is."
 

@@ -23,11 +23,11 @@ from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.compiled import BlockCompiler
 from megatron.spec.schedules import SCHEDULES
-from megatron.verification.plain_run import rule_numbers
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.model import Batch, Rules
-from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
+from megatron_lab.verification.plain_run import rule_numbers
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.model import Batch, Rules
+from megatron_lab.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, random_weights
 from tests.support.covering import Case
 from tests.support.layout import Layout, Recipe, model_config, optimizer_config, parallel_config
 from tests.support.reference_runs import (

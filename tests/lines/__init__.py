@@ -1,1 +1,1 @@
-"""Line coverage of `megatron/` by a run of the tests, forked ranks and started programs included."""
+"""Line coverage of `megatron/` and `megatron_lab/` by a run of the tests, forked ranks and started programs included."""

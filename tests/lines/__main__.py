@@ -1,4 +1,4 @@
-"""Run pytest, and print which share of the lines of `megatron/` the tests run, by package.
+"""Run pytest, and print which share of the lines of `megatron/` and `megatron_lab/` the tests run, by package.
 
     python -m tests.lines -n auto --dist worksteal                   the whole suite
     python -m tests.lines -n 0 tests/unit/moe tests/proof/test_layouts_experts.py
@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment = {**os.environ, "PYTHONPATH": path, "TEST_LINES_FOLDER": folder, "TEST_LINES_ROOT": f"{ROOT}/"}
         status = subprocess.call([sys.executable, "-m", "pytest", *for_pytest], cwd=ROOT, env=environment)
         run = read_lines(Path(folder))
-    wanted = {str(path.relative_to(ROOT)): executable_lines(path) for path in sorted((ROOT / "megatron").rglob("*.py"))}
+    wanted = {
+        str(path.relative_to(ROOT)): executable_lines(path)
+        for path in sorted((ROOT / "megatron").rglob("*.py")) + sorted((ROOT / "megatron_lab").rglob("*.py"))
+    }
     print(table(wanted, run))
     if args.missing:
         missing = [f"{name}:{line}" for name, lines in wanted.items() for line in sorted(lines - run.get(name, set()))]
@@ -72,7 +75,7 @@ def table(wanted: Mapping[str, set[int]], run: Mapping[str, set[int]]) -> str:
     """Build a Markdown table of lines and lines run, by package and over all."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, lines in wanted.items():
-        for row in (f"`{name.split('/')[1]}`", "all"):
+        for row in (f"`{'/'.join(name.split('/')[:2])}`", "all"):
             counts[row][0] += len(lines)
             counts[row][1] += len(lines & run.get(name, set()))
     order = sorted(counts, key=lambda row: (row == "all", row))

@@ -1,4 +1,4 @@
-"""Record the lines of `megatron/` that this process and its forks run. On the path of a run of `python -m tests.lines`."""
+"""Record the lines of the repository that this process and its forks run. On the path of a run of `python -m tests.lines`."""
 
 import os
 import sys

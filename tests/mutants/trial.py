@@ -143,7 +143,7 @@ def _live(root: Path, output: Path, tests: Sequence[str]) -> None:
         tempfile.tempdir = None  # to be read again
         sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", _HERE))]
         gc.freeze()
-        again = [name for name in sys.modules if name.split(".")[0] in ("tests", "megatron", "tools", "pretrain_gpt")]
+        again = [name for name in sys.modules if name.split(".")[0] in ("tests", "megatron", "megatron_lab", "pretrain_gpt")]
         _replaced.extend(sys.modules.pop(name) for name in again)
         options = ["-x", "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
         code = pytest.main(

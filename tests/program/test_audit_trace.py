@@ -14,9 +14,9 @@ import megatron.data_parallel.fsdp  # imported here once, not in every forked ra
 import megatron.training.trainer
 import megatron.training.watch
 import pretrain_gpt
-from megatron.audit.signature import named, signature_of
-from megatron.audit.trace_file import Signature, TraceRun, read_trace
 from megatron.training.step import TrainStep
+from megatron_lab.audit.signature import named, signature_of
+from megatron_lab.audit.trace_file import Signature, TraceRun, read_trace
 from tests.support.runs import arguments, launch, on_rank, read_metrics, report, run, saved_tensors
 
 STEPS = 2

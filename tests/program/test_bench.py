@@ -17,13 +17,13 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.counts import flops_per_token, output_flops
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron_lab.benchmarks import activations, bubble, context, experts, loss, memory, overlap, tensor_ranks
+from megatron_lab.benchmarks.bubble import Result, misses
+from megatron_lab.benchmarks.shapes import SHAPES, Shape
+from megatron_lab.commands import bench
+from megatron_lab.memory.measure import Measured
 from tests.support.cli import ROOT, Finished, spawn_cli
 from tests.support.warm_python import warm_python
-from tools import bench
-from tools.benchmarks import activations, bubble, context, experts, loss, memory, overlap, tensor_ranks
-from tools.benchmarks.bubble import Result, misses
-from tools.benchmarks.shapes import SHAPES, Shape
-from tools.memory.measure import Measured
 
 SHORT = "--stages 2 --microbatches 3 --forward-ms 1 --input-grad-ms 1 --weight-grad-ms 2 --repeats 1 --hidden 4 1 8".split()
 

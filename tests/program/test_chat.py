@@ -16,16 +16,16 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loss_mask import LEARNED, loss_mask_prefix, open_loss_mask
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron.verification.reference.model import Batch, token_losses
-from megatron.verification.reference.shape import ReferenceShape, Weights
+from megatron_lab.commands.inspect_data import main as inspect
+from megatron_lab.commands.merge_data import main as merge
+from megatron_lab.commands.preprocess_data import main
+from megatron_lab.verification.reference.model import Batch, token_losses
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 from tests.support.chats import CHATS, MARKED, PLAIN, write_chats, write_tokenizer
 from tests.support.corpora import documents, files_of
 from tests.support.equality import number_differences
 from tests.support.reference_runs import gpt2_like, train
 from tests.support.runs import TINY, arguments, read_metrics, run, saved_tensors
-from tools.inspect_data import main as inspect
-from tools.merge_data import main as merge
-from tools.preprocess_data import main
 
 STEPS, SEED = 2, 1234
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
+from megatron_lab.cluster import facts as room
+from megatron_lab.cluster import ranks as started
+from megatron_lab.cluster import verdict
+from megatron_lab.cluster.facts import NodeFacts
+from megatron_lab.cluster.links import rounds
+from megatron_lab.cluster.ranks import RankEnd, run_ranks
+from megatron_lab.commands import check_cluster
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.runs import arguments
 from tests.support.warm_python import warm_python
-from tools import check_cluster
-from tools.cluster import facts as room
-from tools.cluster import ranks as started
-from tools.cluster import verdict
-from tools.cluster.facts import NodeFacts
-from tools.cluster.links import rounds
-from tools.cluster.ranks import RankEnd, run_ranks
 
 
 def free_port() -> int:
@@ -195,7 +195,7 @@ def test_a_rank_that_never_comes(capfd: pytest.CaptureFixture[str], tmp_path: Pa
     The clock passes the limit once the second rank waits for the first.
     """
     program = tmp_path / "rank"
-    program.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] && exec sleep 600\nexec {warm_python()} -m tools.cluster.links "$@"\n')
+    program.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] && exec sleep 600\nexec {warm_python()} -m megatron_lab.cluster.links "$@"\n')
     program.chmod(0o755)
 
     def clock() -> float:
@@ -356,7 +356,7 @@ def test_a_slow_node_is_named_and_its_neighbours_are_not() -> None:
 def test_the_help_comes_without_torch() -> None:
     code = (
         "import sys\n"
-        "from tools import check_cluster\n"
+        "from megatron_lab.commands import check_cluster\n"
         "try: check_cluster.main(['--help'])\n"
         "finally: assert 'torch' not in sys.modules\n"
     )

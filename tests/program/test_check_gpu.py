@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.commands import check_gpu
+from megatron_lab.gpu import processes, report, session
+from megatron_lab.gpu.checks import CHECKS, LAYOUTS, SCRIPTS, Check
+from megatron_lab.gpu.context import CheckContext
+from megatron_lab.gpu.jobs import random_batch, run_without_messages, train_step_of
+from megatron_lab.gpu.processes import MarkedProcess
+from megatron_lab.gpu.scripts import job_of_script
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.cli import ROOT
 from tests.support.warm_python import warm_python
-from tools import check_gpu
-from tools.gpu import processes, report, session
-from tools.gpu.checks import CHECKS, LAYOUTS, SCRIPTS, Check
-from tools.gpu.context import CheckContext
-from tools.gpu.jobs import random_batch, run_without_messages, train_step_of
-from tools.gpu.processes import MarkedProcess
-from tools.gpu.scripts import job_of_script
 
 PAGE = (ROOT / "docs/gpu.md").read_text()
 BY_NAME = {check.name: check for check in CHECKS}
@@ -452,5 +452,5 @@ def test_the_checks_are_functions() -> None:
 
     for check in CHECKS:
         module, _, function = check.function.partition(".")
-        body: Callable[..., Any] = getattr(importlib.import_module(f"tools.gpu.{module}"), function)
+        body: Callable[..., Any] = getattr(importlib.import_module(f"megatron_lab.gpu.{module}"), function)
         assert callable(body) and check.gpu_seconds > 0 and check.cpu_seconds > 0

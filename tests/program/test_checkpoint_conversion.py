@@ -21,13 +21,13 @@ from megatron.checkpoint.source import StoredCheckpoint, open_source
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron_lab.checkpoints.model_card import without_folders
+from megatron_lab.commands.checkpoint import main
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.huggingface_models import logits, opened, saved, some_ids
 from tests.support.model_styles import STYLES
 from tests.support.runs import arguments, losses, run
 from tests.support.vocabularies import BPE, tokenizer_json, write_json
-from tools.checkpoint import main
-from tools.checkpoints.model_card import without_folders
 
 QUIET = {"log_interval": 1, "train_iters": 2}
 Texts = pytest.CaptureFixture[str]
@@ -149,7 +149,7 @@ def test_verify_stops_an_import_of_what_is_computed_otherwise(huggingface: Path,
         huggingface,
         lambda c: c["rope_parameters"].update(rope_theta=700.0) if "rope_parameters" in c else c.update(rope_theta=700.0),
     )
-    from tools.checkpoints.against_transformers import compare_logits
+    from megatron_lab.checkpoints.against_transformers import compare_logits
 
     with pytest.raises(ValueError, match="more than 0.0001: the conversion is wrong"):
         compare_logits(source, huggingface, torch.float64)
@@ -158,7 +158,7 @@ def test_verify_stops_an_import_of_what_is_computed_otherwise(huggingface: Path,
 def test_verify_stops_where_transformers_finds_tensors_left_over(huggingface: Path, qwen2: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from tools.checkpoints.against_transformers import compare_logits
+    from megatron_lab.checkpoints.against_transformers import compare_logits
 
     other = shutil.copytree(qwen2, tmp_path / "other")
     compare_logits(HuggingFaceFolder(huggingface), other, torch.float32)
@@ -171,7 +171,7 @@ def test_verify_stops_where_transformers_finds_tensors_left_over(huggingface: Pa
 def test_verify_stops_an_export_and_nothing_is_left(
     huggingface: Path, tmp_path: Path, capsys: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tools.checkpoints import huggingface_writer
+    from megatron_lab.checkpoints import huggingface_writer
 
     right = huggingface_writer._config
     monkeypatch.setattr(huggingface_writer, "_config", lambda *given: right(*given) | {"rms_norm_eps": 0.1})

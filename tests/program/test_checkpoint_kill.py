@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, iterations_in, latest_in
 from megatron.checkpoint.storage import MANIFEST, open_storage
-from megatron.verification.local_ranks import die_with
+from megatron_lab.verification.local_ranks import die_with
 from tests.support.runs import (
     Ended,
     arguments,

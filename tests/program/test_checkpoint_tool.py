@@ -18,12 +18,12 @@ from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.source import StoredCheckpoint
 from megatron.parallel.boxes import Box
+from megatron_lab.checkpoints import compare
+from megatron_lab.checkpoints.compare import difference
+from megatron_lab.checkpoints.stream import write_checkpoint
+from megatron_lab.commands.checkpoint import main
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.runs import arguments, checkpoint, run
-from tools.checkpoint import main
-from tools.checkpoints import compare
-from tools.checkpoints.compare import difference
-from tools.checkpoints.stream import write_checkpoint
 
 
 @pytest.fixture(scope="module")

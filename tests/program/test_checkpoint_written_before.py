@@ -15,9 +15,9 @@ from typing import Any
 from megatron.checkpoint.global_tensor import bytes_of
 from megatron.checkpoint.source import StoredCheckpoint
 from megatron.checkpoint.storage import open_storage
+from megatron_lab.checkpoints.verified import verify
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
-from tools.checkpoints.verified import verify
 
 FOLDER = Path(__file__).parents[1] / "support" / "written_before" / "checkpoints"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())

@@ -16,8 +16,8 @@ import yaml
 
 from megatron.config.cli import load
 from megatron.config.training import TrainingConfig
-from megatron.resilience.command import settings
 from megatron.training.life import DIVERGED, REFUSED
+from megatron_lab.resilience.command import settings
 from tests.support.cli import ROOT
 
 _INSTRUCTIONS = {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
@@ -101,7 +101,7 @@ def test_the_job_set_restarts_what_the_supervisors_do_not() -> None:
     (node,) = jobs["nodes"]["template"]["spec"]["containers"]
     assert (
         store["image"] == node["image"]
-        and store["command"][:3] == node["command"][:3] == "python -m megatron.resilience.supervisor".split()
+        and store["command"][:3] == node["command"][:3] == "python -m megatron_lab.resilience.supervisor".split()
     )
     port = settings(store["command"][3:]).serve
     assert store["ports"] == [{"containerPort": port}]
@@ -143,7 +143,7 @@ def test_the_sky_task_is_accepted(tmp_path: Path) -> None:
     environment = {**os.environ, **found["envs"], **given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told = subprocess.run(["bash", "-euc", script], env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     words = told.split()
-    assert words[:2] == ["-m", "megatron.resilience.supervisor"]
+    assert words[:2] == ["-m", "megatron_lab.resilience.supervisor"]
     launched = accepted(words[2:], nodes * gpus)
     assert launched.meet == ("10.0.0.7", 29500) and launched.run_id == "sky-1"
     for line in found["setup"].splitlines():

@@ -13,13 +13,13 @@ import torch
 from examples.make_corpus import write_corpus
 from megatron.checkpoint.save_folder import find_checkpoint
 from megatron.checkpoint.source import StoredCheckpoint
+from megatron_lab.commands import checkpoint, evaluate, generate_text
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.dist_checkpoints import write_dist_example
 from tests.support.megatron_states import write_legacy_example
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
-from tools import checkpoint, evaluate, generate_text
 
 TOOLS: dict[str, Callable[[list[str]], int]] = {
     "tools/checkpoint.py": checkpoint.main,

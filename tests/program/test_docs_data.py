@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lab.commands import inspect_data, merge_data, plot_data_order, preprocess_data, train_tokenizer
 from tests.program.test_readme import commands
 from tests.support.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.support.cli import ROOT
 from tests.support.runs import run
-from tools import inspect_data, merge_data, plot_data_order, preprocess_data, train_tokenizer
 
 TOOLS: dict[str, Callable[[list[str]], int]] = {
     "tools/train_tokenizer.py": train_tokenizer.main,

@@ -12,12 +12,12 @@ import torch
 
 from megatron.checkpoint.source import StoredCheckpoint
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_lab.commands import checkpoint as checkpoint_tool
+from megatron_lab.commands import generate_text, preprocess_data, verify_layout
 from tests.program.test_readme import commands
 from tests.support.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.support.cli import ROOT
 from tests.support.runs import checkpoint, run
-from tools import checkpoint as checkpoint_tool
-from tools import generate_text, preprocess_data, verify_layout
 
 TOOLS: dict[str, Callable[[list[str]], int]] = {
     "tools/checkpoint.py": checkpoint_tool.main,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lab.commands import migrate
 from tests.program.test_readme import commands, page_of_a_flag, shell, write_program
 from tests.support.cli import ROOT
 from tests.support.warm_python import warm_python
-from tools import migrate
 
 PAGE = (ROOT / "docs/from_megatron.md").read_text()
 SCRIPT, PRINTED = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)

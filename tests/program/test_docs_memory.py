@@ -11,13 +11,13 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.given import DryRun
-from megatron.planner.dry_run import Planner
+from megatron_lab.benchmarks import memory
+from megatron_lab.commands import plot_memory
+from megatron_lab.planner.dry_run import Planner
 from tests.program.test_plot_schedule import words_of
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import arguments
-from tools import plot_memory
-from tools.benchmarks import memory
 
 PAGE = (ROOT / "docs/memory.md").read_text()
 GPT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "bf16": True, "device": "cpu", "dry_run": True}

@@ -15,8 +15,8 @@ from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.huggingface.groups import NotBuilt
 from megatron.config.cli import parse
 from megatron.config.flags import flag_of
+from megatron_lab.checkpoints import export
 from tests.support.cli import ROOT
-from tools.checkpoints import export
 
 PAGE = (ROOT / "docs/models.md").read_text()
 NAMES = [name for name, family in FAMILIES.items() if not any(isinstance(group, NotBuilt) for group in family.groups)]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.wording import NEGLIGIBLE
+from megatron_lab.commands import verify_layout
+from megatron_lab.verification.wording import NEGLIGIBLE
 from tests.program.test_readme import commands, proof
 from tests.program.test_run_curves import PRECISIONS
 from tests.program.test_verify_faults import FAULTS
@@ -16,7 +17,6 @@ from tests.program.test_verify_peers import REPORTS
 from tests.support.cli import ROOT
 from tests.support.equality import TOLERANCE
 from tests.support.runs import arguments, run
-from tools import verify_layout
 
 PAGE = (ROOT / "docs/trust.md").read_text()
 

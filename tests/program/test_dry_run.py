@@ -22,9 +22,12 @@ from megatron.model import build
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.planner import dry_run
-from megatron.planner.cluster import load_cluster
-from megatron.planner.plan import (
+from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
+from megatron.spec.operations import Op, OpKind
+from megatron.spec.schedules import make_schedule
+from megatron_lab.planner import dry_run
+from megatron_lab.planner.cluster import load_cluster
+from megatron_lab.planner.plan import (
     Job,
     Places,
     Plan,
@@ -37,12 +40,9 @@ from megatron.planner.plan import (
     step_work,
     write_plan,
 )
-from megatron.planner.plan_text import format_plan
-from megatron.planner.state_report import amount
-from megatron.planner.step_time import StepTime
-from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
-from megatron.spec.operations import Op, OpKind
-from megatron.spec.schedules import make_schedule
+from megatron_lab.planner.plan_text import format_plan
+from megatron_lab.planner.state_report import amount
+from megatron_lab.planner.step_time import StepTime
 from tests.support.planned import kind_of, plans_of, settings
 from tests.support.runs import arguments, launch, report
 

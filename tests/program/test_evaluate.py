@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
-from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.model import logits
-from megatron.verification.reference.shape import Weights, random_weights
+from megatron_lab.checkpoints.huggingface_writer import export
+from megatron_lab.commands import evaluate
+from megatron_lab.evaluation.scores import Window, windows
+from megatron_lab.verification.local_ranks import run_ranks
+from megatron_lab.verification.reference.model import logits
+from megatron_lab.verification.reference.shape import Weights, random_weights
 from tests.support.byte_dataset import write_bytes
 from tests.support.memory_source import reference_source
 from tests.support.reference_runs import llama_like
-from tools import evaluate
-from tools.checkpoints.huggingface_writer import export
-from tools.evaluation.scores import Window, windows
 
 SHAPE = llama_like(vocab=257, ffn=64)
 TEXT = "def größer(a):\n    return a > 0\n\n\nclass Ü: ...\n"

@@ -19,8 +19,8 @@ from megatron.checkpoint.save_folder import LATEST
 from megatron.config.cli import load
 from megatron.config.model_files import launch_words, names
 from megatron.data.tokenizers.tokenizer import planned_rows
-from megatron.planner.dry_run import make_plan
-from megatron.planner.plan import plan_to_json
+from megatron_lab.planner.dry_run import make_plan
+from megatron_lab.planner.plan import plan_to_json
 from tests.support.cli import ROOT
 from tests.support.launched import EXAMPLES, SCRIPTS, Started, environment, flag, header, slurm_options, start, words_of
 from tests.support.supervised import writers_to
@@ -328,7 +328,7 @@ def test_a_start_on_one_node(tmp_path: Path) -> None:
     plan, _, check, supervisor = started.noted("")
     assert "--dry-run --world-size 8 --gpus-per-node 8 --dry-run-json" in plan
     assert re.search(r"check_cluster\.py --nodes 1 --ranks-per-node 8 --head localhost:29501 .*--device-bytes 1234 -- ", check)
-    assert supervisor.startswith("-m megatron.resilience.supervisor --elastic 8:8 --nproc-per-node 8 --max-restarts 5 ")
+    assert supervisor.startswith("-m megatron_lab.resilience.supervisor --elastic 8:8 --nproc-per-node 8 --max-restarts 5 ")
     for line in (plan, check, supervisor):
         assert f"--save {tmp_path}/run/checkpoints --load {tmp_path}/run/checkpoints" in line and "--lr 1e-4" in line
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lab.commands.checkpoint import main
 from tests.support.model_styles import STYLES
 from tests.support.runs import arguments, run
-from tools.checkpoint import main
 
 
 @pytest.mark.parametrize("style", ["gpt2", pytest.param("llama", marks=pytest.mark.full("gpt2, whose embedding is tied too"))])

@@ -20,12 +20,12 @@ from tests.support.warm_python import warm_python
 
 FORKS = {
     "megatron/data/preprocess/engines.py": "workers on text; no torch",
-    "megatron/resilience/envoy.py": "from the supervisor, before it has ranks; it forks nothing that uses CUDA",
-    "megatron/resilience/point.py": "serves a store",
-    "megatron/resilience/ranks.py": "from the supervisor, which never calls CUDA",
-    "megatron/resilience/supervisor.py": "looks at a checkpoint and ends",
+    "megatron_lab/resilience/envoy.py": "from the supervisor, before it has ranks; it forks nothing that uses CUDA",
+    "megatron_lab/resilience/point.py": "serves a store",
+    "megatron_lab/resilience/ranks.py": "from the supervisor, which never calls CUDA",
+    "megatron_lab/resilience/supervisor.py": "looks at a checkpoint and ends",
     "megatron/training/rehearsal.py": "before the run uses CUDA, else as a fresh process",
-    "megatron/verification/local_ranks.py": "ranks of a check, from a process that has not used CUDA",
+    "megatron_lab/verification/local_ranks.py": "ranks of a check, from a process that has not used CUDA",
 }
 """Files that fork, and why CUDA is safe there. A new fork needs such a reason."""
 RUNTIME = (
@@ -36,7 +36,7 @@ RUNTIME = (
 
 def test_every_fork_is_known() -> None:
     forks = re.compile(r"os\.fork\(|get_context\(\"fork|ForkProcess\(|set_start_method\(|ProcessPoolExecutor\(|DataLoader\(")
-    files = [path for folder in ("megatron", "tools") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ("megatron", "megatron_lab", "tools") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)) for path in files if forks.search(path.read_text())}
     assert found == set(FORKS)
 
@@ -62,10 +62,10 @@ import torch
 def fails(*_): raise AssertionError("CUDA before the fork")
 for name in {RUNTIME}: setattr(torch.cuda, name, fails)
 bad = torch.cuda._is_in_bad_fork
-import megatron.training.trainer, megatron.resilience.supervisor, megatron.checkpoint.keeper, megatron.flight.watcher
+import megatron.training.trainer, megatron_lab.resilience.supervisor, megatron.checkpoint.keeper, megatron_lab.flight.watcher
 import megatron.checkpoint.writer_main, megatron.data.tokenizers.tokenizer
-from megatron.resilience.ranks import import_what_runs_need
-import megatron.resilience.envoy
+from megatron_lab.resilience.ranks import import_what_runs_need
+import megatron_lab.resilience.envoy
 import_what_runs_need()
 pid = os.fork()
 if pid == 0: os._exit(bad())
@@ -151,7 +151,7 @@ def test_the_supervisor_refuses_a_module_that_uses_cuda_when_it_is_imported(
     """Its ranks would be forks without CUDA. On a CPU they need none."""
     module = tmp_path / "mine.py"
     module.write_text(f"import torch\n\ntorch.cuda._is_in_bad_fork = lambda: True\ntorch.cuda.device_count = lambda: {gpus}\n")
-    words = ["-m", "megatron.resilience.supervisor", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt.py")]
+    words = ["-m", "megatron_lab.resilience.supervisor", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt.py")]
     done = spawn_cli([*words, *arguments(train_iters=1, imports=module, load=tmp_path / "none", device=device)], nproc=None)
     assert done.returncode == (2 if is_refused else 0), done.stderr
     assert ("pretrain_gpt.py: a module of --imports uses CUDA while it is imported" in done.stderr) == is_refused

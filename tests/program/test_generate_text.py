@@ -16,9 +16,10 @@ import torch
 
 from examples.make_corpus import write_corpus
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
-from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.model import logits
-from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
+from megatron_lab.commands import checkpoint, generate_text
+from megatron_lab.verification.local_ranks import run_ranks
+from megatron_lab.verification.reference.model import logits
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights, random_weights
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.cli import ROOT
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
@@ -27,7 +28,6 @@ from tests.support.reference_runs import llama_like
 from tests.support.runs import arguments, run, saved_tensors
 from tests.support.vocabularies import sentencepiece
 from tests.support.warm_python import warm_python
-from tools import checkpoint, generate_text
 
 SHAPE = llama_like(vocab=257, ffn=64)
 PROMPT = "text = 'ü"
@@ -218,7 +218,7 @@ def test_learned_positions_bound_the_text(tmp_path: Path, say: Say, capsys: pyte
 
 
 def test_tokenizer_files_that_lie_elsewhere_now(tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    write_corpus(ROOT / "megatron/inference", tmp_path / "corpus.jsonl")
+    write_corpus(ROOT / "megatron_lab/inference", tmp_path / "corpus.jsonl")
     first, now = tmp_path / "first.model", tmp_path / "now.model"
     sentencepiece(tmp_path / "corpus.jsonl", first, 400)
     settings = {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": first, "vocab_size": None}

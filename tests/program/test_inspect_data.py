@@ -15,8 +15,8 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.model.gpt import ModelInputs
 from megatron.training.inputs import Batches, RunBatches
+from megatron_lab.commands import inspect_data
 from tests.support.runs import arguments, run
-from tools import inspect_data
 
 TEXTS = ["one fish", "two fish", "red\nfish", "", "blue fish" * 20]
 EOD = 256

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.source import open_source
+from megatron_lab.commands.inspect_routing import LayerUse, main
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.runs import arguments, run
-from tools.inspect_routing import LayerUse, main
 
 SETTINGS = {"num_layers": 3, "train_iters": 1, "disable_bias_linear": True, "num_experts": 6, "moe_layer_freq": "[0,1,1]"}
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.verification.reference.model import logits
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.checkpoints.huggingface_writer import export
+from megatron_lab.checkpoints.onnx_writer import refusals
+from megatron_lab.commands import checkpoint
+from megatron_lab.verification.reference.model import logits
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.memory_source import reference_source
 from tests.support.reference_runs import llama_like
-from tools import checkpoint
-from tools.checkpoints.huggingface_writer import export
-from tools.checkpoints.onnx_writer import refusals
 
 SHAPE = llama_like(num_layers=1, kv_heads=2)
 
@@ -46,7 +46,7 @@ def test_the_file_gives_the_logits_of_the_plain_model_at_any_size(tmp_path: Path
 
     # An output that is taken stays as it is, and one that differs is not left.
     assert checkpoint.main(words) == 1 and "exists already" in capsys.readouterr().err
-    from tools.checkpoints import onnx_writer
+    from megatron_lab.checkpoints import onnx_writer
 
     other = reference_source(SHAPE, {name: 1.1 * weight for name, weight in weights.items()})
     with pytest.raises(ValueError, match="more than 0.0001: the export is wrong"):

@@ -19,7 +19,8 @@ from tests.support.cli import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-SOURCES = sorted((ROOT / "megatron").rglob("*.py"))
+PACKAGES = ("megatron", "megatron_lab")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def test_requirements_file_repeats_the_project() -> None:
@@ -48,7 +49,7 @@ def test_requirements_name_what_is_imported() -> None:
     found = {name.partition(".")[0] for name in names}
     needed = {
         distributions.get(name, name)
-        for name in found - set(sys.stdlib_module_names) - optional - {"megatron", "pretrain_gpt", "tools"}
+        for name in found - set(sys.stdlib_module_names) - optional - {"megatron", "megatron_lab", "pretrain_gpt"}
     }
     required = {re.split("[><=]", text)[0] for text in PROJECT["dependencies"]}
     assert needed <= required
@@ -62,8 +63,13 @@ def test_megatron_is_a_namespace_package() -> None:
 
 
 def test_nothing_is_compiled() -> None:
-    kinds = {path.suffix for path in (ROOT / "megatron").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert kinds <= {".py", ".typed", ".yaml"}
+    kinds = {
+        path.suffix
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert kinds <= {".py", ".typed", ".yaml", ".js"}
     assert "ext_modules" not in (ROOT / "setup.py").read_text()
 
 
@@ -77,7 +83,7 @@ def test_scripts_name_no_machine(path: Path) -> None:
 
 def test_each_tool_finds_its_own_tree_before_it_imports_it() -> None:
     """`python tools/NAME.py` works from any folder, installed or not: the tree is on the path before anything of it is imported."""
-    first_import = re.compile(r"^(?:from|import) (?:megatron|tools)\b", re.MULTILINE)
+    first_import = re.compile(r"^(?:from|import) megatron(?:_lab)?\b", re.MULTILINE)
     late = []
     for path in sorted((ROOT / "tools").glob("*.py")):
         text = path.read_text()
@@ -103,7 +109,7 @@ def test_the_version_is_that_of_the_project(tmp_path: Path, capsys: pytest.Captu
 def version_of(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """What a tool answers to --version, if that ends it well."""
     monkeypatch.setattr(sys, "argv", [tool, "--version"])
-    main: Any = importlib.import_module(f"tools.{tool}").main
+    main: Any = importlib.import_module(f"megatron_lab.commands.{tool}").main
     try:
         code = main(*([sys.argv[1:]] if inspect.signature(main).parameters else []))
     except SystemExit as ended:

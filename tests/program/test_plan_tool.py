@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import load
+from megatron_lab.commands import plan
 from tests.support.runs import launch, report
 from tests.support.warm_python import warm_python
-from tools import plan
 
 JOB = "--model llama2-7b --num-layers 4 --seq-length 1024 --vocab-size 32000 --gpus 8 --global-batch-size 32".split()
 JOB += ["--max-tensor", "2", "--max-pipeline", "2"]

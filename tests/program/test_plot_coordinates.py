@@ -9,9 +9,9 @@ import pytest
 
 from megatron.config.cli import parse
 from megatron.config.config import Config
+from megatron_lab.commands import plot_coordinates
+from megatron_lab.coordinates.check import at_width, changes, growth
 from tests.support.runs import arguments
-from tools import plot_coordinates
-from tools.coordinates.check import at_width, changes, growth
 
 RUN = {"device": "cpu", "train_iters": 10, "micro_batch_size": 4, "global_batch_size": 4, "lr": 5e-3, "num_layers": 2}
 

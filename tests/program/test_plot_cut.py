@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lab.commands import plot_cut
 from tests.support.cli import ROOT
-from tools import plot_cut
 
 pytest.importorskip("matplotlib")
 

@@ -11,8 +11,8 @@ import pytest
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
+from megatron_lab.commands import plot_data_order
 from tests.support.cli import ROOT
-from tools import plot_data_order
 
 pytest.importorskip("matplotlib")
 

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.spec.schedules import SCHEDULES
+from megatron_lab.commands.plot_schedule import main
 from tests.support.cli import ROOT
-from tools.plot_schedule import main
 
 SIZE = ["--stages", "4", "--microbatches", "8"]
 DOCUMENT = (ROOT / "docs/pipeline.md").read_text()
@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_it_needs_neither_torch_nor_matplotlib_without_a_figure(tmp_path: Path) -> None:
     code = (
-        "import sys; from tools.plot_schedule import main\n"
+        "import sys; from megatron_lab.commands.plot_schedule import main\n"
         f"assert main(['--compare', '--stages', '2', '--microbatches', '2', '--output', {str(tmp_path / 'a.json')!r}]) == 0\n"
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)\n"
     )

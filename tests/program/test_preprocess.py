@@ -23,10 +23,10 @@ from megatron.data.preprocess.part_files import ShardCounts, ShardReport
 from megatron.data.preprocess.reports import Meter
 from megatron.data.preprocess.shard_work import PreprocessJob
 from megatron.data.preprocess.text_records import InputPiece
+from megatron_lab.commands.preprocess_data import Screen, main
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, json_lines, write_lines, written
-from tools.preprocess_data import Screen, main
 
 TOOL = "tools/preprocess_data.py"
 UNICODE = st.characters(exclude_categories=["Cs"])
@@ -195,7 +195,7 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
 def test_preprocessing_loads_neither_torch_nor_what_it_does_not_need(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.argv = {['x', '--input', write_lines(tmp_path / 'in.jsonl'), '--output-prefix', str(tmp_path / 'out')]}\n"
-        "from tools.preprocess_data import main\n"
+        "from megatron_lab.commands.preprocess_data import main\n"
         "assert main([*sys.argv[1:], '--tokenizer-type', 'ByteTokenizer']) == 0\n"
         "assert not {'torch', 'pyarrow', 'zstandard', 'ray', 'fsspec', 'tokenizers'} & set(sys.modules)\n"
     )

@@ -16,11 +16,11 @@ from megatron.data.preprocess import engines
 from megatron.data.preprocess.engines import Engine
 from megatron.data.preprocess.job import preprocess
 from megatron.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.commands.preprocess_data import main
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import spawn_cli
 from tests.support.corpora import JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, written
 from tests.support.remote_shards import elsewhere, lost_at_first, never
-from tools.preprocess_data import main
 
 RAY = Engine("ray")
 

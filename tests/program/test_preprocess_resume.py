@@ -138,7 +138,7 @@ def test_a_signal_that_python_drops_comes_again(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from megatron.data.preprocess import shard_work\n"
-        "from tools import preprocess_data\n"
+        "from megatron_lab.commands import preprocess_data\n"
         "preprocess_data._SECONDS_TO_STOP = 0.2\n"
         "class Deaf:\n"
         "    def __del__(self):\n"

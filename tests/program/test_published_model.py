@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.inference.forward import sequence_logits
-from megatron.inference.generate import GenerationRequest, Sampling, generate
-from megatron.inference.model_from_source import model_from
+from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.inference.generate import GenerationRequest, Sampling, generate
+from megatron_lab.inference.model_from_source import model_from
 from tests.support.huggingface_models import library
 from tests.support.lone_rank import lone_rank
 

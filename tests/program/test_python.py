@@ -19,13 +19,13 @@ from megatron.api import Callback, ConfigError, Trainer, settings, verify_layout
 from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.config.cli import load
 from megatron.config.save import to_dict
-from megatron.verification import prove
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.commands import generate_text
+from megatron_lab.verification import prove
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import TINY, arguments, launch, run
 from tests.support.warm import run_forked_ranks
-from tools import generate_text
 
 PAGE = (ROOT / "docs/python.md").read_text()
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -18,10 +18,10 @@ from examples.make_corpus import source_files, write_corpus
 from examples.own_text import describe
 from megatron.config.cli import load
 from megatron.config.version import how_to_install
+from megatron_lab.commands import checkpoint, generate_text
 from tests.program.test_readme import SMALLER, shell, write_program
 from tests.support.cli import ROOT
 from tests.support.warm_python import warm_python
-from tools import checkpoint, generate_text
 
 SOURCES = {
     "b.py": "def second():\n    return '2'\n",

@@ -25,13 +25,13 @@ from megatron.config.flags import flags
 from megatron.config.given import REQUESTS
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import one_f_one_b
+from megatron_lab.commands import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout
+from megatron_lab.data import input_flags
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.launched import SCRIPTS, words_of
 from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
 from tests.support.warm_python import warm_python
-from tools import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout
-from tools.data import input_flags
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
@@ -169,7 +169,7 @@ def on_a_checkpoint(command: str, folder: Path, full: bool) -> None:
     words = [places.get(word, word) for word in shlex.split(command)]
     if "import" in words:
         assert checkpoint.main(["export", places["checkpoints"], places["exported"]]) == 0
-    tool = next(tool for tool in (checkpoint, evaluate, generate_text) if tool.__name__.partition(".")[2] in words[1])
+    tool = next(tool for tool in (checkpoint, evaluate, generate_text) if tool.__name__.rpartition(".")[2] in words[1])
     assert tool.main(words[2:]) == 0
 
 
@@ -299,7 +299,7 @@ def test_files_exist(name: str) -> None:
     folder = (ROOT if name == "README.md" else ROOT / "docs").resolve()
     for link in re.findall(r"\]\((?!https:)([^)#]+)\)", TEXTS[name]):
         assert (folder / link).exists(), f"{name} links to {link}"
-    for path in re.findall(r"`((?:megatron|tools|tests|examples|docs|\.ci)/[\w./]+)`", TEXTS[name]):
+    for path in re.findall(r"`((?:megatron|megatron_lab|tools|tests|examples|docs|\.ci)/[\w./]+)`", TEXTS[name]):
         assert (ROOT / path).exists(), f"{name} names {path}"
 
 
@@ -308,7 +308,7 @@ def flags_of_tools() -> frozenset[str]:
     """Return the names of all flags that a parser of the tools gets."""
     sources = [
         path.read_text()
-        for folder in ("tools", "tests/trials", "tests/mutants", "tests/lines")
+        for folder in ("megatron_lab", "tests/trials", "tests/mutants", "tests/lines")
         for path in (ROOT / folder).rglob("*.py")
     ]
     added = [names for source in sources for names in re.findall(r'\badd(?:_argument)?\(((?:\s*"-[\w-]+",?)+)', source)]
@@ -323,7 +323,7 @@ def test_flags_exist(name: str) -> None:
     launcher |= {"ntasks-per-node"}
     scripts = {"short", "folder", "text", "full", "fuzz"}
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
-    supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron/resilience/command.py").read_text())
+    supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron_lab/resilience/command.py").read_text())
     foreign = (
         {*KNOWN, *TAKEN, "our-own-flag", "use-rotary-position-embeddings", "no-position-embedding"}
         if name in ("from_megatron.md", "checkpoints.md")
@@ -356,7 +356,8 @@ def test_the_picture_is_what_the_tool_draws() -> None:
 def test_the_rooms_of_the_picture_exist() -> None:
     picture = TEXTS["tour.md"].split("## The packages")[1].split("```")[1]
     drawn = set(re.findall(r"^  (\w+)/", picture, re.MULTILINE))
-    assert drawn == {path.name for path in (ROOT / "megatron").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    folders = [path for package in ("megatron", "megatron_lab") for path in (ROOT / package).iterdir() if path.is_dir()]
+    assert drawn == {path.name for path in folders if path.name != "__pycache__"}
 
 
 @pytest.mark.parametrize("pp_before_dp", [False, True])

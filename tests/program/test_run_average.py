@@ -10,10 +10,10 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.source import open_source
+from megatron_lab.commands.checkpoint import main
+from megatron_lab.commands.generate_text import main as generate
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, at_iteration, run, saved_tensors, spoil
-from tools.checkpoint import main
-from tools.generate_text import main as generate
 
 DECAY, STEPS, SPOILT = 0.75, 4, 2
 RUN = {"train_iters": STEPS, "log_interval": 1, "ema_decay": DECAY, "save_interval": 1, "keep_last": None}

@@ -12,10 +12,10 @@ import pytest
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.source import StoredCheckpoint
+from megatron_lab.checkpoints.stream import write_checkpoint
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, checkpoint, digest, launch, report, run, saved_state, saved_tensors
-from tools.checkpoints.stream import write_checkpoint
 
 LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
-from megatron.audit.trace_file import read_trace
 from megatron.data_parallel import bucket as bucket_module
 from megatron.data_parallel.bucket import WholeBucket
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.collectives import Pending
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron.training.step import TrainStep
+from megatron_lab.audit.trace_file import read_trace
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
     Ended,

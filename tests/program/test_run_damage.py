@@ -25,7 +25,7 @@ from megatron.checkpoint.save_folder import LATEST, manifest_in, note_damaged
 from megatron.checkpoint.storage import MANIFEST, open_storage
 from megatron.config.cli import load
 from megatron.training.resume import look_in
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
 

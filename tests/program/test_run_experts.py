@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatron_lab.commands.checkpoint import main
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, digest, read_metrics, run, timeless
-from tools.checkpoint import main
 
 STEPS, STOP = 3, 1
 SETTINGS: dict[str, Any] = {

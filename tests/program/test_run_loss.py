@@ -12,8 +12,8 @@ import torch
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.windows import split_documents
-from megatron.verification.reference.model import Batch
-from megatron.verification.reference.shape import ReferenceShape
+from megatron_lab.verification.reference.model import Batch
+from megatron_lab.verification.reference.shape import ReferenceShape
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.model_styles import STYLES

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.config.layer_costs import LayerCosts, read_layer_costs
-from megatron.planner.advice import advice
 from megatron.training import startup
+from megatron_lab.planner.advice import advice
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 
 STEPS = 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron.planner.cluster import load_cluster
 from megatron.training.plan_report import grouped
+from megatron_lab.cluster.calibration import read_report
+from megatron_lab.planner.cluster import load_cluster
 from tests.support.runs import arguments, launch, report, run, saved_tensors
-from tools.cluster.calibration import read_report
 
 BASE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "train_iters": 5, "global_batch_size": 2, "micro_batch_size": 1}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
-from megatron.audit.trace_file import read_trace
+from megatron_lab.audit.trace_file import read_trace
 from tests.program.test_audit_trace import assert_same
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, run, saved_tensors, timeless

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.audit.digests import Likeness
 from megatron.parallel.accumulate import GradSink
 from megatron.training.reporter import Reporter
 from megatron.training.sentinel import Sentinel
 from megatron.training.step import TrainStep
+from megatron_lab.audit.digests import Likeness
 from tests.support.runs import (
     Ended,
     arguments,

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from megatron_lab.commands import sharding_table
+from megatron_lab.commands.sharding_table import DATA_SIZES, MODELS, TABLES, Reports, main, reports_of
 from tests.support.cli import ROOT
-from tools import sharding_table
-from tools.sharding_table import DATA_SIZES, MODELS, TABLES, Reports, main, reports_of
 
 DOCUMENT = (ROOT / "docs/data_parallel.md").read_text()
 

@@ -19,17 +19,17 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags
-from megatron.proofs.isolation import axes_alone, isolate, one_process, without_each
-from megatron.proofs.report import Proof, format_report, report_json
-from megatron.proofs.verify import trace_of, vocabulary_of, write_trace
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.local_ranks import RanksError
-from megatron.verification.observation import Observation
-from megatron.verification.wording import factor_words, layout_factors
+from megatron_lab.commands.verify_layout import HELP, main, take
+from megatron_lab.proofs.isolation import axes_alone, isolate, one_process, without_each
+from megatron_lab.proofs.report import Proof, format_report, report_json
+from megatron_lab.proofs.verify import trace_of, vocabulary_of, write_trace
+from megatron_lab.verification.diagnosis import diagnose
+from megatron_lab.verification.local_ranks import RanksError
+from megatron_lab.verification.observation import Observation
+from megatron_lab.verification.wording import factor_words, layout_factors
 from tests.support.cli import ROOT
 from tests.support.runs import launch
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
-from tools.verify_layout import HELP, main, take
 
 LAYOUT = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --sequence-parallel "
@@ -48,7 +48,7 @@ def run_main(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 
 def test_help_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; from tools.verify_layout import main; assert main(['--help']) == 0; "
+        "import sys; from megatron_lab.commands.verify_layout import main; assert main(['--help']) == 0; "
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -148,7 +148,7 @@ def stands_for_proofs(monkeypatch: pytest.MonkeyPatch, *, equal: bool = True) ->
         asked.append(world_size)
         return [proof]
 
-    monkeypatch.setattr("megatron.proofs.verify.verify_layout", verify_layout)
+    monkeypatch.setattr("megatron_lab.proofs.verify.verify_layout", verify_layout)
     return asked
 
 
@@ -173,7 +173,7 @@ def test_the_json_comes_after_the_report(
     status, out, _ = run_main(argv, capsys)
     assert status == 0 and out.startswith("EQUAL") and json.loads(path.read_text())["equal"] is True and asked == [1]
     told = path.read_text()
-    monkeypatch.setattr("megatron.proofs.verify.verify_layout", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("megatron_lab.proofs.verify.verify_layout", lambda *_, **__: 1 / 0)
     for name in (path, tmp_path / "other.json"):
         with pytest.raises(ZeroDivisionError):
             main([*FLAGS.split(), "--json", str(name)])
@@ -219,7 +219,7 @@ def test_two_traces_are_compared_as_json_too(tmp_path: Path, capsys: pytest.Capt
 
 INTERRUPTS = {
     "while ranks run": """
-import megatron.verification.prove as module
+import megatron_lab.verification.prove as module
 def observe(rank, *args):
     if rank == 0:
         os.kill(os.getppid(), signal.SIGINT)
@@ -227,7 +227,7 @@ def observe(rank, *args):
 module.observe_rank = observe
 """,
     "while a rank is started": """
-import megatron.verification.local_ranks as module
+import megatron_lab.verification.local_ranks as module
 fork = module.fork_rank
 def interrupted(*args):
     fork(*args)

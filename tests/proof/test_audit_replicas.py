@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.audit.reductions import _counted_in_words, _fact, _wrongly_counted, whole_over
-from megatron.audit.replicas import AuditError, Replicas, ReplicatedPart, _odd_ones, raise_audit, ranks_in_words
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.topology import GRADIENT_AXES, Topology
+from megatron_lab.audit.reductions import _counted_in_words, _fact, _wrongly_counted, whole_over
+from megatron_lab.audit.replicas import AuditError, Replicas, ReplicatedPart, _odd_ones, raise_audit, ranks_in_words
 from tests.support.warm import run_forked_ranks
 
 CPU = torch.device("cpu")

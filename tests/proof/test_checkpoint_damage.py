@@ -20,7 +20,7 @@ from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
 from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state
 from megatron.parallel.boxes import Box
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,

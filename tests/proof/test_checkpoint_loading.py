@@ -21,7 +21,7 @@ from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor
 from megatron.checkpoint.save_folder import find_checkpoint, read_state
 from megatron.parallel.boxes import Box, PlacedBox
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.local_ranks import run_ranks
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.covering import Case, covering
 from tests.support.equality import assert_equal_tensors, number_differences

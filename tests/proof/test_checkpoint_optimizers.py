@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.config.training import OptimizerConfig
 from megatron.parallel.context import ParallelContext
 from megatron.training.step import TrainStep
-from megatron.verification.plain_run import rule_numbers
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.plain_run import rule_numbers
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.covering import full_but
 from tests.support.equality import assert_equal_tensors, number_differences

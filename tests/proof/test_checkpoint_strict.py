@@ -12,7 +12,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.manifest import Manifest, StoredTensor
 from megatron.parallel.boxes import Box, PlacedBox
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,

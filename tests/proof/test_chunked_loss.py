@@ -18,10 +18,10 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
-from megatron.planner.storages import StorageLedger
 from megatron.spec.weights import vocabulary
 from megatron.tensor_parallel import chunked_loss
 from megatron.tensor_parallel.cross_entropy import minimised
+from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over, summed
 from tests.support.warm import run_forked_ranks

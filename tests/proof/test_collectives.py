@@ -25,7 +25,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import SELF_GROUP, Group, make_context
 from megatron.parallel.topology import Topology
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 
 ROWS = 6

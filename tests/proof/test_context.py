@@ -24,7 +24,7 @@ from megatron.parallel.context import (
 )
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.counts import count_parameters
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, GROUPS
 from tests.support.warm import run_warm_ranks
 

@@ -24,9 +24,9 @@ from megatron.context_parallel.cost import SharedAttention
 from megatron.parallel.context import Group, ParallelContext, connect_fake, disconnect, make_context
 from megatron.parallel.cut import Cut, balanced, mirrored, token_costs
 from megatron.parallel.topology import Topology
-from megatron.planner.storages import StorageLedger
 from megatron.spec.layers import ScoreSpec
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.planner.storages import StorageLedger
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.covering import covering, product
 from tests.support.flash_attention import plain_backward, plain_forward
 from tests.support.shared_memory import recorded_calls

@@ -15,7 +15,7 @@ from megatron.pipeline_parallel.partition import layer_table
 from megatron.pipeline_parallel.validate import peak_kept
 from megatron.spec.counts import kept_per_token
 from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
 from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like, random_batches
 from tests.support.warm import run_warm_ranks

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.verification.local_ranks import RanksError, run_ranks
+from megatron_lab.verification.local_ranks import RanksError, run_ranks
 from tests.support.cli import spawn_cli
 from tests.support.warm import RankPool
 

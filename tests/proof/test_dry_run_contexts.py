@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.other_places import elsewhere
 
 WORLDS = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.planner.kinds import Crossing, Links
+from megatron_lab.planner.kinds import Crossing, Links
 from tests.support.planned import kind_of, plans_of, settings
 
 WORLDS = [

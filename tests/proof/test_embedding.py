@@ -20,10 +20,10 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.products import add_rows
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
-from megatron.planner.kernel_memory import CudaKernels
-from megatron.planner.storages import StorageLedger
 from megatron.spec.weights import WORD_EMBEDDING, Init, padded_vocab_size, vocabulary
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
+from megatron_lab.planner.kernel_memory import CudaKernels
+from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over, summed
 from tests.support.warm import run_forked_ranks

@@ -26,7 +26,7 @@ from megatron.pipeline_parallel.queues import Chosen
 from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
 from megatron.spec.schedules import gpipe, make_schedule, one_f_one_b
 from megatron.tensor_parallel.linear import parallel_linear
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.schedule_examples import B, F, greedy, split_backwards
 from tests.support.sinks import sink_over

@@ -11,7 +11,7 @@ from megatron.data_parallel.fsdp_plan import in_backward, is_fully_sharded, own_
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
-from megatron.verification.reference.shape import ReferenceShape
+from megatron_lab.verification.reference.shape import ReferenceShape
 from tests.support.fsdp_world import TIED, UNTIED, build, in_world, shard
 from tests.support.lone_rank import lone_rank
 from tests.support.reference_runs import gpt2_like

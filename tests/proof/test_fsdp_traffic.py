@@ -18,8 +18,8 @@ from megatron.config.parallel import FsdpReshard
 from megatron.data_parallel.buckets import Buckets
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.covering import full_but
 from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, UNTIED, Trace, build, in_world, inputs, numel, shard, step
 from tests.support.held import held_by

@@ -15,9 +15,9 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.planner.state_report import state_report
 from megatron.spec.schedules import make_schedule
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.planner.state_report import state_report
+from megatron_lab.verification.reference.shape import random_weights
 from tests.proof.test_sharding_memory import kept
 from tests.proof.test_sharding_traffic import KINDS
 from tests.support.bucket_examples import UNTIED, buckets_of, build, gradient, own_gradients, write_all

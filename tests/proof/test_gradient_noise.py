@@ -12,7 +12,7 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.training import gradient_noise
 from megatron.training.gradient_noise import GradientNoise, NoiseEstimate, _parts_of_sum, noise_scale
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.covering import full_but
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
 from tests.support.reference_runs import gpt2_like, loss_and_gradients, random_batches

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.parallel.boxes import Box
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
+from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.huggingface_models import opened
 from tests.support.memory_source import MemorySource, reference_source
 from tests.support.reference_runs import gpt2_like, llama_like
-from tools.checkpoints.huggingface_writer import SpecialTokens, export
 
 
 def source_of(shape: ReferenceShape) -> MemorySource:

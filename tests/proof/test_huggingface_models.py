@@ -10,13 +10,14 @@ import torch
 
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.source import WeightSource
-from megatron.inference.forward import sequence_logits
-from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.model import logits as reference_logits
-from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
+from megatron_lab.checkpoints.huggingface_writer import export
+from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.inference.model_from_source import model_from
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.model import logits as reference_logits
+from megatron_lab.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, random_weights
 from tests.support.covering import full_but
 from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
 from tests.support.layout import Layout, context_of
@@ -24,7 +25,6 @@ from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source
 from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like
 from tests.support.warm import run_warm_ranks
-from tools.checkpoints.huggingface_writer import export
 
 CLOSE = 1e-5
 """Of logits of about 5 in float32."""

@@ -19,15 +19,15 @@ from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.checkpoint.huggingface.groups import NotBuilt
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.inference.forward import sequence_logits
 from megatron.model.build import build_model
 from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.boxes import Box
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.step import TrainStep
-from megatron.verification.observation import TensorPart
-from megatron.verification.recording import set_weights
+from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.verification.observation import TensorPart
+from megatron_lab.verification.recording import set_weights
 from tests.support.covering import full_but
 from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, SMALL, YARN, library, saved, some_ids
 from tests.support.layout import keep_gradients

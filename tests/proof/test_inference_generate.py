@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.inference.forward import Decoder
-from megatron.inference.generate import GenerationRequest, Sampling, generate
-from megatron.inference.model_from_source import model_from
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from megatron.verification.reference.model import logits
-from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
+from megatron_lab.inference.forward import Decoder
+from megatron_lab.inference.generate import GenerationRequest, Sampling, generate
+from megatron_lab.inference.model_from_source import model_from
+from megatron_lab.verification.reference.model import logits
+from megatron_lab.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
 from tests.support.covering import full_but
 from tests.support.layout import Layout, context_of
 from tests.support.memory_source import reference_source

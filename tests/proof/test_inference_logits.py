@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.inference.forward import sequence_logits
-from megatron.inference.model_from_source import fill_model, model_from
 from megatron.model.build import build_model
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import layer_table
 from megatron.spec.operations import loop, v_shape
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.model import logits as reference_logits
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.inference.model_from_source import fill_model, model_from
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.model import logits as reference_logits
+from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import Layout, context_of
 from tests.support.lone_rank import lone_rank
 from tests.support.memory_source import MemorySource, reference_source

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import is_trained, random_weights
-from megatron.verification.reference.update_rules import Numbers
+from megatron_lab.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.shape import is_trained, random_weights
+from megatron_lab.verification.reference.update_rules import Numbers
 from tests.layouts.case import DEFAULTS, LORA, layout_of, recipe_of, reference_of
 from tests.layouts.features import FEATURES
 from tests.layouts.pairs import written_cases, written_steps

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.moe.balance import BalanceResult
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.model import Seen, token_losses
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.model import Seen, token_losses
+from megatron_lab.verification.reference.shape import random_weights
 from tests.layouts.case import DEFAULTS, recipe_of
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, run_layout

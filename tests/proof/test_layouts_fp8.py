@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.memory import MemoryConfig
-from megatron.verification.reference.eight_bits import EightBits
-from megatron.verification.reference.model import Batch, token_losses
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
+from megatron_lab.verification.reference.eight_bits import EightBits
+from megatron_lab.verification.reference.model import Batch, token_losses
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.cli import load
-from megatron.verification.diagnosis import diagnose
+from megatron_lab.verification.diagnosis import diagnose
 from tests.support.covering import covering, product
 from tests.support.runs import arguments
 from tests.support.verify_observations import prove_warm

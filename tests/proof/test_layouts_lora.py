@@ -13,8 +13,8 @@ from megatron.checkpoint.adapters import merged
 from megatron.checkpoint.source import StoredCheckpoint
 from megatron.parallel.boxes import Box
 from megatron.spec.counts import flops_per_token
-from megatron.verification.reference.model import logits
-from megatron.verification.reference.shape import is_trained, random_weights
+from megatron_lab.verification.reference.model import logits
+from megatron_lab.verification.reference.shape import is_trained, random_weights
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, model_config
 from tests.support.memory_source import MemorySource

@@ -25,7 +25,7 @@ def _step_results(rank: int, recipe: Recipe, layout: Layout) -> tuple[float, flo
 
 def test_the_z_loss_is_told_apart() -> None:
     """Each token counts once in the world; loss and evaluation are without it; without a coefficient there is none."""
-    from megatron.verification.reference.model import logits
+    from megatron_lab.verification.reference.model import logits
 
     r = recipe_of({**DEFAULTS, "style": "gpt2", "tied": True, "z_loss": 0.05, "microbatches": 4})
     expected = reference_of(r).losses[0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.memory import MemoryConfig
-from megatron.verification.reference.shape import ReferenceShape
+from megatron_lab.verification.reference.shape import ReferenceShape
 from tests.layouts.case import layout_of, recipe_of
 from tests.layouts.features import FEATURES
 from tests.support.covering import Case

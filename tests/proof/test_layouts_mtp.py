@@ -21,7 +21,7 @@ from megatron.model.multi_token import shifted
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import flops_in_8_bits, recompute_flops
 from megatron.training.step import Evaluated
-from megatron.verification.reference.model import beyond_next, hidden_states
+from megatron_lab.verification.reference.model import beyond_next, hidden_states
 from tests.layouts.case import DEFAULTS, recipe_of, reference_of
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
 from tests.support.lone_rank import lone_rank

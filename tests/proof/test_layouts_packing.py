@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.data.samples import DocumentRules
-from megatron.verification.reference.model import Batch, Rules
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.verification.reference.model import Batch, Rules
+from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import gpt2_like, llama_like, loss_with_rules, train

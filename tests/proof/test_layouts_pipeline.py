@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.spec.schedules import SCHEDULES
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches
 

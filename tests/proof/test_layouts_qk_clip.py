@@ -9,9 +9,9 @@ import torch
 
 from megatron.config.memory import MemoryConfig
 from megatron.config.training import OptimizerConfig
-from megatron.verification.plain_run import rule_numbers
-from megatron.verification.reference.qk_clip import ScoreClip
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, random_weights
+from megatron_lab.verification.plain_run import rule_numbers
+from megatron_lab.verification.reference.qk_clip import ScoreClip
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, random_weights
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, random_batches, train

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.covering import full_but
 from tests.support.equality import assert_equal_runs, number_differences
 from tests.support.layout import Layout, Recipe, run_layout

@@ -11,17 +11,17 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
-from megatron.inference.forward import sequence_logits
-from megatron.inference.model_from_source import model_from
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.verification.reference.model import logits
-from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
+from megatron_lab.commands import checkpoint
+from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.inference.model_from_source import model_from
+from megatron_lab.verification.reference.model import logits
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights, random_weights
 from tests.support.layout import model_config
 from tests.support.legacy_checkpoints import PADDING, LegacyLayout, padded_rows, write_legacy
 from tests.support.reference_runs import gpt2_like, llama_like
-from tools import checkpoint
 
 VOCAB = 61
 STYLES = {

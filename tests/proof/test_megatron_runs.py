@@ -15,7 +15,8 @@ from megatron.checkpoint.megatron_source import MOMENTS, MegatronSource
 from megatron.checkpoint.save_folder import read_config, read_state
 from megatron.checkpoint.source import open_source
 from megatron.parallel.boxes import Box
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.commands import checkpoint as tool
+from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.dist_checkpoints import write_dist
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
@@ -25,7 +26,6 @@ from tests.support.reference_runs import gpt2_like, llama_like, random_batches, 
 from tests.support.runs import checkpoint, saved_tensors
 from tests.support.step_checkpoints import load, save
 from tests.support.warm import run_warm_ranks
-from tools import checkpoint as tool
 
 VOCAB = 61
 LLAMA = llama_like(num_layers=2, vocab=VOCAB, kv_heads=2)

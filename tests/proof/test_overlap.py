@@ -15,7 +15,7 @@ from megatron.parallel.context import Group, make_context
 from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory, choose
 from megatron.parallel.products import linear
 from megatron.parallel.topology import Topology
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 from tests.support.warm import run_warm_ranks
 

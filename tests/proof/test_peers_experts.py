@@ -19,10 +19,10 @@ from megatron.config.model import ModelConfig
 from megatron.moe.balance import BalanceResult
 from megatron.spec.counts import attention_flops, count_active, count_parameters, flops_per_token
 from megatron.training.step import TrainStep
-from megatron.verification.observation import TensorPart
-from megatron.verification.recording import parts_of_shards
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.observation import TensorPart
+from megatron_lab.verification.recording import parts_of_shards
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.equality import assert_equal_runs, assert_equal_tensors
 from tests.support.layout import Layout, Recipe, build_step, context_of, join, microbatches, run_layout
 from tests.support.reference_runs import llama_like, random_batches, train

@@ -17,12 +17,12 @@ from megatron.context_parallel.cost import most_held, sent_for_attention
 from megatron.model.gpt import ModelInputs
 from megatron.moe import grouped
 from megatron.pipeline_parallel.exchange import plan_receives
-from megatron.planner import chunk_trace, cpu_kernels, known_ops, storages
-from megatron.planner.peak import messages_held
-from megatron.planner.storages import MemorySpan, StorageLedger
 from megatron.spec.attention_backends import AttentionCall
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
+from megatron_lab.planner import chunk_trace, cpu_kernels, known_ops, storages
+from megatron_lab.planner.peak import messages_held
+from megatron_lab.planner.storages import MemorySpan, StorageLedger
 from tests.proof.test_planner_activations_measured import (
     DEEPSEEK,
     DROPOUT,

@@ -10,9 +10,9 @@ import pytest
 
 from megatron.config.given import DryRun
 from megatron.model.build import Model
-from megatron.planner.dry_run import make_plan
-from megatron.planner.plan import Plan, plan_to_json
-from megatron.planner.plan_text import format_plan
+from megatron_lab.planner.dry_run import make_plan
+from megatron_lab.planner.plan import Plan, plan_to_json
+from megatron_lab.planner.plan_text import format_plan
 from tests.proof.test_planner_activations_measured import LLAMA
 from tests.support.activation_runs import measure, plan_ranks, settings
 from tests.support.shared_memory import SHARED_MEMORY

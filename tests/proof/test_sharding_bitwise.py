@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.covering import full_but
 from tests.support.equality import assert_same_bits
 from tests.support.layout import Layout, LayoutRun, Recipe, run_layout

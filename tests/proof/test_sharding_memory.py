@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron.data_parallel.buckets import Buckets
-from megatron.planner.state_report import state_report
 from megatron.spec.schedules import make_schedule
 from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import run_ranks
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.planner.state_report import state_report
+from megatron_lab.verification.local_ranks import run_ranks
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.held import held_by, num_bytes
 from tests.support.layout import (
     Layout,

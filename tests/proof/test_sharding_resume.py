@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.covering import full_but
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches

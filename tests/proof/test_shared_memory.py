@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel.collectives import _all_gather, _reduce_scatter
-from megatron.verification.local_ranks import RanksError, run_ranks
+from megatron_lab.verification.local_ranks import RanksError, run_ranks
 from tests.support.shared_memory import SHARED_MEMORY
 
 SIZE = 3

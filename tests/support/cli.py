@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron.verification.local_ranks import die_with, kill_group
+from megatron_lab.verification.local_ranks import die_with, kill_group
 from tests.support.warm_python import MARK, MARK_LENGTH, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]

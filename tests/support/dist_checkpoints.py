@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.verification.reference.shape import Weights
+from megatron_lab.verification.reference.shape import Weights
 from tests.support.legacy_checkpoints import LegacyLayout, arguments_of, megatron_enums
 from tests.support.megatron_states import (
     ITERATION,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.verification.joined import joint_norm, measure
-from megatron.verification.wording import TOLERANCE, relative_words
+from megatron_lab.verification.joined import joint_norm, measure
+from megatron_lab.verification.wording import TOLERANCE, relative_words
 from tests.support.reference_runs import ReferenceRun
 
 LISTED = 10

@@ -25,7 +25,7 @@ from megatron.model.init import fill
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
-from megatron.verification.reference.shape import ReferenceShape
+from megatron_lab.verification.reference.shape import ReferenceShape
 from tests.support.layout import microbatches, model_config
 from tests.support.lone_rank import CPU
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches

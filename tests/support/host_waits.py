@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.planner.known_ops import run
+from megatron_lab.planner.known_ops import run
 
 _READS = ("_local_scalar_dense", "is_nonzero", "equal")
 _COUNTS = ("nonzero", "argwhere", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")
@@ -26,7 +26,7 @@ _UPDATES = ("_fused_adamw_", "_fused_sgd_")
 _WATCHED = {*_UPDATES, *_READS, *_COUNTS, *_BY_INDEX, "repeat_interleave"}
 _MAKES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 """From numbers of the host: they are copied from memory that is not pinned, and the host waits until they are there."""
-_PLAN = "/megatron/planner/"
+_PLAN = "/megatron_lab/planner/"
 """Puts the kernels of CUDA in the place of others."""
 _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 

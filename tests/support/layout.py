@@ -31,13 +31,13 @@ from megatron.spec.attention_backends import AttentionBackend
 from megatron.spec.layer_pattern import pattern_text
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
-from megatron.verification.observation import TensorPart
-from megatron.verification.prove import import_before_fork
-from megatron.verification.recording import parts_of_parameters, parts_of_shards, set_weights
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.model import Batch
-from megatron.verification.reference.rotary import RotaryStretch
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights
+from megatron_lab.verification.observation import TensorPart
+from megatron_lab.verification.prove import import_before_fork
+from megatron_lab.verification.recording import parts_of_parameters, parts_of_shards, set_weights
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.model import Batch
+from megatron_lab.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from tests.support.reference_runs import ReferenceRun
 from tests.support.warm import run_warm_ranks
 from tests.support.windows import Windows

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.verification.reference.shape import ReferenceShape, Weights
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 
 PADDING = 4
 """Rows of the vocabulary are padded to a multiple of this x TP."""

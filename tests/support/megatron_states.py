@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron.verification.reference.model import Batch
-from megatron.verification.reference.shape import ReferenceShape, Weights, random_weights
-from megatron.verification.reference.training import Rule, State, update
+from megatron_lab.verification.reference.model import Batch
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights, random_weights
+from megatron_lab.verification.reference.training import Rule, State, update
 from tests.support.legacy_checkpoints import LegacyLayout, chunk_state, write_legacy
 from tests.support.reference_runs import llama_like, loss_and_gradients
 

@@ -10,7 +10,7 @@ from megatron.checkpoint.source import TensorInfo
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
-from megatron.verification.reference.shape import ReferenceShape, Weights
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 from tests.support.layout import model_config
 
 

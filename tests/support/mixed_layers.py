@@ -20,7 +20,7 @@ def mix_layers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     def mixed(model: ModelConfig) -> tuple[LayerSpec, ...]:
         return tuple(_other(layer) if number % every == every - 1 else layer for number, layer in enumerate(original(model)))
 
-    users = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
+    users = [module for name, module in sys.modules.items() if name.startswith(("megatron.", "megatron_lab."))]
     for module in users:
         if getattr(module, "layers", None) is original:
             monkeypatch.setattr(module, "layers", mixed)

@@ -14,13 +14,13 @@ from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.overlap import Overlap
 from megatron.parallel.topology import Topology
-from megatron.planner.chunk_trace import ChunkTrace, Traces
-from megatron.planner.dry_run import Planner
-from megatron.planner.plan import Plan, RankKind
-from megatron.planner.storages import MemorySpan
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import SCHEDULES
 from megatron.training.step import TrainStep
+from megatron_lab.planner.chunk_trace import ChunkTrace, Traces
+from megatron_lab.planner.dry_run import Planner
+from megatron_lab.planner.plan import Plan, RankKind
+from megatron_lab.planner.storages import MemorySpan
 from tests.support.runs import arguments
 
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from megatron.verification.prove import import_before_fork
+from megatron_lab.commands import verify_layout
+from megatron_lab.verification.prove import import_before_fork
 from tests.support.cli import ROOT
 from tests.support.warm import RankPool
-from tools import verify_layout
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 "
@@ -67,7 +67,11 @@ def verify(tmp_path: Path, replaced: Sequence[Replaced], flags: str, *own: str) 
         """Run in place of `run_ranks`; the reference runs in this process."""
         return _RANKS.run(world_size, _with_faults, faulty, function, args, timeout=timeout) if init else [function(0, *args)]
 
-    with planted(faulty), patch("megatron.verification.prove.run_ranks", run), contextlib.redirect_stdout(io.StringIO()) as said:
+    with (
+        planted(faulty),
+        patch("megatron_lab.verification.prove.run_ranks", run),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
         status = verify_layout.main(argv)
     assert found.exists(), said.getvalue()
     return status, said.getvalue(), json.loads(found.read_text())
@@ -205,7 +209,7 @@ def _function(faulty: FaultyFunction) -> types.FunctionType:
 def _forget_calls() -> None:
     """Clear all `functools.cache` of the framework's modules, but of the flags, which take a while to make and have no faults."""
     for name, module in [*sys.modules.items()]:
-        if name.startswith("megatron.") and not name.startswith("megatron.config."):
+        if name.startswith(("megatron.", "megatron_lab.")) and not name.startswith("megatron.config."):
             for value in vars(module).values():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()

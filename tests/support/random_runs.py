@@ -11,9 +11,9 @@ import traceback
 from enum import StrEnum
 from pathlib import Path
 
-import megatron.planner.dry_run  # once here, not in every forked rank
-import megatron.planner.plan
-import megatron.planner.plan_text  # noqa: F401
+import megatron_lab.planner.dry_run  # once here, not in every forked rank
+import megatron_lab.planner.plan
+import megatron_lab.planner.plan_text  # noqa: F401
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
@@ -23,7 +23,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_yaml
 from megatron.parallel.topology import Topology
 from megatron.training.progress import BatchSizePlan
-from megatron.verification.diagnosis import diagnose
+from megatron_lab.verification.diagnosis import diagnose
 from tests.support.random_configs import CommandLine
 from tests.support.runs import read_metrics, run
 from tests.support.verify_observations import prove_warm

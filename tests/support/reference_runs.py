@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.verification.reference.model import Added, Batch, Rules, Seen, by_nobody, losses_with_rules, spans, token_losses
-from megatron.verification.reference.qk_clip import ScoreClip
-from megatron.verification.reference.shape import LatentShape, ReferenceShape, Weights, is_trained
-from megatron.verification.reference.training import Rule, State, update
-from megatron.verification.reference.update_rules import Numbers
+from megatron_lab.verification.reference.model import Added, Batch, Rules, Seen, by_nobody, losses_with_rules, spans, token_losses
+from megatron_lab.verification.reference.qk_clip import ScoreClip
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, is_trained
+from megatron_lab.verification.reference.training import Rule, State, update
+from megatron_lab.verification.reference.update_rules import Numbers
 
 
 def gpt2_like(**changes: object) -> ReferenceShape:

@@ -37,15 +37,15 @@ from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.backends import world_backend
 from megatron.training import startup
 from megatron.training.step import TrainStep
-from megatron.verification.local_ranks import kill_group
+from megatron_lab.verification.local_ranks import kill_group
 from tests.support.checkpoint_worlds import load_tensors, read_manifest, whole
 from tests.support.cli import ROOT, command_words, fork_program
 from tests.support.shared_memory import SHARED_MEMORY
 
 # What a run imports late and works out once: here, not in every forked rank.
-for _folder in ("audit", "checkpoint", "data_parallel", "training"):
-    for _module in pkgutil.iter_modules([str(ROOT / "megatron" / _folder)]):
-        importlib.import_module(f"megatron.{_folder}.{_module.name}")
+for _package in ("megatron_lab.audit", "megatron.checkpoint", "megatron.data_parallel", "megatron.training"):
+    for _module in pkgutil.iter_modules([str(ROOT.joinpath(*_package.split(".")))]):
+        importlib.import_module(f"{_package}.{_module.name}")
 flags()
 _versions()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron.resilience import supervisor
-from megatron.verification.local_ranks import free_port
+from megatron_lab.resilience import supervisor
+from megatron_lab.verification.local_ranks import free_port
 from tests.support.cli import ROOT, fork_program
 from tests.support.runs import arguments, at_iteration, complete_checkpoints, read_metrics
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.verification.comparison import ProofFinding
-from megatron.verification.diagnosis import Diagnosis, diagnose
-from megatron.verification.observation import Observation, RankObservation, TensorPart
-from megatron.verification.prove import prove
+from megatron_lab.verification.comparison import ProofFinding
+from megatron_lab.verification.diagnosis import Diagnosis, diagnose
+from megatron_lab.verification.observation import Observation, RankObservation, TensorPart
+from megatron_lab.verification.prove import prove
 from tests.support.warm import pickled, run_warm_ranks
 
 FLAGS = (
@@ -37,7 +37,7 @@ def prove_warm(
     def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float, init: bool = True) -> list[Any]:
         return run_warm_ranks(world_size, function, *args, timeout=timeout) if init else [function(0, *args)]
 
-    with patch("megatron.verification.prove.run_ranks", run):
+    with patch("megatron_lab.verification.prove.run_ranks", run):
         return prove(config, world_size, steps=steps, dropout=dropout, timeout=timeout)
 
 

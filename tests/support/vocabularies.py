@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+from megatron_lab.commands.train_tokenizer import main as train_tokenizer
 from tests.support.bpe_trainer import Bpe, train_bpe, visible
-from tools.train_tokenizer import main as train_tokenizer
 
 TEXT = """The cat sat on the mat; the cats' hats weren't that fat. aaaa aaa aa abababab
     def that(cat, hat=17):\n        return "that's" + cat  # größer, größte, 東京都、京都\n\n\n

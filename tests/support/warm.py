@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of, run_ranks
+from megatron_lab.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of, run_ranks
 from tests.support.shared_memory import SHARED_MEMORY
 
 _CALLS_OF_A_RANK = 400

@@ -33,7 +33,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.verification.local_ranks import die_with, kill_group
+from megatron_lab.verification.local_ranks import die_with, kill_group
 from tests.support.huge_pages import collapse_pages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,14 +47,14 @@ _IMPORTED = (
     "matplotlib.figure",
     "tests.support.runs",
     "torch.distributed.run",
-    "tools.bench",
-    "tools.check_cluster",
-    "tools.checkpoint",
-    "tools.generate_text",
-    "tools.plot_loss",
-    "tools.preprocess_data",
-    "tools.report",
-    "tools.verify_layout",
+    "megatron_lab.commands.bench",
+    "megatron_lab.commands.check_cluster",
+    "megatron_lab.commands.checkpoint",
+    "megatron_lab.commands.generate_text",
+    "megatron_lab.commands.plot_loss",
+    "megatron_lab.commands.preprocess_data",
+    "megatron_lab.commands.report",
+    "megatron_lab.commands.verify_layout",
 )
 
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.audit.votes import blocks_of
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.topology import Topology
 from megatron.spec.operations import OpKind
 from megatron.training.loop import Loop
 from megatron.training.step import StepResult, TrainStep
+from megatron_lab.audit.votes import blocks_of
 from tests.support.runs import arguments, launch, read_metrics, report, run
 
 KINDS = ("activations", "gradients", "weights", "moments")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks import preprocessing
+from megatron_lab.benchmarks import preprocessing
 
 
 def test_it_measures_all_four(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,8 @@ def test_the_table_counts_lines_that_have_code_by_package() -> None:
     wanted = {"megatron/a/x.py": {1, 2, 3, 4}, "megatron/a/y.py": {1, 2}, "megatron/b/z.py": {1, 2}}
     run = {"megatron/a/x.py": {1, 2, 9}, "megatron/b/z.py": {1, 2}, "megatron/gone.py": {1}}
     assert table(wanted, run).splitlines()[2:] == [
-        "| `a` | 6 | 2 | 33.33% |",
-        "| `b` | 2 | 2 | 100.00% |",
+        "| `megatron/a` | 6 | 2 | 33.33% |",
+        "| `megatron/b` | 2 | 2 | 100.00% |",
         "| all | 8 | 4 | 50.00% |",
     ]
 

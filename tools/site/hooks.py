@@ -22,12 +22,12 @@ PUBLIC = (
     "megatron.checkpoint.source",
     "megatron.data.indexed_dataset",
     "megatron.data.indexed_writer",
-    "megatron.inference.forward",
-    "megatron.inference.generate",
+    "megatron_lab.inference.forward",
+    "megatron_lab.inference.generate",
     "megatron.parallel.topology",
     "megatron.spec.operations",
     "megatron.spec.schedules",
-    "megatron.planner.plan",
+    "megatron_lab.planner.plan",
 )
 """Modules that other programs may build on, one page each. That of `megatron.api` has all its names, wherever they are defined."""
 FILES = "files"

@@ -19,7 +19,7 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.attention_backends import AttentionKernel
 from megatron.training import attention_kernel
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 
 BOTH: tuple[AttentionKernel, ...] = ("flash", "cudnn")

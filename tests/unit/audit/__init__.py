@@ -1,1 +1,1 @@
-"""Tests of `megatron/audit/`."""
+"""Tests of `megatron_lab/audit/`."""

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron.audit import digests as bits
-from megatron.audit import signature
-from megatron.audit.digests import Likeness, bit_digest, sketch
-from megatron.audit.signature import box_signature, named, placed_signature, signature_of
-from megatron.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
+from megatron_lab.audit import digests as bits
+from megatron_lab.audit import signature
+from megatron_lab.audit.digests import Likeness, bit_digest, sketch
+from megatron_lab.audit.signature import box_signature, named, placed_signature, signature_of
+from megatron_lab.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 
 
 def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:

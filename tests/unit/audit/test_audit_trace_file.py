@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.audit.trace_file import Signature, TraceHeader, TraceStep, TraceWriter, read_trace
+from megatron_lab.audit.trace_file import Signature, TraceHeader, TraceStep, TraceWriter, read_trace
 
 HEADER = TraceHeader(
     settings={"training": {"seed": 3}},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron.audit.digests import Likeness
-from megatron.audit.votes import Court, blocks_of, data_ranks_of_block, further_turns
 from megatron.parallel.topology import Topology
+from megatron_lab.audit.digests import Likeness
+from megatron_lab.audit.votes import Court, blocks_of, data_ranks_of_block, further_turns
 
 
 def test_blocks_hold_a_copy_of_the_model_each() -> None:

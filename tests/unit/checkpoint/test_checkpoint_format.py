@@ -18,6 +18,7 @@ from megatron.checkpoint.safetensors_file import Entry, Header
 from megatron.checkpoint.save_folder import read_state
 from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage import open_storage
+from megatron_lab.checkpoints.stream import write_checkpoint
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,
@@ -29,7 +30,6 @@ from tests.support.checkpoint_worlds import (
     save_world,
     whole,
 )
-from tools.checkpoints.stream import write_checkpoint
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))

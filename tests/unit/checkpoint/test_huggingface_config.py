@@ -20,8 +20,8 @@ from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
 from megatron.spec.layers import layers
 from megatron.spec.rotary import YarnScaling, rotary_of
-from megatron.verification.reference.experts import ExpertsShape
-from megatron.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.experts import ExpertsShape
+from megatron_lab.verification.reference.rotary import RotaryStretch
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
 from tests.support.lone_rank import CPU

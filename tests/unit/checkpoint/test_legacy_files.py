@@ -17,7 +17,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 from megatron.checkpoint.legacy_files import open_file
 from megatron.checkpoint.torch_file import LeftOut
-from megatron.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import random_weights
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.support.reference_runs import gpt2_like
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from megatron.checkpoint.adapters import merged
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.source import OtherModel
-from megatron.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.checkpoints.huggingface_writer import export
+from megatron_lab.checkpoints.peft_writer import export_adapters
+from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import model_config
 from tests.support.memory_source import MemorySource
 from tests.support.reference_runs import gpt2_like, llama_like
-from tools.checkpoints.huggingface_writer import export
-from tools.checkpoints.peft_writer import export_adapters
 
 ALL = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 LLAMA = llama_like(lora_rank=3, lora_scale=1.5, lora_targets=ALL)

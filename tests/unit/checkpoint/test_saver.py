@@ -12,7 +12,7 @@ from megatron.parallel.context import connect, disconnect
 from megatron.training import saver as saving
 from megatron.training.failure import SetupError
 from megatron.training.saver import Saver
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 
 
 def make(**settings: object) -> Saver:

@@ -20,11 +20,11 @@ from megatron.config.flags import flag_of, flags
 from megatron.config.given import REQUESTS
 from megatron.config.save import run_record
 from megatron.data.tokenizers.tokenizer import planned_rows
-from megatron.proofs.verify import vocabulary_of
+from megatron_lab.commands.verify_layout import Own
+from megatron_lab.commands.verify_layout import settings as proof_settings
+from megatron_lab.proofs.verify import vocabulary_of
 from tests.support.random_configs import CommandLine, command_lines
 from tests.support.rule_cases import argv, every
-from tools.verify_layout import Own
-from tools.verify_layout import settings as proof_settings
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 5"
 FILE = Path(__file__).parents[2] / "data" / "launch_lines.txt"

@@ -25,7 +25,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from tools.data.index_making import build_index
+from megatron_lab.data.index_making import build_index
 
 NAMES = ("order", "starts")
 LARGE = 1 << 30

@@ -15,9 +15,9 @@ from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.data.tokenizers.vocabulary_files import read_gpt2_bpe
+from megatron_lab.commands.train_tokenizer import main as train_tokenizer
 from tests.support.bpe_trainer import Bpe, encode_plainly, train_bpe, write_bpe
 from tests.support.vocabularies import SOURCES, TEXT, any_text
-from tools.train_tokenizer import main as train_tokenizer
 
 
 @pytest.fixture(scope="module")

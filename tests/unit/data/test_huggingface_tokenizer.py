@@ -13,6 +13,8 @@ from hypothesis import given
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron_lab.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
+from megatron_lab.data.sentencepiece_json import SentencePieceFile
 from tests.support.vocabularies import (
     BPE,
     SOURCES,
@@ -24,8 +26,6 @@ from tests.support.vocabularies import (
     tokenizer_json,
     write_json,
 )
-from tools.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
-from tools.data.sentencepiece_json import SentencePieceFile
 
 KINDS = (
     *("gpt2", "huggingface-qwen2", "huggingface-llama3", "bytes", "tiktoken-list", "tiktoken-lines"),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megatron.data import indexed_dataset, indexed_writer
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
+from megatron_lab.commands import merge_data
 from tests.support.cli import spawn_cli
 from tests.support.corpora import documents, expected_files, files_of
-from tools import merge_data
 
 TOOL = "tools/merge_data.py"
 

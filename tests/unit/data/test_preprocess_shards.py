@@ -19,8 +19,8 @@ from megatron.data.preprocess.job import preprocess
 from megatron.data.preprocess.reports import count_lines
 from megatron.data.preprocess.shard_work import PreprocessJob
 from megatron.data.preprocess.text_records import InputPiece, Kind, records
+from megatron_lab.commands.preprocess_data import parser
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
-from tools.preprocess_data import parser
 
 
 def read(shards: list[InputShard]) -> list[object]:

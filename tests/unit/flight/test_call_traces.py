@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.flight import watched
+from megatron_lab.flight import watched
 
 _EMPTY, _NCCL, _GLOO = b'{"version": "2.10"}', b'{"entries": [{"name": "nccl"}]}', b'{"entries": [{"name": "gloo"}]}'
 

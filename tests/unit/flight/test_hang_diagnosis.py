@@ -20,12 +20,12 @@ from typing import NamedTuple
 import pytest
 
 from megatron.config.module_start import module_start
-from megatron.flight import watched, watcher
-from megatron.flight.diagnosis import find_departed
-from megatron.flight.record import Channel, FlightRecord, Snapshot
-from megatron.flight.watcher import STACKS, Judge, NodeWatcher, Orders
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import make_schedule
+from megatron_lab.flight import watched, watcher
+from megatron_lab.flight.diagnosis import find_departed
+from megatron_lab.flight.record import Channel, FlightRecord, Snapshot
+from megatron_lab.flight.watcher import STACKS, Judge, NodeWatcher, Orders
 
 STEPS = 2
 
@@ -191,7 +191,7 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
                 records.append(record)
                 head = f"127.0.0.1:{port}" if node else None
                 orders = Orders(str(folder), 1, 2, 1.0, None, "secret", head, str(tmp_path / f"kept{node}"))
-                command, environment = module_start("megatron.flight.watcher")
+                command, environment = module_start("megatron_lab.flight.watcher")
                 watchers.append(
                     subprocess.Popen(
                         command,

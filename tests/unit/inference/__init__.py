@@ -1,1 +1,1 @@
-"""Tests of `megatron/inference/`."""
+"""Tests of `megatron_lab/inference/`."""

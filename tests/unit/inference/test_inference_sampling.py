@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.inference.generate import Sampling, choose
+from megatron_lab.inference.generate import Sampling, choose
 
 SCORES = torch.tensor([[2.0, -1.0, 0.5, 1.5, -3.0, 0.0]], dtype=torch.float64)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer
-from megatron.inference.continuation import TextStream
+from megatron_lab.inference.continuation import TextStream
 
 TEXT = "Fünf 中文 \U0001f600 Ende."
 

@@ -16,10 +16,10 @@ from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamTable
 from megatron.parallel.scope import Scope
-from megatron.planner.kernel_memory import CudaKernels
 from megatron.spec.layers import layers
 from megatron.spec.weights import model_weights, vocabulary
 from megatron.tensor_parallel.chunked_loss import chosen_chunk
+from megatron_lab.planner.kernel_memory import CudaKernels
 from tests.support.launches import FusedNorms, Launches
 from tests.support.lone_rank import lone_rank
 

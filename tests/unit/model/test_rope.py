@@ -17,8 +17,8 @@ from megatron.config.model import ModelConfig
 from megatron.model import rope
 from megatron.model.rope import frequencies, rotary_table, rotate
 from megatron.spec.rotary import RotarySpec, rotary_of
-from megatron.verification.plain_run import rotary_stretch
-from megatron.verification.reference.rotary import rotary_frequencies as reference_frequencies
+from megatron_lab.verification.plain_run import rotary_stretch
+from megatron_lab.verification.reference.rotary import rotary_frequencies as reference_frequencies
 from tests.support.lone_rank import CPU
 
 SEQ, BATCH, HEADS = 7, 2, 3

@@ -10,7 +10,7 @@ from megatron.optimizer.eight_bits import EightBitAdamW, _coded, _table, dynamic
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.verification.reference.update_rules import rounded
+from megatron_lab.verification.reference.update_rules import rounded
 from tests.support.lone_rank import lone_rank
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from megatron.optimizer.muon import flops, newton_schulz
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.planner.kinds import Links
-from megatron.planner.storages import StorageLedger
+from megatron_lab.planner.kinds import Links
+from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import lone_rank
 
 

@@ -23,7 +23,7 @@ from megatron.parallel.accumulate import (
     through,
 )
 from megatron.parallel.products import input_product, linear, product_into, weight_product, writes_wide_products
-from megatron.planner.storages import StorageLedger
+from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU
 from tests.support.sinks import sink_over, summed
 

@@ -14,7 +14,7 @@ from megatron.parallel import context
 from megatron.parallel.backends import MESSAGE_CHANNELS, Communicator, communicator, options, world_backend
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 
 BOTH = "cpu:gloo,cuda:nccl"

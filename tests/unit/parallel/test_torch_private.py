@@ -17,7 +17,12 @@ from megatron.parallel.torch_private import symmetric_memory_operation as operat
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = Path(torch_private.__file__)
-SOURCES = [path for path in sorted((ROOT / "megatron").rglob("*.py")) if path != MODULE]
+SOURCES = [
+    path
+    for package in ("megatron", "megatron_lab")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path != MODULE and path.parent.name != "benchmarks"
+]
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import Costs, with_recompute
 from megatron.spec.schedules import SCHEDULES
+from megatron_lab.schedules.formulas import expected
+from megatron_lab.schedules.table import idle_inside
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
-from tools.schedules.formulas import expected
-from tools.schedules.table import idle_inside
 
 WHOLE = 12
 """Divides by every number of chunks a stage."""

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron_lab.schedules.formulas import PUBLISHED, Expected, expected
 from tests.support.timelines import chunks_of, timeline
-from tools.schedules.formulas import PUBLISHED, Expected, expected
 
 names = st.sampled_from(list(SCHEDULES))
 # Twelve has all numbers of chunks as divisors, so costs of chunks are whole and sums of them exact.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron.pipeline_parallel.simulate import Costs, OpSpan, Timeline, simulate
 from megatron.spec.operations import Message, Op, Schedule
 from megatron.spec.schedules import gpipe, one_f_one_b
+from megatron_lab.schedules.table import idle_inside
 from tests.support.schedule_examples import B, F, I, R, W, generated_schedules, random_schedules
-from tools.schedules.table import idle_inside
 
 SCHEDULES = st.one_of(random_schedules(), generated_schedules(max_stages=4, max_microbatches=6))
 

@@ -14,10 +14,10 @@ from megatron.parallel import collectives
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Group
 from megatron.spec.operations import Op, OpKind
-from tools.benchmarks import slow_link, unit_times
-from tools.benchmarks.overlap_bound import BucketTimes, shortest_step
-from tools.benchmarks.slow_link import SlowLink
-from tools.benchmarks.unit_times import UnitClock, UnitTimes
+from megatron_lab.benchmarks import slow_link, unit_times
+from megatron_lab.benchmarks.overlap_bound import BucketTimes, shortest_step
+from megatron_lab.benchmarks.slow_link import SlowLink
+from megatron_lab.benchmarks.unit_times import UnitClock, UnitTimes
 
 DATA = Group("cp-dp", (0, 1, 2, 3), 0)
 

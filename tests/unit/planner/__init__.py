@@ -1,1 +1,1 @@
-"""Tests of `megatron/planner/`."""
+"""Tests of `megatron_lab/planner/`."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.planner import cpu_kernels
-from megatron.planner.cpu_kernels import CpuKernels
+from megatron_lab.planner import cpu_kernels
+from megatron_lab.planner.cpu_kernels import CpuKernels
 
 Described = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool]
 

@@ -9,11 +9,11 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.pipeline_parallel.partition import table_of
-from megatron.planner import advice as room
-from megatron.planner.advice import advice, bubble_share, num_microbatches
-from megatron.planner.plan import step_work
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule
+from megatron_lab.planner import advice as room
+from megatron_lab.planner.advice import advice, bubble_share, num_microbatches
+from megatron_lab.planner.plan import step_work
 
 BASE = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 --lr 1e-4 --train-iters 10 "

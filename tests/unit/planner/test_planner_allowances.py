@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.planner.allowances import allowances
-from megatron.planner.plan import Plan, plan_to_json
-from megatron.planner.plan_text import format_plan
+from megatron_lab.planner.allowances import allowances
+from megatron_lab.planner.plan import Plan, plan_to_json
+from megatron_lab.planner.plan_text import format_plan
 from tests.support.planned import plans_of, settings
 
 MIB = 2**20

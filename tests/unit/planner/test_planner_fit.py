@@ -15,9 +15,11 @@ from megatron.config.cli import LoadedConfig, load
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
 from megatron.data.tokenizers.tokenizer import planned_rows
-from megatron.planner.cluster import load_cluster
-from megatron.planner.dry_run import Planner, enough_microbatches, make_plan
-from megatron.planner.fit import (
+from megatron.spec.operations import OpKind, Schedule
+from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron_lab.planner.cluster import load_cluster
+from megatron_lab.planner.dry_run import Planner, enough_microbatches, make_plan
+from megatron_lab.planner.fit import (
     Cost,
     Fitting,
     Lever,
@@ -30,10 +32,8 @@ from megatron.planner.fit import (
     with_fit_advice,
     with_least_layers,
 )
-from megatron.planner.plan import Plan
-from megatron.planner.step_time import StepTime, time_of
-from megatron.spec.operations import OpKind, Schedule
-from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron_lab.planner.plan import Plan
+from megatron_lab.planner.step_time import StepTime, time_of
 from tests.support.covering import full_but
 from tests.support.planned import settings
 from tests.support.runs import arguments

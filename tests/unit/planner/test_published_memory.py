@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.planning.published_memory import ROWS, error, predicted, stack_memory
+from megatron_lab.commands.published_memory import ROWS, error, predicted, stack_memory
 
 OFF = 0.06
 """The largest error that is allowed: they are 3 to 5 %, of which rounding to whole GB may be 1."""

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.planner.cluster import cluster_names, load_cluster
 from megatron.spec.counts import flops_per_step
+from megatron_lab.planner.cluster import cluster_names, load_cluster
 
 FOLDER = Path(__file__).parents[2] / "data" / "published"
 COMMON = "--mock-data --tokenizer-type NullTokenizer --device cuda --lr 1e-4 --train-iters 10".split()

@@ -10,8 +10,8 @@ from megatron.config.cli import load
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
-from megatron.planner.cluster import load_cluster
-from megatron.planner.search import LayoutSearch, Limits, why_not
+from megatron_lab.planner.cluster import load_cluster
+from megatron_lab.planner.search import LayoutSearch, Limits, why_not
 
 VOCAB = 32_000
 WORDS = (

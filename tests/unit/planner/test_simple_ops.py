@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.planner.simple_ops import simple_result
+from megatron_lab.planner.simple_ops import simple_result
 
 aten = torch.ops.aten
 

@@ -11,14 +11,14 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun
-from megatron.planner.cluster import cluster_names, load_cluster
-from megatron.planner.dry_run import Planner
-from megatron.planner.durations import Durations, Ranks
-from megatron.planner.step_time import StepTime, predict
-from megatron.planner.step_work import StepWork
-from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
 from megatron.spec.counts import flops_per_token
 from megatron.spec.operations import OpKind
+from megatron_lab.planner.cluster import cluster_names, load_cluster
+from megatron_lab.planner.dry_run import Planner
+from megatron_lab.planner.durations import Durations, Ranks
+from megatron_lab.planner.step_time import StepTime, predict
+from megatron_lab.planner.step_work import StepWork
+from megatron_lab.planner.work import AttentionWork, DeviceWork, MatrixProduct
 
 VOCAB = 1024
 SMALL = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.planner.storages import StorageLedger
 from megatron.precision.formats import E4M3, E5M2, Format, rounded_into
 from megatron.precision.scaling import BLOCK, Grain, magnitudes, quantised
-from megatron.verification.reference.eight_bits import on_grid, scaled_to_grid
+from megatron_lab.planner.storages import StorageLedger
+from megatron_lab.verification.reference.eight_bits import on_grid, scaled_to_grid
 
 MANTISSA = {E4M3: 3, E5M2: 2}
 

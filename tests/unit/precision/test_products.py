@@ -9,15 +9,15 @@ import torch
 
 from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe, PrecisionConfig
 from megatron.parallel.accumulate import GradSink
-from megatron.planner.kernel_memory import CudaKernels
-from megatron.planner.storages import StorageLedger
 from megatron.precision.device import check_device, why_not
 from megatron.precision.formats import E4M3
 from megatron.precision.products import Fp8Products
 from megatron.precision.scaled_product import scaled_product_into
 from megatron.precision.scaling import Grain, Quantised, magnitudes
 from megatron.tensor_parallel.linear import Form, linear_of
-from megatron.verification.reference.eight_bits import EightBits, product
+from megatron_lab.planner.kernel_memory import CudaKernels
+from megatron_lab.planner.storages import StorageLedger
+from megatron_lab.verification.reference.eight_bits import EightBits, product
 from tests.support.launches import Launches
 from tests.support.lone_rank import lone_rank
 

@@ -1,1 +1,1 @@
-"""Tests of `megatron/resilience/`."""
+"""Tests of `megatron_lab/resilience/`."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron.resilience.book import OwnBook, StoreAway, StoreBook, serve, update
-from megatron.resilience.envoy import Envoy, planned
-from megatron.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Over, Start, Stop
-from megatron.resilience.roll import JobLimits, Life, NodeReport, Roll, Seat, StartPlan
+from megatron_lab.resilience.book import OwnBook, StoreAway, StoreBook, serve, update
+from megatron_lab.resilience.envoy import Envoy, planned
+from megatron_lab.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Over, Start, Stop
+from megatron_lab.resilience.roll import JobLimits, Life, NodeReport, Roll, Seat, StartPlan
 from tests.support.runs import arguments
 
 LIMITS = JobLimits(nodes=(1, 2), ranks=(1, 4), max_restarts=1, last_call_s=30.0)

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.resilience.layouts import Layout, batch_of, described, fits_memory, nearest, pinned, words
-from megatron.resilience.ranks import environment, visible_devices
+from megatron_lab.resilience.layouts import Layout, batch_of, described, fits_memory, nearest, pinned, words
+from megatron_lab.resilience.ranks import environment, visible_devices
 from tests.support.runs import arguments
 
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron.resilience.roll import JobLimits, Kind, Life, NodeReport, Roll, Seat, StartPlan, from_text, to_text
+from megatron_lab.resilience.roll import JobLimits, Kind, Life, NodeReport, Roll, Seat, StartPlan, from_text, to_text
 
 LIMITS = JobLimits(nodes=(2, 3), ranks=(2, 6), max_restarts=2, last_call_s=30.0)
 

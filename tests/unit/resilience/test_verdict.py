@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from megatron.resilience.roll import Life
-from megatron.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge
 from megatron.training.life import LOST_CONTACT
+from megatron_lab.resilience.roll import Life
+from megatron_lab.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge
 
 STOP = 85
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.cluster import load_cluster
 from megatron.training.plan_report import Foretold, Found, compared, grouped, write_report
-from tools import check_cluster
-from tools.cluster.calibration import COMPUTING, SENDING, Report, calibrated, read_report, scales, sends
+from megatron_lab.cluster.calibration import COMPUTING, SENDING, Report, calibrated, read_report, scales, sends
+from megatron_lab.commands import check_cluster
+from megatron_lab.planner.cluster import load_cluster
 
 PARTS = {
     "products": 0.5,

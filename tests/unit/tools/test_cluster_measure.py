@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.cluster import Cluster, Reached, load_cluster
-from megatron.planner.durations import Durations, Ranks
-from megatron.planner.work import AttentionWork, DeviceWork, MatrixProduct
-from megatron.verification.local_ranks import run_ranks
-from tools import check_cluster
-from tools.cluster import measurement, probes
-from tools.cluster.cluster_file import text_of
-from tools.cluster.measurement import Layers, Measured, Sizes, measure_rank, of_all
-from tools.cluster.probes import Beside, Sent, Timed
-from tools.cluster.rates import cluster_of, fit, hidden, line
-from tools.planning.against_runs import order_right
+from megatron_lab.cluster import measurement, probes
+from megatron_lab.cluster.cluster_file import text_of
+from megatron_lab.cluster.measurement import Layers, Measured, Sizes, measure_rank, of_all
+from megatron_lab.cluster.probes import Beside, Sent, Timed
+from megatron_lab.cluster.rates import cluster_of, fit, hidden, line
+from megatron_lab.commands import check_cluster
+from megatron_lab.commands.against_runs import order_right
+from megatron_lab.planner.cluster import Cluster, Reached, load_cluster
+from megatron_lab.planner.durations import Durations, Ranks
+from megatron_lab.planner.work import AttentionWork, DeviceWork, MatrixProduct
+from megatron_lab.verification.local_ranks import run_ranks
 
 TRUE = Cluster(
     name="made up",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import simulate_failures
-from tools.planning.failures import Job, best_of, daly_s, intervals, play, young_s
+from megatron_lab.cluster.failures import Job, best_of, daly_s, intervals, play, young_s
+from megatron_lab.commands import simulate_failures
 
 JOB = Job(mtbf_s=10_000.0, step_s=1.0, save_stall_s=20.0, save_s=0.0, detect_s=10.0, restart_s=90.0)
 

@@ -12,9 +12,9 @@ import matplotlib
 import pytest
 
 from megatron.spec.operations import OpKind
+from megatron_lab.schedules.files import write_picture
+from megatron_lab.schedules.panel import NUM_SHADES, Colour, Panel, colour_of
 from tests.support.timelines import panel
-from tools.schedules.files import write_picture
-from tools.schedules.panel import NUM_SHADES, Colour, Panel, colour_of
 
 F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
 

@@ -19,15 +19,15 @@ from megatron.parallel import products
 from megatron.precision.products import Fp8Products
 from megatron.spec.counts import attention_flops, count_parameters, flops_per_token
 from megatron.tensor_parallel import cross_entropy
+from megatron_lab.benchmarks import single
+from megatron_lab.benchmarks.plain_models import plain_model
+from megatron_lab.benchmarks.shapes import SHAPES
+from megatron_lab.gpu import kernels, profiles, speed, steps, trace
+from megatron_lab.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome, require_at_most
+from megatron_lab.gpu.profile_text import short_name
+from megatron_lab.gpu.scripts import rank
+from megatron_lab.gpu.worker import run_check
 from tests.support import flash_attention
-from tools.benchmarks import single
-from tools.benchmarks.plain_models import plain_model
-from tools.benchmarks.shapes import SHAPES
-from tools.gpu import kernels, profiles, speed, steps, trace
-from tools.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome, require_at_most
-from tools.gpu.profile_text import short_name
-from tools.gpu.scripts import rank
-from tools.gpu.worker import run_check
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ def test_names_of_kernels_are_shortened(kernel: str, name: str) -> None:
 
 
 def test_states(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.gpu.checks import CHECKS
+    from megatron_lab.gpu.checks import CHECKS
 
     check = CHECKS[0]
     errors = {"fail": CheckFailed("why"), "does not fit": DoesNotFit("why"), "crash": KeyError("why")}
@@ -396,7 +396,7 @@ def test_states(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
         def body(context: CheckContext, error: Exception = error) -> Outcome:
             raise error
 
-        monkeypatch.setattr("tools.gpu.roofline.device_facts", body)
+        monkeypatch.setattr("megatron_lab.gpu.roofline.device_facts", body)
         result = run_check(check, context)
         assert result["state"] == state and "why" in result["figure"] + result["message"]
 

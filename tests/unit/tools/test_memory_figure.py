@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.pipeline_parallel.simulate import OpSpan
-from megatron.planner.peak import Held
 from megatron.spec.operations import Op, OpKind
-from tools.memory.figure import Panel, write_figure
-from tools.memory.measure import Measured
-from tools.memory.over_step import draw_table
-from tools.schedules.panel import colour_of
+from megatron_lab.memory.figure import Panel, write_figure
+from megatron_lab.memory.measure import Measured
+from megatron_lab.memory.over_step import draw_table
+from megatron_lab.planner.peak import Held
+from megatron_lab.schedules.panel import colour_of
 
 F, R, B = (Op(kind, 0, 0) for kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD))
 MB = 1_000_000

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from megatron.config.cli import load
 from megatron.config.config import Config
+from megatron_lab.commands import migrate
+from megatron_lab.migration.shell import Script, shown
 from tests.support.cli import ROOT
-from tools import migrate
-from tools.migration.shell import Script, shown
 
 FOREIGN = ROOT / "tests/support/foreign"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.topology import Topology
-from megatron.planner.plan_text import format_plan
-from megatron.planner.state_report import amount
+from megatron_lab.pages.figures import Bar, stacked_bars
+from megatron_lab.pages.html import Section, page, table, write_page
+from megatron_lab.pages.plan_page import plan_page
+from megatron_lab.pages.rank_grid import rank_grid
+from megatron_lab.planner.plan_text import format_plan
+from megatron_lab.planner.state_report import amount
 from tests.support.planned import kind_of, plans_of, settings
-from tools.pages.figures import Bar, stacked_bars
-from tools.pages.html import Section, page, table, write_page
-from tools.pages.plan_page import plan_page
-from tools.pages.rank_grid import rank_grid
 
 _EMPTY = {"meta", "rect", "line"}
 

@@ -14,11 +14,11 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.save import to_dict
 from megatron.metrics.history import HistoryFile, read_history
+from megatron_lab.commands import report
+from megatron_lab.pages.curves import MOST_POINTS, Curve, chart
+from megatron_lab.pages.run_page import changed, shares, step_parts
 from tests.support.runs import arguments
 from tests.unit.tools.test_pages import Checked
-from tools import report
-from tools.pages.curves import MOST_POINTS, Curve, chart
-from tools.pages.run_page import changed, shares, step_parts
 
 HOSTILE = "</script><b>bold"
 

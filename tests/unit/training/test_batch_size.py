@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron.config.training import TrainingConfig
 from megatron.training.progress import BatchSizePlan
-from megatron.verification.reference.training import batch_size, scheduled_sizes
+from megatron_lab.verification.reference.training import batch_size, scheduled_sizes
 
 
 def test_without_ramp_up_the_batch_is_constant() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron.attention.documents import Documents, samples
-from megatron.audit.digests import Likeness
 from megatron.config.config import Config
 from megatron.memory.host import HostMemory
 from megatron.model.gpt import ModelInputs
@@ -21,9 +20,10 @@ from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.cut import mirrored
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.topology import Topology
-from megatron.planner.kernel_memory import CudaKernels
 from megatron.training.sentinel import FirstGradients
 from megatron.training.step import TrainStep
+from megatron_lab.audit.digests import Likeness
+from megatron_lab.planner.kernel_memory import CudaKernels
 from tests.support.activation_runs import settings
 from tests.support.host_waits import host_waits
 from tests.support.planned import real_model

@@ -14,7 +14,7 @@ from megatron.config.version import how_to_install
 from megatron.metrics.history import HistoryFile, read_history
 from megatron.training import loss_picture
 from megatron.training.loss_picture import PICTURE, LossPicture, missing_library
-from tools import plot_loss
+from megatron_lab.commands import plot_loss
 
 
 def program(code: str) -> list[str]:

@@ -14,11 +14,11 @@ import torch
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.planner.cluster import load_cluster
-from megatron.planner.plan import Plan
-from megatron.planner.step_time import cluster_of
 from megatron.training.rehearsal import Rehearsal, full_plan, with_device_facts
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.planner.cluster import load_cluster
+from megatron_lab.planner.plan import Plan
+from megatron_lab.planner.step_time import cluster_of
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments
 from tests.support.warm_python import warm_python

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training.signals import SIGNALS, ExitSignals
-from megatron.verification.local_ranks import run_ranks
+from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.cli import fork_program
 
 

@@ -1,1 +1,1 @@
-"""Tests of `megatron/verification/`."""
+"""Tests of `megatron_lab/verification/`."""

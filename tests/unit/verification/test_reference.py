@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megatron.verification.reference
-from megatron.verification.reference.model import (
+import megatron_lab.verification.reference
+from megatron_lab.verification.reference.model import (
     Rules,
     attention,
     logits,
@@ -24,10 +24,10 @@ from megatron.verification.reference.model import (
     rotate,
     token_losses,
 )
-from megatron.verification.reference.rotary import RotaryStretch, rotary_frequencies
-from megatron.verification.reference.shape import ReferenceShape, decays, random_weights, weight_shapes
-from megatron.verification.reference.training import Rule, State, update
-from megatron.verification.reference.update_rules import Numbers
+from megatron_lab.verification.reference.rotary import RotaryStretch, rotary_frequencies
+from megatron_lab.verification.reference.shape import ReferenceShape, decays, random_weights, weight_shapes
+from megatron_lab.verification.reference.training import Rule, State, update
+from megatron_lab.verification.reference.update_rules import Numbers
 from tests.support.reference_runs import gpt2_like, llama_like, loss_and_gradients, mean_loss, random_batches, train
 
 # Every option occurs in one of these.
@@ -73,14 +73,14 @@ def test_the_gradient_is_that_of_z_loss_and_smoothed_labels_too_and_the_value_is
 
 
 def test_shares_no_code_with_the_framework() -> None:
-    files = list(Path(megatron.verification.reference.__file__).parent.glob("*.py"))
+    files = list(Path(megatron_lab.verification.reference.__file__).parent.glob("*.py"))
     assert {path.stem for path in files} >= {"__init__", "eight_bits", "model", "rotary", "shape", "training"}
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             ours = [module for module in modules if module.split(".")[0] == "megatron"]
-            assert all(module.startswith("megatron.verification.reference.") for module in ours), path
+            assert all(module.startswith("megatron_lab.verification.reference.") for module in ours), path
 
 
 def test_model_solved_by_hand() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.verification.reference.training import Course, batch_size
+from megatron_lab.verification.reference.training import Course, batch_size
 
 
 def test_warm_up_goes_in_a_line_from_its_start_to_the_highest_rate() -> None:

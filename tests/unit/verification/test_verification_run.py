@@ -15,10 +15,10 @@ import megatron.model.init
 import megatron.training.loop
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.observation import Observation
-from megatron.verification.prove import prove
-from megatron.verification.random_samples import RandomSamples
+from megatron_lab.verification.diagnosis import diagnose
+from megatron_lab.verification.observation import Observation
+from megatron_lab.verification.prove import prove
+from megatron_lab.verification.random_samples import RandomSamples
 from tests.support.verify_observations import prove_warm
 
 BASIS = {

@@ -13,11 +13,11 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.rules import violations
-from megatron.proofs.shrink import Reduced, shrink
-from megatron.proofs.small_layout import Pattern, RankSizes, pattern_of, reduced_pattern, reduced_sizes, sizes_of
-from megatron.proofs.small_model import Cuts, padded, padding_of, reduced_vocabulary
 from megatron.spec.layers import LayerSpec, NormSpec, layers
-from megatron.verification.diagnosis import diagnose
+from megatron_lab.proofs.shrink import Reduced, shrink
+from megatron_lab.proofs.small_layout import Pattern, RankSizes, pattern_of, reduced_pattern, reduced_sizes, sizes_of
+from megatron_lab.proofs.small_model import Cuts, padded, padding_of, reduced_vocabulary
+from megatron_lab.verification.diagnosis import diagnose
 from tests.support.verify_observations import prove_warm
 
 COMMON = (
@@ -274,7 +274,7 @@ def test_layers_of_every_kind_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
         other = dataclasses.replace(found[0], norm=NormSpec("RMSNorm", 0.5))
         return tuple(other if number % 6 == 5 else each for number, each in enumerate(found))
 
-    monkeypatch.setattr("megatron.proofs.small_layout.layers", every_sixth)
+    monkeypatch.setattr("megatron_lab.proofs.small_layout.layers", every_sixth)
     for case in ("3D", "interleaved", "balanced", "by hand", "sharded in copies"):
         for each in shrunk.__wrapped__(*CASES[case]):
             assert len(set(every_sixth(each.config.model))) == 2, (case, each.changed)

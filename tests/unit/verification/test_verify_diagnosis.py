@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.verification.comparison import FindingKind
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.findings import layer_findings
+from megatron_lab.verification.comparison import FindingKind
+from megatron_lab.verification.diagnosis import diagnose
+from megatron_lab.verification.findings import layer_findings
 from tests.support.verify_observations import (
     DATA,
     STAGES,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.audit.signature import named, signature_of
-from megatron.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep
-from megatron.proofs.traces import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
-from megatron.proofs.verify import trace_of, write_trace
+from megatron_lab.audit.signature import named, signature_of
+from megatron_lab.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep
+from megatron_lab.commands.verify_layout import main
+from megatron_lab.proofs.traces import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
+from megatron_lab.proofs.verify import trace_of, write_trace
 from tests.support.verify_observations import DATA, STAGES, observed
-from tools.verify_layout import main
 
 SHAPES = {
     "embedding.word.weight": [16, 8],

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron.verification.comparison import FindingKind
-from megatron.verification.diagnosis import diagnose
-from megatron.verification.observation import Observation, RankObservation
+from megatron_lab.verification.comparison import FindingKind
+from megatron_lab.verification.diagnosis import diagnose
+from megatron_lab.verification.observation import Observation, RankObservation
 from tests.support.verify_observations import DATA, first_finding, observed, parts
 
 QKV = "layers.1.attention.qkv.weight"

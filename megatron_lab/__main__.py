@@ -1,0 +1,42 @@
+"""Run a program by its name: `python -m megatron_lab plan --gpus 64 ...` is `python tools/plan.py ...` without a checkout."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+COMMANDS = Path(__file__).with_name("commands")
+_NO_PROGRAMS = ("__init__", "parser")
+
+
+def names() -> list[str]:
+    """All programs."""
+    return sorted(path.stem for path in COMMANDS.glob("*.py") if path.stem not in _NO_PROGRAMS)
+
+
+def overview() -> str:
+    """A line on each program: the first of its documentation."""
+    lines = ["usage: python -m megatron_lab NAME [flags]    (--help behind a name lists its flags)", ""]
+    for name in names():
+        text = ast.get_docstring(ast.parse((COMMANDS / f"{name}.py").read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {name:<18} {' '.join(text.split(chr(10) * 2)[0].split())}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the program that the command line names; returns its exit status."""
+    name = sys.argv[1].removesuffix(".py").replace("-", "_") if len(sys.argv) > 1 else "--help"
+    if name in ("--help", "__help", "_h"):
+        sys.stdout.write(overview())
+        return 0
+    if name not in names():
+        sys.stderr.write(f"python -m megatron_lab: there is no program {sys.argv[1]}. It has:\n\n{overview()}")
+        return 2
+    sys.argv = [f"{name}.py", *sys.argv[2:]]
+    return importlib.import_module(f"megatron_lab.commands.{name}").main() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measurements of speed and memory, each with what it is compared with."""

@@ -1,0 +1,199 @@
+"""GPT and Llama models as one writes them by hand, in plain torch: what the framework's speed is compared with.
+
+Shapes: `b` batch, `s` sequence, `h` hidden, `n` query heads, `g` key-value heads, `d` head size, `t = b * s` tokens, `E` experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_lab.benchmarks.shapes import EXPERTS_PER_TOKEN, Shape
+
+_INIT_STD = 0.02
+
+
+def plain_model(shape: Shape) -> PlainGPT | PlainLlama:
+    """Build the model of a shape. Its forward takes tokens and labels [b, s] and returns the mean loss."""
+    return PlainGPT(shape) if shape.style == "gpt" else PlainLlama(shape)
+
+
+def compile_parts(model: PlainGPT | PlainLlama, backend: str) -> None:
+    """Compile each layer, and the output with the loss. Equal layers share one compilation, so many layers take no longer."""
+    for part in (*model.blocks, model.output):
+        part.compile(backend=backend)
+
+
+class _Output(nn.Module):
+    """Final norm, output matrix and mean cross entropy; [b, s, h] and labels [b, s] to a scalar."""
+
+    def __init__(self, norm: nn.Module, shape: Shape) -> None:
+        super().__init__()
+        self.norm, self.head = norm, nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+class _GPTAttention(nn.Module):
+    """Causal self-attention; [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv, self.out = nn.Linear(shape.hidden, 3 * shape.hidden), nn.Linear(shape.hidden, shape.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(h, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, s, h))
+
+
+class _GPTBlock(nn.Module):
+    """A layer; [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        h = shape.hidden
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(h), _GPTAttention(shape), nn.LayerNorm(h)
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """A GPT-2 as one writes it by hand; tokens and labels [b, s] to the mean loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.word, self.position = nn.Embedding(shape.vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
+        self.blocks = nn.ModuleList(_GPTBlock(shape) for _ in range(shape.layers))
+        self.output = _Output(nn.LayerNorm(shape.hidden), shape)
+        self.output.head.weight = self.word.weight
+        _initialize(self, shape)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x, labels)
+
+
+class _LlamaAttention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries; [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        h, self.head_size = shape.hidden, shape.hidden // shape.heads
+        kv_size = (shape.kv_heads or shape.heads) * self.head_size
+        self.q, self.k, self.v = (nn.Linear(h, size, bias=False) for size in (h, kv_size, kv_size))
+        self.out = nn.Linear(h, h, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(2, (-1, self.head_size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = (_rotate(t, cos, sin) for t in (q, k))  # [b, n or g, s, d]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the halves of each head [..., s, d] by the angles of cos and sin [s, d / 2] (Su et al. 2021), in float32."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class _GatedMLP(nn.Module):
+    """SwiGLU (Shazeer 2020); [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        h, f = shape.hidden, shape.ffn or 4 * shape.hidden
+        self.gate, self.up, self.down = nn.Linear(h, f, bias=False), nn.Linear(h, f, bias=False), nn.Linear(f, h, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class _Experts(nn.Module):
+    """Gated MLPs, of which a softmax router chooses two for each token, without dropping tokens; [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        h, f = shape.hidden, shape.ffn or 4 * shape.hidden
+        self.router = nn.Linear(h, shape.experts, bias=False)
+        self.gate_up, self.down = nn.Parameter(torch.empty(shape.experts, h, 2 * f)), nn.Parameter(torch.empty(shape.experts, f, h))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)  # [t, h]
+        weights, experts = self.router(tokens).float().topk(EXPERTS_PER_TOKEN)
+        weights = weights.softmax(-1).flatten()
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.zeros(len(self.down), dtype=torch.int64, device=x.device).scatter_add_(0, chosen, torch.ones_like(chosen))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = tokens[order // EXPERTS_PER_TOKEN]
+        gate, up = _grouped(rows, self.gate_up, ends).chunk(2, -1)
+        y = _grouped(F.silu(gate) * up, self.down, ends) * weights[order].unsqueeze(1).to(x.dtype)
+        return torch.zeros_like(tokens).index_add(0, order // EXPERTS_PER_TOKEN, y.to(x.dtype)).view_as(x)
+
+
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply each row with the matrix of its expert: [r, in] and [E, in, out] to [r, out]. Row `ends[e]` is the first behind
+    those of expert e. In 16 bits by torch's grouped product, otherwise one expert after the other."""
+    if torch.is_autocast_enabled(rows.device.type):
+        rows, matrices = (t.to(torch.get_autocast_dtype(rows.device.type)) for t in (rows, matrices))
+    if rows.dtype == torch.bfloat16:
+        return F.grouped_mm(rows, matrices, offs=ends)
+    return torch.cat([part @ matrix for part, matrix in zip(rows.tensor_split(ends[:-1].long().cpu()), matrices, strict=True)])
+
+
+class _LlamaBlock(nn.Module):
+    """A layer; [b, s, h] to [b, s, h]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.RMSNorm(shape.hidden, eps=1e-5) for _ in range(2))
+        self.attention, self.mlp = _LlamaAttention(shape), (_Experts if shape.experts else _GatedMLP)(shape)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
+
+
+class PlainLlama(nn.Module):
+    """A Llama, dense or with experts, as one writes it by hand; tokens and labels [b, s] to the mean loss."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.word = nn.Embedding(shape.vocab, shape.hidden)
+        self.blocks = nn.ModuleList(_LlamaBlock(shape) for _ in range(shape.layers))
+        self.output = _Output(nn.RMSNorm(shape.hidden, eps=1e-5), shape)
+        d = shape.hidden // shape.heads
+        angles = torch.outer(torch.arange(shape.seq).double(), 10000.0 ** -(torch.arange(0, d, 2).double() / d))
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        _initialize(self, shape)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.output(x, labels)
+
+
+def _initialize(model: nn.Module, shape: Shape) -> None:
+    """Draw the weights as GPT-2 does: those that end a residual branch are smaller."""
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            ends_branch = name.endswith(("out.weight", "down.weight", "down"))
+            nn.init.normal_(p, std=_INIT_STD / (math.sqrt(2 * shape.layers) if ends_branch else 1))

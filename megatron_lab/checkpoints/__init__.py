@@ -1,0 +1,1 @@
+"""What `tools/checkpoint.py` does with checkpoints: inspect, compare, verify, reshard, import and export."""

@@ -1,0 +1,1 @@
+"""A check of how activations grow with the width of a model."""

@@ -1,0 +1,1 @@
+"""Making and checking datasets and tokenizers."""

@@ -1,0 +1,1 @@
+"""Perplexity and benchmark scores of a trained model."""

@@ -1,0 +1,1 @@
+"""Checks and profiles of a GPU."""

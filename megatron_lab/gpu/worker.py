@@ -1,0 +1,101 @@
+"""The process that runs checks, one after another: `python -m megatron_lab.gpu.worker DEVICE FOLDER RESULT_FD`.
+
+It reads requests from its standard input, a line of JSON each: the check's name and the data of earlier checks. To the file
+descriptor it writes a line of JSON for each partial result and for each end of a check. One import of torch and one CUDA context
+serve all checks. After an exception that leaves the CUDA context unusable the process ends, and `session.py` starts another.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megatron_lab.gpu.checks import CHECKS, Check
+from megatron_lab.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome
+
+_LOG_LINES, _MESSAGE_LINES = 40, 5
+"""Last lines of a traceback, and first ones of the error's message, that the result of a crash keeps."""
+
+
+def main(device: str, folder: str, result_fd: str) -> None:
+    """Run every requested check until the standard input ends. On SIGUSR1 it prints where its threads are."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    checks = {check.name: check for check in CHECKS}
+    with os.fdopen(int(result_fd), "w", buffering=1) as results:
+
+        def send(message: dict[str, Any]) -> None:
+            results.write(json.dumps(message) + "\n")
+
+        for line in sys.stdin:
+            request = json.loads(line)
+            check = checks[request["name"]]
+            folder_of_check = Path(folder) / check.name
+            folder_of_check.mkdir(exist_ok=True)
+            context = CheckContext(
+                device,
+                folder_of_check,
+                request["data"],
+                lambda outcome: send({"partial": True, "figure": outcome.figure, "data": dict(outcome.data)}),
+            )
+            message = run_check(check, context)
+            usable = clean_up(device)
+            send({**message, "usable": usable})
+            if not usable:
+                return
+
+
+def run_check(check: Check, context: CheckContext) -> dict[str, Any]:
+    """Run one check and return its state, figure, message and data."""
+    try:
+        module, _, function = check.function.partition(".")
+        body = getattr(importlib.import_module(f"megatron_lab.gpu.{module}"), function)
+        outcome: Outcome = body(context, *[check.argument] if check.argument else [])
+        return {"state": "pass", "figure": outcome.figure, "data": dict(outcome.data), "message": ""}
+    except CheckFailed as failure:
+        return {"state": "fail", "figure": str(failure), "message": "", "data": {}}
+    except DoesNotFit as failure:
+        return {"state": "does not fit", "figure": str(failure), "message": "", "data": {}}
+    except Exception as error:  # noqa: BLE001 - the other checks go on
+        traceback.print_exc()
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        message = f"{text[:300]} ({_line_of(error)})"
+        frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+        log = [*frames[-_LOG_LINES:], *str(error).splitlines()[:_MESSAGE_LINES]]
+        return {"state": "crash", "figure": "", "message": message, "data": {"log": log}}
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the innermost line of the project in a traceback."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
+    return f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else "no line of the project"
+
+
+def clean_up(device: str) -> bool:
+    """Free what a check has left behind and restore torch's switches; return whether the device can still be used."""
+    import torch
+
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+    if device != "cuda" or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    except RuntimeError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

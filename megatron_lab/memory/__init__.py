@@ -1,0 +1,1 @@
+"""Pictures of the memory of a rank over a step."""

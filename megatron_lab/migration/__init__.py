@@ -1,0 +1,1 @@
+"""Translation of launch scripts of Megatron-LM into this project's flags."""

@@ -1,0 +1,1 @@
+"""Pages of HTML: the report of a run, and a plan."""
