@@ -9,7 +9,6 @@ if __name__ == "__main__":
 
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
@@ -116,15 +115,7 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
     """The run: what its settings make, then training to its end. Returns whether a signal ended it."""
     from megatron.training.trainer import Trainer
 
-    draw = None
-    if loaded.config.logging.profile_pipeline and launched().rank == 0:
-        from megatron_lab.schedules.of_run import RunPictures
-
-        draw = RunPictures().draw
-    tools = Path(__file__).resolve().parent / "tools"
-    with Trainer(
-        loaded, command=argv, started_at=started_at, signals=signals, explanations=explanations, draw=draw, tools=tools
-    ) as trainer:
+    with Trainer(loaded, command=argv, started_at=started_at, signals=signals, explanations=explanations, draws=True) as trainer:
         return trainer.fit()
 
 

@@ -2,6 +2,7 @@
 
 from megatron.api.proof import verify_layout
 from megatron.api.runs import build_model, connect, settings, write_dataset
+from megatron.api.trainer import Trainer
 from megatron.config.cli import LoadedConfig
 from megatron.config.errors import ConfigError, Violation
 from megatron.model.mlp import register_activation
@@ -13,7 +14,6 @@ from megatron.training.inputs import RunData, open_data
 from megatron.training.own_metrics import register_metric
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.trainer import Trainer
 from megatron.training.watch import Watcher as Callback
 from megatron_lab.inference.generate import Sampling
 from megatron_lab.inference.language_model import LanguageModel

@@ -19,6 +19,7 @@ from megatron.config.config import Config
 from megatron.config.data import is_number, path_flags
 from megatron.config.errors import Violation
 from megatron.config.flags import Flag, build, flag_of, flags, nearest_names
+from megatron.config.launcher import launched
 from megatron.config.settle import no_effect
 
 _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]")
@@ -281,6 +282,12 @@ class DryRun:
     expert_imbalance: float | None = None
     """How many times the mean of choices the experts of the busiest rank are taken to get."""
     html_file: str | None = None
+
+
+def this_job() -> DryRun:
+    """The size of the job that the launcher describes, as a request to lay it out."""
+    job = launched()
+    return DryRun(job.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size)), None)
 
 
 def without_gaps(config: Config) -> Config:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError, listed
@@ -23,7 +24,6 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.life import DIVERGED, LIFE_FILE, LOST_CONTACT, REFUSED, tell_end
 from megatron.training.lost_contact import lost_contact
 from megatron.training.spikes import SpikeError
-from megatron_lab.audit.replicas import AuditError
 
 T = TypeVar("T")
 
@@ -71,6 +71,10 @@ def ranks_in_words(ranks: list[int]) -> str:
     return f"rank {listed([str(rank) for rank in ranks])}"
 
 
+class AuditError(RuntimeError):
+    """Replicas differ, or a gradient was not summed or counted as its record says. Raised on every rank with the same words."""
+
+
 class NonFiniteError(RuntimeError):
     """Loss or gradient is NaN or infinite in a precision without a loss scale."""
 
@@ -87,6 +91,17 @@ def raise_uncounted(iteration: int) -> NoReturn:
         "  --data-loss-mask all that the data does not mark as to be learned),\n"
         f"  or leave the batch out with --iterations-to-skip {iteration}."
     )
+
+
+_EXHAUSTED = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed", "failed to cuda calloc")
+"""In the messages of torch's allocators, of CUDA, cuBLAS and NCCL."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the device or of the host is exhausted."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _EXHAUSTED)
 
 
 # Raised on every rank with the same words, so one rank prints them.

@@ -6,40 +6,53 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
+from megatron.checkpoint.storage import Place
 from megatron.config.config import Config
 from megatron.metrics.timers import Timers
 from megatron.model.gpt import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay
 from megatron.parallel.context import ParallelContext
-from megatron.training.failure import NonFiniteError, together
+from megatron.training.failure import AuditError, NonFiniteError
 from megatron.training.goodput import Goodput
-from megatron.training.inputs import Batches
+from megatron.training.inputs import Batches, RunBatches
 from megatron.training.life import LifeNote
-from megatron.training.memory_report import MemoryAccount
 from megatron.training.model_norms import layer_norms, params_norm, places
 from megatron.training.own_metrics import METRICS
-from megatron.training.plan_report import PlanReport, StepPlan
-from megatron.training.profiler import Draw, PipelineProfiler, StepProfiler
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter
-from megatron.training.rewind import Rewinds
 from megatron.training.saver import LearningSchedule, Saver
-from megatron.training.sentinel import Sentinel
 from megatron.training.signals import ExitSignals
 from megatron.training.spikes import SpikeError, SpikeJudge, remembered
 from megatron.training.step import Evaluated, StepResult, TrainStep
-from megatron.training.stragglers import StragglerReports
-from megatron.training.watch import Watcher, watchers
-from megatron_lab.audit.replicas import AuditError
-from megatron_lab.flight.watched import Flight
+from megatron.training.watch import Watcher
 
 _ON_SIGNAL, _PAUSED = "on a signal", "paused"
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError, SpikeError)
 """Errors that a step raises on every rank at once."""
+
+
+class GoesBack(Protocol):
+    """Takes a run back to a checkpoint. All ranks call every method together."""
+
+    def saved(self, place: Place | None) -> None:
+        """A checkpoint was saved, or begun in the background; None where nothing was to be saved."""
+
+    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver, say: Callable[[str], None]) -> Rewound | None:
+        """Go back; returns what to go on with, None if the run goes on as it is."""
+
+
+class Rewound(NamedTuple):
+    """What a run goes on with."""
+
+    plan: BatchSizePlan
+    batches: RunBatches
+    account: Any
+    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
 
 
 @dataclass
@@ -62,20 +75,16 @@ class Loop:
     """When the job started, by time.monotonic()."""
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
     """Those that ask the run to exit."""
-    draw: Draw | None = None
-    """Draws the timelines of --profile-pipeline; the first rank needs it."""
-    account: MemoryAccount | None = None
-    """What is known of this rank's memory, for the reports of --log-memory and --plan-report."""
-    foretold: StepPlan | None = None
-    """What --plan-report compares the first steps with."""
-    flight: Flight = field(default_factory=Flight)
-    """Takes what this rank is about."""
+    watchers: Callable[[Progress], list[Watcher]] = lambda progress: []
+    """Makes what the settings ask for beside training. All ranks call it together, before the first step."""
     goodput: Goodput = field(default_factory=Goodput)
     """The account of the run's time."""
-    rewinds: Rewinds | None = None
+    rewinds: GoesBack | None = None
     """Takes the run back where it meets a loss spike, if that is asked for."""
     _watching: list[Watcher] | None = None
     """Those that the settings ask for, while the run is under way."""
+    _informed: Sequence[Watcher] = ()
+    """All that are told what this rank is about."""
 
     def run(self, progress: Progress, *, until: int | None = None, callbacks: Sequence[Watcher] = ()) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
@@ -88,9 +97,9 @@ class Loop:
             whether a signal ended it.
         """
         began_at = progress.iteration
-        self.step.executor.mark = self.flight.operation
-        self._watching = self._watching or self._watchers(progress)
-        watching = [*self._watching, *callbacks]
+        if self._watching is None:
+            self._watching = self.watchers(progress)
+        self._informed = watching = [*self._watching, *callbacks]
         self.goodput.spent("start-up")
         if self.config.training.manual_gc:
             gc.disable()
@@ -115,41 +124,26 @@ class Loop:
             gc.enable()
         return stopped == _ON_SIGNAL
 
-    def _watchers(self, progress: Progress) -> list[Watcher]:
-        """What the settings ask for beside training."""
-        watching = watchers(self.config, self.step, progress, self.reporter, self.account)
-        if self.foretold is not None and self.account is not None:
-            watching.append(PlanReport(self.foretold, self.step, self.account, self.reporter.say))
-        if self.config.parallel.straggler_interval is not None and self.context.world.size > 1:
-            watching.append(StragglerReports(self.context, self.flight, self.config.parallel.straggler_interval, self.reporter))
-        if self.config.debug.sentinel_interval is not None:  # behind the audit, whose own gradients are none of the step's
-            watching.append(Sentinel.of(self.config, self.step, self.config.debug.sentinel_interval, self.reporter))
-        if self.config.speed.compile:
-            from megatron.training.compilation import CompilationReports  # imports the compiler
-
-            watching.append(CompilationReports(self.config.speed, self.reporter))
-        return watching
+    def _phase(self, name: str, iteration: int | None = None) -> None:
+        """Tell everybody what this rank is about."""
+        for watcher in self._informed:
+            watcher.on_phase(name, iteration)
 
     def _train(self, progress: Progress, watching: Sequence[Watcher], until: int | None) -> str | None:
         """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
         stopped = _PAUSED if until == progress.iteration < self.plan.total_iterations else None
-        logging, context = self.config.logging, self.context
-        profilers = together(
-            context,
-            lambda: (StepProfiler(logging, context.rank, context.device), PipelineProfiler(logging, self.step, context, self.draw)),
-        )
-        with profilers[0] as profiler, profilers[1] as pipeline_profiler:
+        with ExitStack() as stack:
+            for watcher in watching:
+                stack.enter_context(watcher.around_steps())
             batches, life = self.train_batches(progress.consumed_samples), LifeNote(progress.iteration)
             while progress.iteration < self.plan.total_iterations and stopped is None:
-                profiler.step(progress.iteration + 1)
-                pipeline_profiler.step(progress.iteration + 1)
-                self.flight.phase("reading data", progress.iteration + 1)
+                self._phase("reading data", progress.iteration + 1)
                 with self.timers("batch-generator", level=1):
                     batch = next(batches)
-                self.flight.phase("in a step")
+                self._phase("in a step")
                 result = self.advance(progress, batch, watching, (self.signals.seen is not None, self._time_is_up()))
                 life.finished(progress.iteration)
-                self.flight.phase("between steps")
+                self._phase("between steps")
                 self.saver.poll(self.reporter.say)
                 if result is not None and result.spike is not None and self._rewound(progress, watching):
                     batches.close()  # type: ignore[attr-defined]
@@ -239,7 +233,7 @@ class Loop:
         """Go back behind a loss spike, if that is asked for and there is a checkpoint; returns whether it was done."""
         if self.rewinds is None:
             return False
-        self.flight.phase("rewinding")
+        self._phase("rewinding")
         left = progress.iteration
         with self.reporter.paused("going back", progress):
             found = self.rewinds.rewind(progress, self.plan, self.saver, self.reporter.say)
@@ -249,7 +243,7 @@ class Loop:
                 self.reporter.event("rewind", progress, f"back from iteration {left} to {progress.iteration}", left=left)
                 for watcher in watching:
                     watcher.after_rewind(progress)
-        self.flight.phase("between steps")
+        self._phase("between steps")
         return found is not None
 
     def _voted_exit(self, result: StepResult) -> str | None:
@@ -286,7 +280,7 @@ class Loop:
         self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"], watching: Sequence[Watcher]
     ) -> bool:
         """Evaluate; returns whether that came to its end, and was not given up on a signal."""
-        self.flight.phase("evaluating")
+        self._phase("evaluating")
         with self.reporter.paused("evaluating", progress):
             with self.timers("evaluation", level=0):
                 found = evaluate(self.step, make(), lambda: self.signals.seen is not None)
@@ -302,7 +296,7 @@ class Loop:
         return found is not None
 
     def _save(self, progress: Progress, watching: Sequence[Watcher]) -> None:
-        self.flight.phase("saving")
+        self._phase("saving")
         with self.reporter.paused("saving", progress):
             self.step.finish_publishing()  # no result may be written where it is still read
             if self.config.checkpoint.save is not None:
@@ -323,7 +317,7 @@ class Loop:
 
     def _keep(self, progress: Progress) -> None:
         """Copy the state into the memory of the nodes."""
-        self.flight.phase("saving")
+        self._phase("saving")
         with self.reporter.paused("keeping the state", progress), self.timers("keep-state", level=0):
             self.step.finish_publishing()
             account, schedule = self.goodput.to_json(), self.schedule

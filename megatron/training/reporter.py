@@ -14,6 +14,7 @@ import torch
 
 from megatron.config.outputs import LoggingConfig
 from megatron.data.history import tokens_read
+from megatron.memory.host import process_bytes
 from megatron.metrics.history import HistoryFile
 from megatron.metrics.log_line import (
     LineNumbers,
@@ -34,8 +35,6 @@ from megatron.spec.counts import flops_per_step
 from megatron.training.goodput import Use
 from megatron.training.gradient_noise import NoiseEstimate, noise_scale
 from megatron.training.live_lines import LiveLines, Pace
-from megatron.training.loss_picture import LossPicture
-from megatron.training.memory_report import process_bytes
 from megatron.training.own_metrics import METRICS
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
@@ -78,8 +77,6 @@ class Reporter:
         settings: saved with the curves where the sink can.
         folder: that of the run, in which its record is kept; None without one.
         warnings: looks at the losses; None where nobody does.
-        draw, report: commands that draw the picture of a record, and make its report at the end; its folder is added to them. None
-            where none is wanted.
     """
 
     def __init__(
@@ -98,8 +95,6 @@ class Reporter:
         judges: bool = False,
         settings: Mapping[str, Any] | None = None,
         folder: str | None = None,
-        draw: Sequence[str] | None = None,
-        report: Sequence[str] | None = None,
         warnings: LossWarnings | None = None,
     ) -> None:
         self._judges, self._quiet = judges, quiet
@@ -109,8 +104,6 @@ class Reporter:
         self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
         self._sinks = [*self._curves, *([self._file] if self._file else [])]
         self._history = HistoryFile(folder, model.config.seq_length) if speaks and folder is not None else None
-        drawn = speaks and folder is not None and not draw is report is None
-        self._picture = LossPicture(draw, folder, report) if drawn and folder is not None else None
         self._printer, self._pace, self._warnings = Printer(), Pace(total_samples), warnings
         terminal = speaks and not quiet and self._printer.on_terminal
         self._short = config.log_format == "short" or (config.log_format == "auto" and terminal)
@@ -130,23 +123,17 @@ class Reporter:
         if self._history is not None:
             tokens = tokens_read(progress.phases, progress.consumed_samples, self._model.config.seq_length)
             self._history.start(progress.iteration, progress.consumed_samples, tokens, facts)
-        if self._picture is not None:
-            self._picture.start()
         try:
             yield
         except BaseException as error:
             self._printer.show([])
             self.event("end", progress, str(error).partition("\n")[0] or type(error).__name__)
-            if self._picture is not None:
-                self._picture.leave()
             raise
         self._printer.show([])
         for sink in self._sinks:
             sink.close()
         if self._history is not None:
             self._history.close()
-        if self._picture is not None:
-            self._picture.close()
 
     def step(
         self,

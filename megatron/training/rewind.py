@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.node_storage import LOCATION
@@ -20,21 +19,13 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
-from megatron.training.inputs import RunBatches, RunData
+from megatron.training.inputs import RunData
+from megatron.training.loop import Rewound
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.resume import ChosenCheckpoint, Resumed, continued, fill, fitting
 from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.spikes import SpikeError
 from megatron.training.step import TrainStep
-
-
-class Rewound(NamedTuple):
-    """What a run goes on with."""
-
-    plan: BatchSizePlan
-    batches: RunBatches
-    account: Any
-    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
 
 
 @dataclass

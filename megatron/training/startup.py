@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +25,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_dict
 from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.config.version import how_to_install
 from megatron.metrics.device_peaks import mixed_peak_flops
 from megatron.metrics.history import HISTORY, first_losses
 from megatron.metrics.run_warnings import STARTS, Corpus, LossWarnings, rate_far_off
@@ -48,17 +49,25 @@ from megatron.spec.layers import context_ways
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
 from megatron.training.attention_kernel import describe_attention
+from megatron.training.attention_notes import describe_copies
 from megatron.training.compiler_facts import compiler_facts, describe_differences
 from megatron.training.failure import together
-from megatron.training.loss_picture import PICTURE, REPORT, missing_library
 from megatron.training.progress import BatchSizePlan
-from megatron.training.rehearsal import this_job
 from megatron.training.reporter import Reporter
 from megatron.training.saver import LearningSchedule
+from megatron.training.state_report import describe_state, state_report
 from megatron.training.step import TrainStep
-from megatron_lab.planner.advice import advice
-from megatron_lab.planner.attention_notes import describe_copies
-from megatron_lab.planner.state_report import describe_state, state_report
+
+PICTURE, REPORT = "loss.png", "report.html"
+"""Files in the folder of a run: the picture of its record, and the page that is made at its end."""
+LIBRARY = "matplotlib"
+
+
+def missing_library() -> str | None:
+    """What to install for the picture, if it is not there. The library is not imported: the run has no need of it."""
+    if importlib.util.find_spec(LIBRARY) is not None:
+        return None
+    return f"{PICTURE} needs {LIBRARY}, which is not installed: {how_to_install(LIBRARY)}"
 
 
 def set_logging(rank: int) -> None:
@@ -207,8 +216,7 @@ def describe(
                 lines.append(describe_receives(step.schedule(count), context.device.type, connections))
     lines += describe_rate(config, plan, model.vocab_size)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
-    found = advice(config, topology.world_size, this_job().gpus_per_node, model.vocab_size)
-    return lines + [f"advice: {line}" for line in found]
+    return lines
 
 
 def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_size: int) -> Iterator[str]:
@@ -257,14 +265,12 @@ def make_reporter(
     timers: Timers,
     *,
     resumed: bool,
-    tools: Path | None = None,
     corpus: Corpus | None = None,
     quiet: bool = False,
 ) -> Reporter:
     """Make the reporter of the run. All ranks call it together.
 
     Args:
-        tools: folder of the programs that draw the picture of a run's record and make its report.
         corpus: the training data, for warnings about losses; none are given without it.
         quiet: print nothing.
 
@@ -273,10 +279,6 @@ def make_reporter(
     """
     folder = run_folder(config.checkpoint, config.logging)
     first = first_losses(folder, STARTS) if resumed and folder is not None and context.rank == 0 else []
-
-    def tool(name: str) -> list[str] | None:
-        return None if tools is None else [sys.executable, str(tools / name)]
-
     return together(
         context,
         lambda: Reporter(
@@ -294,8 +296,6 @@ def make_reporter(
             settings=to_dict(config),
             folder=folder,
             warnings=None if corpus is None else LossWarnings(plan.total_iterations, corpus, first),
-            draw=tool("plot_loss.py") if config.logging.loss_picture and missing_library() is None else None,
-            report=tool("report.py") if config.logging.report else None,
         ),
     )
 

@@ -11,9 +11,8 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,32 +26,21 @@ from megatron.config.launcher import launched
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import run_record
 from megatron.data.samples import SamplePiece, SampleSource
-from megatron.data.tokenizers.simple_tokenizers import Tokenizer
-from megatron.data.tokenizers.tokenizer import build_tokenizer
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
 from megatron.training.attention_kernel import choose_attention
 from megatron.training.failure import Explanations
+from megatron.training.features import PICTURES, Features, Run
 from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches, RunData, open_data
-from megatron.training.loop import Loop, evaluate
-from megatron.training.memory_report import MemoryAccount
-from megatron.training.out_of_memory import Exhaustion, is_out_of_memory
-from megatron.training.plan_report import StepPlan
-from megatron.training.profiler import Draw
+from megatron.training.loop import GoesBack, Loop, evaluate
 from megatron.training.progress import BatchSizePlan
-from megatron.training.rehearsal import Rehearsal, choose_layers, full_plan, with_layers
 from megatron.training.resume import Resumed, resume
-from megatron.training.rewind import Rewinds
 from megatron.training.saver import Saver
 from megatron.training.signals import ExitSignals
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
-from megatron_lab.flight.watched import stack_folder, watched
-
-if TYPE_CHECKING:
-    from megatron_lab.inference.language_model import LanguageModel
 
 
 class Trainer:
@@ -71,8 +59,7 @@ class Trainer:
         started_at: when the job started, by time.monotonic().
         signals: those that ask the run to exit.
         explanations: gets the words for errors that only the run can explain.
-        draw: draws the timelines of --profile-pipeline; the first rank needs it.
-        tools: folder of the programs that draw the picture of the run's record and make its report.
+        draws: have the record of the run drawn while it goes on, and a report made of it at the end, as the settings say.
 
     Raises:
         ValueError: something that the user can fix: files, devices, a checkpoint that does not fit, ranks that do not meet.
@@ -91,8 +78,7 @@ class Trainer:
         started_at: float | None = None,
         signals: ExitSignals | None = None,
         explanations: Explanations | None = None,
-        draw: Draw | None = None,
-        tools: Path | None = None,
+        draws: bool = False,
     ) -> None:
         self.callbacks = list(callbacks)
         self._stack, self._running, self._joins = ExitStack(), ExitStack(), context is None
@@ -109,8 +95,7 @@ class Trainer:
                 started_at=time.monotonic() if started_at is None else started_at,
                 signals=ExitSignals(settings.config.training.exit_signal_code) if signals is None else signals,
                 explanations=Explanations() if explanations is None else explanations,
-                draw=draw,
-                tools=tools,
+                draws=draws,
             )
         except BaseException as error:
             self._leave(type(error), error, error.__traceback__)
@@ -128,31 +113,23 @@ class Trainer:
         started_at: float,
         signals: ExitSignals,
         explanations: Explanations,
-        draw: Draw | None,
-        tools: Path | None,
+        draws: bool,
     ) -> None:
         """The parts of a run, each made of those before."""
         config = settings.config
-        account = MemoryAccount()
-        exhaustion = Exhaustion(config, account)
-        explanations.known.append((is_out_of_memory, exhaustion.words))
-        rehearsal = Rehearsal(full_plan) if config.logging.memory_interval is not None else None
-        foretold = StepPlan(config) if config.logging.plan_report is not None else None
+        world_size = launched().world_size if context is None else context.world.size
+        features = Features(config, world_size, explanations, without=() if draws else (PICTURES,))
+        self._features = features
         self._stack.callback(startup.set_numerics(config))
         startup.set_compiler_cache(config.speed)
-        for planning in (rehearsal, foretold):  # both are forked by now: this asks CUDA, which forks do not survive
-            if planning is not None:
-                planning.begin(config)
-        chosen = choose_layers(config)
+        features.begin()  # all have forked by now: this asks CUDA, which forks do not survive
         self.context = context = connect(config.parallel) if context is None else context
-        flight = self._stack.enter_context(watched(context, config.parallel, stack_folder(config.checkpoint.save)))
-        explanations.code_asked_for, explanations.lost = flight.code_asked_for, flight.lost
+        features.connected(context, self._stack)
         check_backend(config, on_cuda=context.device.type == "cuda")
         startup.set_logging(context.rank)
         plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
-        self.config = config = with_layers(startup.with_batch_size(config, plan), chosen, context)
+        self.config = config = features.chosen(startup.with_batch_size(config, plan), context)
         self.data = open_data(config, context) if data is None else data
-        exhaustion.vocab_size = self.data.vocab_size
         record = run_record(config, command)
         saver = self._saver(config.checkpoint, record)
         timers = startup.make_timers(config.logging, context)
@@ -162,7 +139,7 @@ class Trainer:
         self._stack.callback(previous_kernels)
         model = model_of(config, context, self.data.vocab_size) if model is None else model
         self.steps = TrainStep.of(config, model, context, count_zeros=config.logging.log_num_zeros_in_grad, timers=timers)
-        account.step = self.steps
+        features.built(self.steps, self.data.vocab_size)
         num_parameters = startup.check_parameter_count(config.model, model.vocab_size, self.steps.optimizer.held, context)
 
         resumed = self._resume(config, plan, in_memory=saver.keeps_in_memory)
@@ -173,22 +150,22 @@ class Trainer:
         reporter = startup.make_reporter(
             *(config, context, model, plan, timers),
             resumed=resumed.path is not None,
-            tools=tools,
             corpus=self.data.corpus,
             quiet=quiet,
         )
         for line in [
             *settings.notes,
-            *([] if rehearsal is None else account.expect(rehearsal.plan(context), context)),
-            *([] if foretold is None else foretold.expect(context)),
+            *features.expected(context),
             *startup.describe(config, context, self.steps, num_parameters, plan, progress.consumed_samples, kernel_choice),
+            *features.advice(config, context, model.vocab_size),
             *batches.describe(progress.phases),
-            *startup.describe_outputs(config, draws=tools is not None),
+            *startup.describe_outputs(config, draws=draws),
             *resumed.notes,
         ]:
             reporter.say(f"  {line}")
         if resumed.path is not None:
             reporter.say(f"resuming from {resumed.path} at iteration {progress.iteration}")
+        self._parts = Run(config, context, self.steps, progress, reporter)
         self._facts = startup.facts(record, context, model, plan, num_parameters, kernel_choice)
         self._loop = Loop(
             config,
@@ -204,12 +181,9 @@ class Trainer:
             test_batches=batches.test,
             started_at=started_at,
             signals=signals,
-            account=account,
-            foretold=foretold,
-            draw=draw,
-            flight=flight,
+            watchers=lambda progress: features.watchers(self._parts),
             goodput=Goodput(resumed.account, time.time() - (time.monotonic() - started_at)),
-            rewinds=Rewinds.of(config, context, self.steps, resumed.schedule, self.data, resumed.path),
+            rewinds=self._rewinds(resumed),
         )
 
     @property
@@ -319,26 +293,6 @@ class Trainer:
         batches = self.data.at(self.progress, plan, self.context)
         self._loop.plan, self._loop.schedule, self._loop.train_batches = plan, resumed.schedule, batches.training
 
-    def language_model(self, tokenizer: Tokenizer | None = None) -> LanguageModel:
-        """The model as it is now, for logits and texts. It has the trainer's weights, not a copy of them.
-
-        Args:
-            tokenizer: by default that of the settings.
-
-        Raises:
-            ValueError: this layout keeps no whole weights, or cuts sequences: save, and take `LanguageModel.load`.
-        """
-        from megatron_lab.inference.language_model import LanguageModel
-
-        self.steps.finish_publishing()
-        parallel = self.config.parallel
-        if parallel.sharding == "optim_grads_params" or self.model.sequence_parallel or self.context.topology.cp > 1:
-            raise ValueError(
-                "a model with --sequence-parallel, context ranks or optim_grads_params is made for whole sequences in training: "
-                "save it, and take LanguageModel.load"
-            )
-        return LanguageModel(self.model, self.context, tokenizer or build_tokenizer(self.config.data))
-
     def close(self) -> None:
         """Close files, and leave the job if this trainer has joined it."""
         self._leave(None, None, None)
@@ -369,6 +323,8 @@ class Trainer:
         if not self._runs:
             self._runs = True
             self._running.enter_context(self._loop.saver.owning())
+            for feature in self._features:
+                self._running.enter_context(feature.around_run(self._parts))
             self._running.enter_context(self._loop.reporter.running(self.progress, self._facts))
 
     def _saver(self, checkpoint: CheckpointConfig, record: dict[str, Any]) -> Saver:
@@ -382,6 +338,14 @@ class Trainer:
         found = resume(config, self.context, optimizer, scaler, schedule, self.data.vocab_size, in_memory=in_memory)
         self.steps.finish_publishing()
         return found
+
+    def _rewinds(self, resumed: Resumed) -> GoesBack | None:
+        """What takes the run back where it meets a loss spike, if that is asked for."""
+        if self.config.spikes.spike_policy != "rewind":
+            return None
+        from megatron.training.rewind import Rewinds  # few runs go back
+
+        return Rewinds.of(self.config, self.context, self.steps, resumed.schedule, self.data, resumed.path)
 
     def _batches_of(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:
         """The one step over these tokens."""

@@ -19,14 +19,11 @@ from megatron.parallel.params import ParamEntry, ParamTable
 from megatron.parallel.random import stable_seed
 from megatron.parallel.shards import Shard
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
+from megatron.training.failure import AuditError
 from megatron_lab.audit.digests import bit_digest
 
 MOST_LINES = 8
 """The most findings that an error shows in full."""
-
-
-class AuditError(RuntimeError):
-    """Replicas differ, or a gradient was not summed or counted as its record says. Raised on every rank with the same words."""
 
 
 def raise_audit(head: str, findings: Sequence[str], advice: str) -> None:

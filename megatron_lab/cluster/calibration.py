@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.training.plan_report import AT_END, BETWEEN, grouped
 from megatron_lab.cluster.rates import fit
+from megatron_lab.monitoring.plan_report import AT_END, BETWEEN, grouped
 from megatron_lab.planner.cluster import Cluster, Reached
 
 COMPUTING, SENDING = "computing", "sending"

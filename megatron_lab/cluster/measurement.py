@@ -28,7 +28,6 @@ from megatron.parallel.context import Group, ParallelContext, connect, disconnec
 from megatron.parallel.topology import Topology
 from megatron.spec.operations import OpKind
 from megatron.training.inputs import open_data
-from megatron.training.profiler import SpanRecorder
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.step import TrainStep
 from megatron_lab.cluster.facts import num_cores
@@ -46,6 +45,7 @@ from megatron_lab.cluster.probes import (
     time_overlap,
     time_products,
 )
+from megatron_lab.monitoring.profiler import SpanRecorder
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.step_time import updated_bytes
 from megatron_lab.planner.step_work import StepWork

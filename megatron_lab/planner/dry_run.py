@@ -27,9 +27,10 @@ from megatron.spec.layers import alike, context_ways
 from megatron.spec.operations import Costs, Op, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
+from megatron.training.attention_notes import describe_kernel
+from megatron.training.state_report import amount, layout_of
 from megatron_lab.planner import advice
 from megatron_lab.planner.allowances import Allowance, of_symmetric_memory, of_tensor_ring
-from megatron_lab.planner.attention_notes import describe_kernel
 from megatron_lab.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
 from megatron_lab.planner.experts import experts_plan, worst_factor
 from megatron_lab.planner.kinds import (
@@ -46,7 +47,6 @@ from megatron_lab.planner.kinds import (
 )
 from megatron_lab.planner.peak import Held, held_over_step, message_bytes, peak_activations, receive_plans, step_transfers
 from megatron_lab.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
-from megatron_lab.planner.state_report import amount, layout_of
 from megatron_lab.planner.step_work import StepWork, per_node
 from megatron_lab.planner.storages import MemorySpan
 

@@ -27,7 +27,7 @@ _PACKAGES = (
     *("config", "spec", "parallel", "precision", "tensor_parallel", "pipeline_parallel", "data_parallel", "attention", "moe"),
     *("context_parallel", "model", "optimizer", "checkpoint", "data", "metrics", "memory", "training"),
 )
-_PACKAGES_AROUND = ("audit", "flight")
+_PACKAGES_AROUND = ("audit", "flight", "monitoring")
 _DIES_IN_S = 30.0
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 

@@ -25,6 +25,7 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
+from megatron.training.state_report import amount
 from megatron_lab.planner import dry_run
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.plan import (
@@ -41,7 +42,6 @@ from megatron_lab.planner.plan import (
     write_plan,
 )
 from megatron_lab.planner.plan_text import format_plan
-from megatron_lab.planner.state_report import amount
 from megatron_lab.planner.step_time import StepTime
 from tests.support.planned import kind_of, plans_of, settings
 from tests.support.runs import arguments, launch, report

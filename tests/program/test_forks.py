@@ -24,7 +24,7 @@ FORKS = {
     "megatron_lab/resilience/point.py": "serves a store",
     "megatron_lab/resilience/ranks.py": "from the supervisor, which never calls CUDA",
     "megatron_lab/resilience/supervisor.py": "looks at a checkpoint and ends",
-    "megatron/training/rehearsal.py": "before the run uses CUDA, else as a fresh process",
+    "megatron_lab/monitoring/rehearsal.py": "before the run uses CUDA, else as a fresh process",
     "megatron_lab/verification/local_ranks.py": "ranks of a check, from a process that has not used CUDA",
 }
 """Files that fork, and why CUDA is safe there. A new fork needs such a reason."""

@@ -26,9 +26,9 @@ from megatron.config.given import DryRun
 from megatron.model.build import model_dtype
 from megatron.optimizer.state_size import saved_bytes
 from megatron.training import kept_state
+from megatron.training.state_report import amount
 from megatron.training.step import TrainStep
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.state_report import amount
 from tests.program.test_run_spikes import HALVES, REWINDS, bad_batches
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import (

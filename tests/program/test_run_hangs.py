@@ -21,9 +21,9 @@ import torch.distributed as dist
 from megatron.parallel.torch_private import get_default_store
 from megatron.pipeline_parallel.p2p import Messenger
 from megatron.spec.operations import Op, OpKind
-from megatron.training import stragglers
 from megatron.training.step import TrainStep
-from megatron.training.stragglers import StragglerReports
+from megatron_lab.flight import stragglers
+from megatron_lab.flight.stragglers import StragglerReports
 from megatron_lab.flight.watched import Flight
 from megatron_lab.flight.watcher import HANG_EXIT_CODE
 from tests.support import network

@@ -12,7 +12,7 @@ import torch
 
 from megatron.pipeline_parallel.executor import Executor
 from megatron.spec.operations import OpKind
-from megatron.training import rehearsal
+from megatron_lab.monitoring import rehearsal
 from tests.support.runs import arguments, launch, report, run, timeless
 
 STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2, "device": "cpu"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.training.plan_report import grouped
 from megatron_lab.cluster.calibration import read_report
+from megatron_lab.monitoring.plan_report import grouped
 from megatron_lab.planner.cluster import load_cluster
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 

@@ -15,9 +15,9 @@ import pytest
 
 from megatron.config.version import how_to_install
 from megatron.metrics.history import HISTORY, read_history
-from megatron.training import loss_picture
 from megatron_lab.commands import plot_loss
 from megatron_lab.commands import report as report_of
+from megatron_lab.monitoring import loss_picture
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.runs import arguments, launch, losses, on_rank, read_metrics, report, run, spoil

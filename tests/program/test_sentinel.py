@@ -12,9 +12,9 @@ import pytest
 
 from megatron.parallel.accumulate import GradSink
 from megatron.training.reporter import Reporter
-from megatron.training.sentinel import Sentinel
 from megatron.training.step import TrainStep
 from megatron_lab.audit.digests import Likeness
+from megatron_lab.audit.sentinel import Sentinel
 from tests.support.runs import (
     Ended,
     arguments,

@@ -18,8 +18,8 @@ from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
 from megatron.spec.weights import model_weights
 from megatron.training.providers import make_providers
+from megatron.training.state_report import layout_of
 from megatron_lab.planner.plan import RankKind
-from megatron_lab.planner.state_report import layout_of
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
 from tests.support.planned import (

@@ -13,9 +13,9 @@ from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import make_schedule
+from megatron.training.state_report import layout_of
 from megatron_lab.planner.kinds import RankContent, places_by_content
 from megatron_lab.planner.plan import Places
-from megatron_lab.planner.state_report import layout_of
 from tests.support.other_places import elsewhere
 from tests.support.planned import real_model, settings
 

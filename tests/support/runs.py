@@ -35,15 +35,22 @@ from megatron.config.save import _versions
 from megatron.parallel import context
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.backends import world_backend
-from megatron.training import startup
 from megatron.training.step import TrainStep
+from megatron_lab.planner import start_up
 from megatron_lab.verification.local_ranks import kill_group
 from tests.support.checkpoint_worlds import load_tensors, read_manifest, whole
 from tests.support.cli import ROOT, command_words, fork_program
 from tests.support.shared_memory import SHARED_MEMORY
 
 # What a run imports late and works out once: here, not in every forked rank.
-for _package in ("megatron_lab.audit", "megatron.checkpoint", "megatron.data_parallel", "megatron.training"):
+for _package in (
+    "megatron_lab.audit",
+    "megatron_lab.flight",
+    "megatron_lab.monitoring",
+    "megatron.checkpoint",
+    "megatron.data_parallel",
+    "megatron.training",
+):
     for _module in pkgutil.iter_modules([str(ROOT.joinpath(*_package.split(".")))]):
         importlib.import_module(f"{_package}.{_module.name}")
 flags()
@@ -107,7 +114,7 @@ def launch(
     """
 
     def prepare(rank: int) -> None:
-        startup.advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
+        start_up.advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
         if not gloo:
             context.world_backend = lambda backend: SHARED_MEMORY if backend == "gloo" else world_backend(backend)
         if before is not None:

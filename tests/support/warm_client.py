@@ -11,7 +11,7 @@ import socket
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-WITH_TORCH = ("megatron.training.rehearsal_child",)
+WITH_TORCH = ("megatron_lab.monitoring.rehearsal_child",)
 """Of the modules that a run starts with -P, those that import torch; for others a fresh interpreter is as quick."""
 
 

@@ -24,7 +24,7 @@ from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
-from megatron_lab.planner.state_report import amount, describe_state, state_report, writes
+from megatron.training.state_report import amount, describe_state, state_report, writes
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments, run
 

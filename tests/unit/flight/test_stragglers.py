@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.training.stragglers import slow_ranks
+from megatron_lab.flight.stragglers import slow_ranks
 
 
 def test_a_rank_is_compared_with_those_of_its_stage() -> None:

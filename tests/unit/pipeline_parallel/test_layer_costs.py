@@ -17,7 +17,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.pipeline_parallel.partition import table_of
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import Op, OpKind
-from megatron.training.profiler import EMBEDDING, layer_costs
+from megatron_lab.monitoring.profiler import EMBEDDING, layer_costs
 
 MODEL = ModelConfig(num_layers=8, hidden_size=64, num_attention_heads=4, seq_length=32)
 EVEN = LayerCosts((1.0,) * 8, 0.0, 0.0)

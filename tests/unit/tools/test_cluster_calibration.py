@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.plan_report import Foretold, Found, compared, grouped, write_report
 from megatron_lab.cluster.calibration import COMPUTING, SENDING, Report, calibrated, read_report, scales, sends
 from megatron_lab.commands import check_cluster
+from megatron_lab.monitoring.plan_report import Foretold, Found, compared, grouped, write_report
 from megatron_lab.planner.cluster import load_cluster
 
 PARTS = {

@@ -20,9 +20,9 @@ from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.cut import mirrored
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.topology import Topology
-from megatron.training.sentinel import FirstGradients
 from megatron.training.step import TrainStep
 from megatron_lab.audit.digests import Likeness
+from megatron_lab.audit.sentinel import FirstGradients
 from megatron_lab.planner.kernel_memory import CudaKernels
 from tests.support.activation_runs import settings
 from tests.support.host_waits import host_waits

@@ -12,9 +12,9 @@ import pytest
 
 from megatron.config.version import how_to_install
 from megatron.metrics.history import HistoryFile, read_history
-from megatron.training import loss_picture
-from megatron.training.loss_picture import PICTURE, LossPicture, missing_library
 from megatron_lab.commands import plot_loss
+from megatron_lab.monitoring import loss_picture
+from megatron_lab.monitoring.loss_picture import PICTURE, LossPicture, missing_library
 
 
 def program(code: str) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.config.outputs import LoggingConfig
-from megatron.training import profiler as profiler_module
-from megatron.training.profiler import StepProfiler
+from megatron_lab.monitoring import profiler as profiler_module
+from megatron_lab.monitoring.profiler import StepProfiler
 
 CPU = torch.device("cpu")
 

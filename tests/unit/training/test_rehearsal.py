@@ -14,7 +14,7 @@ import torch
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.training.rehearsal import Rehearsal, full_plan, with_device_facts
+from megatron_lab.monitoring.rehearsal import Rehearsal, full_plan, with_device_facts
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.plan import Plan
 from megatron_lab.planner.step_time import cluster_of

@@ -17,20 +17,21 @@ from typing import Any
 import torch
 
 from megatron.config.config import Config
-from megatron.config.given import DryRun, check_output
+from megatron.config.given import DryRun, check_output, this_job
 from megatron.config.launcher import launched
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.memory_report import MemoryAccount, measure
-from megatron.training.profiler import SpanRecorder
+from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress
-from megatron.training.rehearsal import Rehearsal, this_job
+from megatron.training.state_report import amount
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
+from megatron_lab.monitoring.memory_report import MemoryAccount, measure
+from megatron_lab.monitoring.profiler import SpanRecorder
+from megatron_lab.monitoring.rehearsal import Rehearsal
 from megatron_lab.planner.cluster import Cluster, load_cluster, shipped_for
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.state_report import amount
 from megatron_lab.planner.step_time import StepTime, time_of
 from megatron_lab.planner.step_work import StepWork
 
@@ -233,3 +234,23 @@ def write_report(path: Path, foretold: Foretold, found: Found, facts: Mapping[st
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {**facts, "foretold": asdict(foretold), "measured": {**asdict(found), "seconds": found.seconds}}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+class PlanFeature(Feature):
+    """--plan-report."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._account, self._plan = MemoryAccount(), StepPlan(config)
+
+    def begin(self) -> None:
+        """Have the steps planned."""
+        self._plan.begin(self.config)
+
+    def expected(self, context: ParallelContext) -> list[str]:
+        """Take the plan; gives the time of a step that it foretells."""
+        return self._plan.expect(context)
+
+    def watchers(self, run: Run) -> list[Watcher]:
+        """Measure the first steps, and compare."""
+        return [PlanReport(self._plan, run.step, self._account, run.reporter.say)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.training.rehearsal import serve
+from megatron_lab.monitoring.rehearsal import serve
 
 if __name__ == "__main__":
     serve(*map(int, sys.argv[1:]))

@@ -22,7 +22,7 @@ import torch
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.given import DryRun
+from megatron.config.given import DryRun, this_job
 from megatron.config.imports import import_modules
 from megatron.config.launcher import launched
 from megatron.config.module_start import module_start
@@ -31,6 +31,7 @@ from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.forks import has_lost_devices, hide_devices
 from megatron.training.failure import together
+from megatron.training.features import Feature
 from megatron_lab.planner.dry_run import make_plan
 from megatron_lab.planner.fit import memory_limit, with_fit_advice, with_least_layers
 from megatron_lab.planner.plan import Plan
@@ -75,12 +76,6 @@ class Rehearsal(Generic[T]):
         return shared
 
 
-def this_job() -> DryRun:
-    """The size of the job that the launcher describes, as a request to lay it out."""
-    job = launched()
-    return DryRun(job.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size)), None)
-
-
 def on_this_device(config: Config) -> Config:
     """The settings with --device written out: what `auto` finds here."""
     device: Literal["cpu", "cuda"] = "cpu" if config.parallel.device == "cpu" or not torch.cuda.is_available() else "cuda"
@@ -115,7 +110,7 @@ def _start_child() -> tuple[int, BinaryIO, BinaryIO]:
         if has_lost_devices():
             for end in (request_end, answer_end):
                 os.set_inheritable(end, True)
-            command, environment = module_start("megatron.training.rehearsal_child", request_end, answer_end)
+            command, environment = module_start("megatron_lab.monitoring.rehearsal_child", request_end, answer_end)
             os.execve(command[0], command, environment)
         serve(request_end, answer_end)
     finally:
@@ -183,3 +178,15 @@ def with_layers(config: Config, chosen: Callable[[], str | None], context: Paral
     if numbers is None:
         return config
     return replace(config, memory=replace(config.memory, recompute_layers_per_stage=numbers))
+
+
+class RecomputeFeature(Feature):
+    """--recompute-layers-per-stage auto."""
+
+    def begin(self) -> None:
+        """Choose, on the first rank."""
+        self._choice = choose_layers(self.config)
+
+    def chosen(self, config: Config, context: ParallelContext) -> Config:
+        """Return the settings with the numbers of the first rank."""
+        return with_layers(config, self._choice, context)

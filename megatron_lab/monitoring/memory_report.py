@@ -7,22 +7,25 @@ what it had before the model was built.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.config.config import Config
 from megatron.data_parallel.state_layout import Bytes, StateMemory
+from megatron.memory.host import process_bytes
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.training.features import Feature, Run
+from megatron.training.progress import Progress
+from megatron.training.reporter import Reporter
+from megatron.training.state_report import amount
+from megatron.training.step import StepResult, TrainStep
+from megatron.training.watch import Watcher
+from megatron_lab.monitoring.rehearsal import Rehearsal, full_plan
 from megatron_lab.planner.plan import Plan, RankMemory
 from megatron_lab.planner.plan_text import table
-from megatron_lab.planner.state_report import amount
-
-if TYPE_CHECKING:
-    from megatron.training.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,6 @@ class MeasuredMemory:
         """The rest of the peak: activations and what passes within a step."""
         on_device = self.state.total.device if self.reserved else self.state.total.total + self.moved
         return max(0, self.peak - on_device)
-
-
-def process_bytes() -> int:
-    """The most host memory that this process had at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(step: TrainStep, before: int) -> MeasuredMemory:
@@ -177,3 +175,44 @@ def _spread(numbers: Sequence[int]) -> str:
         return "-"
     low, high = amount(min(numbers)), amount(max(numbers))
     return high if low == high else f"{low} - {high}"
+
+
+class MemoryReports(Watcher):
+    """--log-memory: tells what memory the ranks take, after the first step and every so many."""
+
+    def __init__(self, account: MemoryAccount, context: ParallelContext, every: int, reporter: Reporter) -> None:
+        self._account, self._context, self._every, self._reporter = account, context, every, reporter
+        self._first = True
+
+    def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
+        """Report, if it is time."""
+        if self._first or progress.iteration % self._every == 0:
+            lines, most = report(self._account, self._context, f"after iteration {progress.iteration}")
+            for line in lines:
+                self._reporter.say(line)
+            self._reporter.measured(progress, most)
+        self._first = False
+
+
+class MemoryFeature(Feature):
+    """--log-memory: a plan of the job is made beside the start of the run, and the reports have both."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.account = MemoryAccount()
+        self._rehearsal = Rehearsal(full_plan)
+
+    def begin(self) -> None:
+        """Have the job planned."""
+        self._rehearsal.begin(self.config)
+
+    def expected(self, context: ParallelContext) -> list[str]:
+        """Take the plan; gives what it says of the fullest rank."""
+        return self.account.expect(self._rehearsal.plan(context), context)
+
+    def watchers(self, run: Run) -> list[Watcher]:
+        """Report after the first step and every so many."""
+        interval = run.config.logging.memory_interval
+        assert interval is not None
+        self.account.step = run.step
+        return [MemoryReports(self.account, run.context, interval, run.reporter)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch._dynamo.utils import calculate_time_spent, counters
 
 from megatron.config.speed import SpeedConfig
+from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
@@ -45,3 +46,11 @@ class CompilationReports(Watcher):
         spent = calculate_time_spent()
         seconds = spent.get("entire_frame_compile", 0.0) + spent.get("entire_backward_compile", 0.0)
         return counters["stats"]["unique_graphs"], seconds, counters["aot_autograd"]["autograd_cache_hit"]
+
+
+class CompilationFeature(Feature):
+    """Reports of what --compile does."""
+
+    def watchers(self, run: Run) -> list[Watcher]:
+        """Report after each step in which something was compiled."""
+        return [CompilationReports(run.config.speed, run.reporter)]

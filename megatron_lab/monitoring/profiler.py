@@ -7,6 +7,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.config.config import Config
+from megatron.config.launcher import launched
 from megatron.config.layer_costs import LayerCosts
 from megatron.config.outputs import LoggingConfig
 from megatron.parallel.collectives import gather_objects
@@ -24,7 +27,11 @@ from megatron.parallel.torch_private import dump_snapshot, record_memory_history
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Op, OpKind
+from megatron.training.failure import together
+from megatron.training.features import Feature, Run
 from megatron.training.step import TrainStep
+from megatron.training.watch import Watcher
+from megatron_lab.schedules.of_run import RunPictures
 
 logger = logging.getLogger(__name__)
 
@@ -346,3 +353,40 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--profile-dir {folder} cannot be made ({error.strerror}).") from error
+
+
+class _Profiling(Watcher):
+    """Has a profiler look at the steps."""
+
+    def __init__(self, profiler: StepProfiler | PipelineProfiler) -> None:
+        self._profiler = profiler
+
+    def around_steps(self) -> AbstractContextManager[object]:
+        """Keep what was recorded, however the steps end."""
+        return self._profiler
+
+    def on_phase(self, name: str, iteration: int | None = None) -> None:
+        """Begin or end a profile before a step's data is read."""
+        if name == "reading data" and iteration is not None:
+            self._profiler.step(iteration)
+
+
+class ProfileFeature(Feature):
+    """--profile."""
+
+    def watchers(self, run: Run) -> list[Watcher]:
+        """Profile the steps of the window."""
+        context = run.context
+        return [_Profiling(together(context, lambda: StepProfiler(run.config.logging, context.rank, context.device)))]
+
+
+class PipelineProfileFeature(Feature):
+    """--profile-pipeline."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._draw = RunPictures().draw if launched().rank == 0 else None
+
+    def watchers(self, run: Run) -> list[Watcher]:
+        """Measure one step, and draw it."""
+        return [_Profiling(together(run.context, lambda: PipelineProfiler(run.config.logging, run.step, run.context, self._draw)))]

@@ -28,6 +28,7 @@ from megatron.parallel.cut import Cut
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.shards import Shard
 from megatron.spec.operations import OpKind
+from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
@@ -293,3 +294,13 @@ def _on_device(sent: tuple[ModelInputs, _Bounds | None], device: torch.device) -
 def _moved(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelInputs:
     changes: dict[str, Any] = {name: move(one) for name, one in vars(inputs).items() if isinstance(one, torch.Tensor)}
     return replace(inputs, **changes, ahead=[(move(labels), move(mask)) for labels, mask in inputs.ahead])
+
+
+class SentinelFeature(Feature):
+    """--sentinel-interval."""
+
+    def watchers(self, run: Run) -> list[Watcher]:
+        """Compare in every N-th step."""
+        interval = run.config.debug.sentinel_interval
+        assert interval is not None
+        return [Sentinel.of(run.config, run.step, interval, run.reporter)]

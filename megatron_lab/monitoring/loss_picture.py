@@ -3,33 +3,28 @@ end."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from megatron.config.version import how_to_install
+from megatron.config.module_start import module_start
+from megatron.config.outputs import run_folder
+from megatron.training.features import Feature, Run
+from megatron.training.startup import PICTURE, REPORT, missing_library
 
-PICTURE, REPORT = "loss.png", "report.html"
 EVERY_S, FIRST_S = 60.0, 15.0
 """Seconds between pictures, and before the first."""
 _AT_MOST_S, _AT_END_S = 120.0, 60.0
 """Seconds that a picture may take, and for which the end of the run waits for the last one and the report."""
 _REST = 20
 """Times as long as a picture took nothing is drawn."""
-LIBRARY = "matplotlib"
-
-
-def missing_library() -> str | None:
-    """What to install for the picture, if it is not there. The library is not imported: the run has no need of it."""
-    if importlib.util.find_spec(LIBRARY) is not None:
-        return None
-    return f"{PICTURE} needs {LIBRARY}, which is not installed: {how_to_install(LIBRARY)}"
 
 
 class LossPicture:
@@ -40,6 +35,7 @@ class LossPicture:
         command: draws the picture of the record of a run, whose folder is given as its last word. It ends with 0, or with a line on
             stderr that says what is wrong. None draws none.
         report: makes the report likewise, when the run ends.
+        environment: of these programs, by default that of this process.
     """
 
     def __init__(
@@ -50,9 +46,11 @@ class LossPicture:
         *,
         every_s: float = EVERY_S,
         first_s: float = FIRST_S,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._commands = {PICTURE: command, REPORT: report}
         self._folder, self._every_s, self._first_s = folder, every_s, first_s
+        self._environment = environment
         self._ending = threading.Event()
         self._told = set[str]()
         self._thread = threading.Thread(target=self._draw_often, name="loss picture", daemon=True)
@@ -73,11 +71,21 @@ class LossPicture:
             with suppress(OSError):
                 self._begin(command, subprocess.DEVNULL)
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.leave()
+
     def _begin(self, command: Sequence[str] | None, stderr: int) -> subprocess.Popen[bytes] | None:
         if command is None:
             return None
         # Ctrl-C in the terminal is for the run alone; the run's cores are not for the picture.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**(os.environ if self._environment is None else self._environment), "OMP_NUM_THREADS": "1"}
         nothing = subprocess.DEVNULL
         return subprocess.Popen(
             [*command, str(self._folder)], stdin=nothing, stdout=nothing, stderr=stderr, start_new_session=True, env=environment
@@ -116,3 +124,19 @@ class LossPicture:
             with suppress(OSError, ValueError):  # stderr may be gone
                 sys.stderr.write(f"{self._folder}/{name} cannot be made ({reason}): training goes on without it\n")
                 sys.stderr.flush()
+
+
+class PictureFeature(Feature):
+    """loss.png while the run goes on, and report.html at its end."""
+
+    def around_run(self, run: Run) -> AbstractContextManager[object]:
+        """Have the first rank start the programs that make them."""
+        logging, folder = run.config.logging, run_folder(run.config.checkpoint, run.config.logging)
+        if run.context.rank != 0 or folder is None:
+            return nullcontext()
+        draw, environment = module_start("megatron_lab", "plot_loss")
+        report, _ = module_start("megatron_lab", "report")
+        draws = logging.loss_picture and missing_library() is None
+        if not draws and not logging.report:
+            return nullcontext()
+        return LossPicture(draw if draws else None, folder, report if logging.report else None, environment=environment)

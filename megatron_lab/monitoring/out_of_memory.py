@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from megatron.config.config import Config
+from megatron.config.given import this_job
 from megatron.spec.operations import OpKind
-from megatron.training.memory_report import MemoryAccount
-from megatron.training.rehearsal import on_this_device, this_job
+from megatron.training.features import Feature
+from megatron.training.state_report import amount
+from megatron.training.step import TrainStep
+from megatron_lab.monitoring.memory_report import MemoryAccount, MemoryFeature
+from megatron_lab.monitoring.rehearsal import on_this_device
 from megatron_lab.planner.fit import levers, memory_limit, most_layers
-from megatron_lab.planner.state_report import amount
 
-_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed", "failed to cuda calloc")
-"""In the messages of torch's allocators, of CUDA, cuBLAS and NCCL."""
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))")
 _KINDS = {
     OpKind.FORWARD: "the forward",
@@ -28,13 +30,6 @@ _KINDS = {
 }
 _WIDE_GAPS = 0.05  # of what the allocator has; more of it in gaps is worth another setting
 _SHOWN = 6
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of the device or of the host is exhausted."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 
 @dataclass
@@ -119,3 +114,21 @@ class Exhaustion:
 def _asked(error: BaseException) -> str:
     found = _ASKED.search(str(error))
     return f": {found.group(1)} more were asked for" if found else ""
+
+
+def words_for(
+    error: BaseException, config: Config, features: Iterable[Feature], step: TrainStep | None, before: int, vocab_size: int
+) -> str:
+    """The message of a run whose memory is exhausted.
+
+    Args:
+        config: the settings as they were given.
+        features: of the run, one of which may know its plan.
+        step: if the model is built.
+        before: bytes of host memory that the process had before it was.
+        vocab_size: rows of the word embedding, as far as they are known.
+    """
+    known = (feature.account for feature in features if isinstance(feature, MemoryFeature))
+    account = next(known, MemoryAccount(before))
+    account.step = step
+    return Exhaustion(config, account, vocab_size).words(error)
