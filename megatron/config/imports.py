@@ -1,4 +1,4 @@
-"""The modules of the user's own that --imports names."""
+"""Imports by name: modules of the user's own (--imports), and parts that few runs use, in tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megatron.config.errors import Violation
+
+
+def named(text: str) -> Any:
+    """Import what a text such as `package.module:Name` names. A table of such texts imports only what is taken from it."""
+    module, _, name = text.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def import_modules(names: Iterable[str]) -> Iterator[Violation]:

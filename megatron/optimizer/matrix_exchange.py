@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.optimizer.matrix_plan import STAGE_AXES, Matrix, MatrixPlan, MatrixRound, Move
+from megatron.optimizer.matrix_plan import Matrix, MatrixPlan, MatrixRound, Move
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.collectives import Pending, start_exchange
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.topology import STAGE_AXES
 
 Compute = Callable[[int], None]
 """Computes the results of one round: from `MatrixExchange.whole` to `MatrixExchange.results`."""

@@ -23,10 +23,7 @@ from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import DividedParam
-from megatron.parallel.topology import GRADIENT_AXES
-
-STAGE_AXES = ("tp", *GRADIENT_AXES)
-"""The ranks of a stage: together they hold its matrices."""
+from megatron.parallel.topology import STAGE_AXES
 
 MOST_ELEMENTS = 2**24
 """Elements that a rank makes whole in one round, unless one matrix has more: so many that products of equal shape can go together,

@@ -11,18 +11,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.config.imports import named
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.placement import Link, OnDevice, OnHost, StatePlacement, choose_offloaded
-from megatron.optimizer.qk_clip import QKClip
 from megatron.optimizer.rule import Update, UpdateRule
 from megatron.optimizer.rules import rules_of
 from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import DividedParam, Shard, ShardGroup
 from megatron.spec.groups import RUN_ENDS, RateEnds, groups_of
+
+if TYPE_CHECKING:
+    from megatron.optimizer.qk_clip import QKClip
 
 
 class ShardedOptimizer:
@@ -69,7 +73,9 @@ class ShardedOptimizer:
         self._clip: QKClip | None = None
         if config.qk_clip:
             assert largest is not None, "they were watched"
-            self._clip = QKClip(largest, config.qk_clip_threshold, config.qk_clip_alpha, context)
+            self._clip = named("megatron.optimizer.qk_clip:QKClip")(
+                largest, config.qk_clip_threshold, config.qk_clip_alpha, context
+            )
         self._placements: list[list[StatePlacement]] = []
         for group in self.groups:
             # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.

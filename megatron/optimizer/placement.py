@@ -16,10 +16,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.optimizer.qk_clip import QKClip
 from megatron.optimizer.rule import KeptState, Target, Update, Updater, UpdateRule
 from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.boxes import FlatPiece, aligned
@@ -29,6 +29,9 @@ from megatron.parallel.shards import Shard, ShardGroup
 from megatron.parallel.state_shape import ELEMENTS
 from megatron.parallel.torch_private import foreach_copy_, foreach_lerp_
 from megatron.spec.groups import GroupOf
+
+if TYPE_CHECKING:
+    from megatron.optimizer.qk_clip import QKClip
 
 # Elements that a thread updates before it rounds them to the model's dtype: so few that `main` is then still in its cache (Adam
 # touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from megatron.config.flags import flag_for
+from megatron.config.imports import named
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.adafactor import Adafactor
-from megatron.optimizer.eight_bits import EightBitAdamW
 from megatron.optimizer.elementwise import SGD, AdamW, AdEMAMix, CountsRule, Lion
-from megatron.optimizer.lamb import Lamb
-from megatron.optimizer.muon import Muon
 from megatron.optimizer.rule import UpdateRule
 from megatron.parallel.params import ParamRecord
 from megatron.spec.groups import groups_of
@@ -35,10 +32,10 @@ RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
     "sgd": lambda config: for_all(SGD(config)),
     "lion": lambda config: for_all(Lion(config)),
     "ademamix": lambda config: for_all(AdEMAMix(config)),
-    "adafactor": lambda config: for_all(Adafactor(config)),
-    "adam8bit": lambda config: vectors_by(AdamW(config), EightBitAdamW(config)),
-    "lamb": lambda config: vectors_by(AdamW(config), Lamb()),
-    "muon": lambda config: for_all(Muon(config)),
+    "adafactor": lambda config: for_all(named("megatron.optimizer.adafactor:Adafactor")(config)),
+    "adam8bit": lambda config: vectors_by(AdamW(config), named("megatron.optimizer.eight_bits:EightBitAdamW")(config)),
+    "lamb": lambda config: vectors_by(AdamW(config), named("megatron.optimizer.lamb:Lamb")()),
+    "muon": lambda config: for_all(named("megatron.optimizer.muon:Muon")(config)),
 }
 """The rules by the value of --optimizer, or of a group's."""
 

@@ -41,6 +41,8 @@ DATA_AXES = ("dp",)
 """The data group: its ranks read different samples. The ranks along cp read the same ones, and share each sequence."""
 GRADIENT_AXES = ("cp", "dp")
 """The gradient group: its ranks hold the same parameters, and the sum of their gradients is that of the whole batch."""
+STAGE_AXES = ("tp", *GRADIENT_AXES)
+"""The ranks of a stage: together they hold its matrices."""
 
 
 @dataclass(frozen=True)

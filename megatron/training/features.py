@@ -5,12 +5,12 @@ They lie outside of the core, which knows them by the names in `FEATURES` alone.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.config.outputs import run_folder
 from megatron.memory.host import process_bytes
 from megatron.parallel.context import ParallelContext
@@ -90,8 +90,7 @@ class Requested:
 
     def load(self) -> Callable[[Config], Feature]:
         """Import the class."""
-        module, _, name = self.made_by.partition(":")
-        found: Callable[[Config], Feature] = getattr(importlib.import_module(module), name)
+        found: Callable[[Config], Feature] = named(self.made_by)
         return found
 
 
@@ -123,7 +122,7 @@ FEATURES = (
     PICTURES,
 )
 """All of them. Those of a run watch it in this order."""
-_OUT_OF_MEMORY = "megatron_lab.monitoring.out_of_memory"
+_OUT_OF_MEMORY = "megatron_lab.monitoring.out_of_memory:words_for"
 
 
 class Features:
@@ -180,7 +179,5 @@ class Features:
 
     def _words(self, error: BaseException) -> str:
         """Explain that memory is exhausted."""
-        words: str = importlib.import_module(_OUT_OF_MEMORY).words_for(
-            error, self._config, self, self._step, self._bytes_before, self._vocab_size
-        )
+        words: str = named(_OUT_OF_MEMORY)(error, self._config, self, self._step, self._bytes_before, self._vocab_size)
         return words

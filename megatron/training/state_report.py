@@ -13,10 +13,9 @@ from megatron.data_parallel.fsdp_plan import own_modules
 from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StateReport, state_layout
 from megatron.data_parallel.traffic import Sent, axes_in_words
 from megatron.model.build import Model
-from megatron.optimizer.matrix_plan import STAGE_AXES
 from megatron.optimizer.state_size import OptimizerState, stage_size
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import STAGE_AXES, Topology
 from megatron.spec.operations import Op, OpKind, Schedule
 
 

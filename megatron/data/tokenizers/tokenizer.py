@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from megatron.config.data import DataConfig, TokenizerType
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.config.imports import named
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron.data.tokenizers.vocabulary_files import read_gpt2_bpe, read_tiktoken
 
 
 def required_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:
@@ -87,12 +85,22 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         return NullTokenizer(config.vocab_size)
     if kind == "GPT2BPETokenizer":
         vocab_file = required_file("--vocab-file", config.vocab_file, kind)
-        return ByteBPETokenizer(read_gpt2_bpe(vocab_file, required_file("--merge-file", config.merge_file, kind)))
+        return _byte_bpe("read_gpt2_bpe", vocab_file, required_file("--merge-file", config.merge_file, kind))
     if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(required_tokenizer_json(config.tokenizer_model, kind))
+        found: Tokenizer = named("megatron.data.tokenizers.huggingface:HuggingFaceTokenizer")(
+            required_tokenizer_json(config.tokenizer_model, kind)
+        )
+        return found
     if kind == "TikTokenizer":
-        return ByteBPETokenizer(read_tiktoken(required_file("--tokenizer-model", config.tokenizer_model, kind), config))
+        return _byte_bpe("read_tiktoken", required_file("--tokenizer-model", config.tokenizer_model, kind), config)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         path = required_file("--tokenizer-model", config.tokenizer_model, kind)
         return SentencePieceTokenizer(path, add_bos=kind == "Llama2Tokenizer")
     raise ValueError(f"--tokenizer-type must be one of {', '.join(get_args(TokenizerType))}, not {kind}.")
+
+
+def _byte_bpe(reader: str, *source: object) -> Tokenizer:
+    """The tokenizer of a vocabulary, which a function of `vocabulary_files.py` reads."""
+    vocabulary = named(f"megatron.data.tokenizers.vocabulary_files:{reader}")(*source)
+    found: Tokenizer = named("megatron.data.tokenizers.byte_bpe:ByteBPETokenizer")(vocabulary)
+    return found
