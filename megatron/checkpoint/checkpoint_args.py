@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.save_folder import checkpoint_name, iterations_in, latest_in
-from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage, open_storage
+from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation

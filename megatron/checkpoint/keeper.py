@@ -33,7 +33,8 @@ from megatron.checkpoint.node_link import CHUNK_BYTES, serve
 from megatron.checkpoint.node_storage import FOLDER_VARIABLE, LOCATION, STATE_FOLDER, Nodes, NodeStorage
 from megatron.checkpoint.owner import process_of
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, find_checkpoint, iteration_of, latest_in, manifest_in
-from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage, open_storage
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.module_start import module_start
 
 _MEMORY = Path("/dev/shm")

@@ -27,7 +27,8 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, torch_dtype
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
 from megatron.checkpoint.save_folder import manifest_in
-from megatron.checkpoint.storage import Place, Storage, open_storage
+from megatron.checkpoint.storage import Place, Storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
 from megatron.parallel.context import Group
 

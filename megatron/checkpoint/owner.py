@@ -20,7 +20,8 @@ from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import RUN
-from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage_kinds import open_storage
 
 ALIVE = "run.alive"
 BEAT_S = 10.0

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, StoredFile, joined, part_from_json
-from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Place, Storage, open_storage
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Place, Storage
+from megatron.checkpoint.storage_kinds import open_storage
 
 LATEST = "latest_checkpointed_iteration.txt"
 RUN = "run.json"

@@ -7,20 +7,19 @@ tensors, one at a time. So a conversion never holds more than one tensor, and ev
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
 
 from megatron.checkpoint.content_sums import content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, bytes_of, torch_dtype
-from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint, iterations_in, manifest_in, read_json
-from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Place, Storage, open_storage
+from megatron.checkpoint.save_folder import manifest_in, read_json
+from megatron.checkpoint.storage import CONFIG, STATE, Place
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig
@@ -207,114 +206,3 @@ class StoredCheckpoint:
         if content != tensor.content:
             raise DamagedCheckpointError(f"{self.name}: {name} has the content sums {content}, the manifest says {tensor.content}")
         return found
-
-
-class FolderKind(StrEnum):
-    """Kinds of folders that hold weights."""
-
-    CHECKPOINT = "one checkpoint"
-    RUN = "a --save folder"
-    LEGACY = "a checkpoint of Megatron-LM"
-    DIST = "a torch_dist checkpoint of Megatron-Core"
-    HUGGING_FACE = "a Hugging Face folder"
-
-
-_DIST = {"metadata.json", "common.pt"}
-"""Files of a torch_dist checkpoint."""
-FOREIGN = (FolderKind.LEGACY, FolderKind.DIST, FolderKind.HUGGING_FACE)
-"""The kinds that other programs write."""
-
-
-def kind_of(storage: Storage) -> FolderKind | None:
-    """The kind of a folder; None if it holds no weights of a known kind."""
-    names = storage.names()
-    if MANIFEST in names:
-        return FolderKind.CHECKPOINT
-    iterations = [checkpoint_name(iteration) for iteration in iterations_in(storage)]
-    inside = {name: storage.names(name) for name in (*iterations, *(["release"] if "release" in names else []))}
-    if any(MANIFEST in files for files in inside.values()):
-        return FolderKind.RUN
-    if any(name.startswith("mp_rank_") for files in (names, *inside.values()) for name in files):
-        return FolderKind.LEGACY
-    if any(_DIST <= {*files} for files in (names, *inside.values())):
-        return FolderKind.DIST
-    if iterations:
-        return FolderKind.RUN  # none of these is complete
-    if CONFIG in names and _names_a_model(storage):
-        return FolderKind.HUGGING_FACE
-    return None
-
-
-def _names_a_model(storage: Storage) -> bool:
-    """Whether config.json has a model type, as that of a Hugging Face folder does."""
-    try:
-        content = json.loads(storage.read(CONFIG))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "model_type" in content
-
-
-def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
-    """Open the weights in a folder.
-
-    Args:
-        path: a --save folder, of which the newest complete checkpoint is taken, or one checkpoint in it (both also by URL); a
-            Hugging Face folder; a folder of Megatron-LM in either format, or one iteration in it.
-        step: the iteration to take from a folder that holds several.
-        vocab_size: rows of the word embedding without padding, for a checkpoint of Megatron-LM that does not give it.
-        average: take the moving average of the weights (--ema-decay) for the weights.
-
-    Raises:
-        CheckpointError: there is no such folder, or it is none of these, or `step` is not in it.
-        DamagedCheckpointError: no checkpoint there is complete.
-    """
-    storage = open_storage(path)
-    kind = kind_of(storage)
-    if kind in (FolderKind.CHECKPOINT, FolderKind.HUGGING_FACE) and step is not None:
-        raise CheckpointError(f"{path} is {kind}: there is no iteration {step} to choose")
-    if average and kind in FOREIGN:
-        raise CheckpointError(f"{path} is {kind}, which holds no average of the weights: leave --ema out")
-    if kind is FolderKind.CHECKPOINT:
-        return StoredCheckpoint(path, average=average)
-    if kind is FolderKind.RUN:
-        notes: list[str] = []
-        found = find_checkpoint(path, step, tell=notes.append)
-        assert found is not None, "there is an iteration"
-        return StoredCheckpoint(found, notes, average=average)
-    if kind in (FolderKind.LEGACY, FolderKind.DIST):
-        from megatron.checkpoint.dist_checkpoint import DistCheckpoint
-        from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
-
-        if step is not None and checkpoint_name(step) not in storage.names():
-            raise CheckpointError(f"{path} has no iteration {step}")
-        opened = LegacyCheckpoint if kind is FolderKind.LEGACY else DistCheckpoint
-        return opened(path if step is None else storage.at(checkpoint_name(step)), vocab_size)
-    if kind is FolderKind.HUGGING_FACE:
-        from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-
-        return HuggingFaceFolder(path)
-    if not (names := storage.names()):
-        raise CheckpointError(f"{path}: there is no such folder, or it is empty")
-    raise CheckpointError(
-        f"{path} holds no weights that are known here ({listed(names)}). It may be a --save folder (iter_* and {LATEST}), one "
-        f"checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "
-        "(mp_rank_*/model_optim_rng.pt, or metadata.json and common.pt of torch_dist)"
-    )
-
-
-def refuse_foreign(folder: str) -> None:
-    """Refuse a folder that is no save folder: it is no reason to begin with random weights.
-
-    Raises:
-        CheckpointError: it is one of another program, or no folder.
-    """
-    storage = open_storage(folder)
-    if storage.local is not None and storage.local.exists() and not storage.local.is_dir():
-        what = "a file" if storage.local.is_file() else "a device or a pipe"
-        raise CheckpointError(f"{folder} is {what}: give the --save folder of a run")
-    kind = kind_of(storage)
-    if kind in FOREIGN:
-        raise CheckpointError(
-            f"{folder} is {kind}, not a --save folder: bring it into one by tools/checkpoint.py import, which says how a run goes "
-            "on with that"
-        )

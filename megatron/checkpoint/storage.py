@@ -1,15 +1,12 @@
 """The interface of storages for saving and loading: a local folder (`local_storage.py`), an object store through fsspec
-(`object_storage.py`), or the memory of the nodes (`node_storage.py`). It knows nothing of tensors."""
+(`object_storage.py`), or the memory of the nodes (`node_storage.py`); `storage_kinds.py` chooses. It knows nothing of tensors."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
-
-from megatron.config.extras import filesystem
 
 
 class Reading(Protocol):
@@ -164,26 +161,3 @@ class Draft(Protocol):
 def is_url(location: str) -> bool:
     """Whether the location is no local path."""
     return "://" in location and not location.startswith("file://")
-
-
-def open_storage(location: str | os.PathLike[str]) -> Storage:
-    """The folder with this path or URL, which need not exist.
-
-    Args:
-        location: a local path, also as `file:///path`; a URL that fsspec knows, such as `s3://bucket/folder`; or
-            `nodes://state`, the memory of the nodes of this job.
-
-    Raises:
-        ValueError: fsspec, or the package that it needs for this kind of URL, is not installed, or it knows no such kind.
-    """
-    from megatron.checkpoint.local_storage import LocalStorage
-    from megatron.checkpoint.node_storage import LOCATION, NodeStorage
-    from megatron.checkpoint.object_storage import ObjectStorage
-
-    text = os.fspath(location)
-    if text.startswith(LOCATION):
-        return NodeStorage.at_url(text)
-    if not is_url(text):
-        return LocalStorage(Path(text.removeprefix("file://")))
-    files, root = filesystem(text)
-    return ObjectStorage(text.rstrip("/"), files, root)

@@ -25,7 +25,8 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.manifest import Manifest, part_from_json
 from megatron.checkpoint.rank_parts import write_part
 from megatron.checkpoint.save_folder import checkpoint_name, commit, retain
-from megatron.checkpoint.storage import Draft, open_storage
+from megatron.checkpoint.storage import Draft
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.checkpoint.writer_messages import (
     Alive,
     Begin,

@@ -7,17 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from megatron.memory.host import HostMemory
-    from megatron.memory.offload import LayerOnHost
+from megatron.memory.host import HostMemory
 
 BeforeRemake = Callable[[Sequence[nn.Module]], None]
 """Is called with the modules of a region before it runs again: their parameters must have memory then."""
+
+
+class MovedLayer(Protocol):
+    """A layer whose saved tensors are in host memory between its forward and its backward (`megatron.memory.offload`)."""
+
+    remade_ahead: bool
+    """Whether it runs again in an operation of its own, before backward."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each storage that is in host memory and not asked back yet."""
+
+    def settle(self) -> None:
+        """Give the device copies free. Whatever is computed from now on waits until they have been copied."""
+
+    def fetch(self) -> None:
+        """Begin to bring back what was moved."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Begin to move a tensor, if that is worth it. The result takes its place."""
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor of which `pack` gave this."""
 
 
 class Kept:
@@ -42,9 +63,9 @@ class Kept:
         self.living = {storage_key(tensor) for tensor in living}
         self.remakes: list[Callable[[], None]] = []
         """Runs a region again: one for each that the schedule may remake, in the order of the forward."""
-        self.layers: list[LayerOnHost] = []
+        self.layers: list[MovedLayer] = []
         """Those chosen to have their tensors in host memory, in the order of the forward."""
-        self.on_host: LayerOnHost | None = None
+        self.on_host: MovedLayer | None = None
         """The one of them that runs its forward now."""
 
     def remake_last(self) -> None:

@@ -13,7 +13,6 @@ from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.memory.recompute import recomputed
 from megatron.model.attention import Attention
-from megatron.model.compiled import CompiledBlock
 from megatron.model.dropout import Seeds, dropout
 from megatron.model.experts import Experts
 from megatron.model.key_value_cache import KeyValueCache
@@ -55,8 +54,8 @@ class Block(nn.Module):
         self.mlp = _mlp_of(scope.child("mlp"), spec.mlp, layer, remakes_activation="mlp_act" in selective)
         self.has_experts = isinstance(self.mlp, Experts)
         self.mlp_post_norm = norm("mlp_post_norm")
-        self.compiled: CompiledBlock | None = None
-        """Runs the layer in its place, where there is a backward."""
+        self.compiled: Callable[..., torch.Tensor] | None = None
+        """Runs the layer in its place, where there is a backward (`megatron.model.compiled`)."""
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,14 +22,12 @@ from megatron.attention.backends import kernels_in_use
 from megatron.attention.core import one_kernel
 from megatron.attention.documents import Documents
 from megatron.config.speed import CompileBackend, SpeedConfig
+from megatron.model.block import Block
 from megatron.model.dropout import GraphSeeds
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.torch_private import compiler_mode_options, configure_compiler
 from megatron.parallel.vectors import entered, vector_users
 from megatron.tensor_parallel.layers import LinearLayer
-
-if TYPE_CHECKING:
-    from megatron.model.block import Block
 
 _MOST_COMPILATIONS = 64
 """Compilations of one function: for layers, lengths and settings that differ. torch would stop at 8."""

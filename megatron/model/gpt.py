@@ -13,14 +13,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron.attention.documents import Documents
 from megatron.attention.largest import LargestScores, LayerScores
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.block import Block
 from megatron.model.dropout import dropout
 from megatron.model.experts import Experts, ManyMLPs
-from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.inputs import ModelInputs
 from megatron.model.multi_token import MultiTokenPrediction
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
@@ -28,7 +27,6 @@ from megatron.model.rope import rotary_table
 from megatron.model.treatment import Treatment, treatments
 from megatron.moe.balance import Balance
 from megatron.parallel.collectives import own_part
-from megatron.parallel.random import DropoutKey
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.layers import layers, norm_of
@@ -36,33 +34,6 @@ from megatron.spec.rotary import RotarySpec
 from megatron.spec.segments import Segment
 from megatron.spec.weights import score_row
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """The tensors of one microbatch on one rank, all [s, b]. The first stage has tokens, the last has labels and mask."""
-
-    positions: torch.Tensor
-    tokens: torch.Tensor | None = None
-    labels: torch.Tensor | None = None
-    loss_mask: torch.Tensor | None = None
-    dropout_key: DropoutKey | None = None
-    """Key of the dropout masks; None switches dropout off (evaluation)."""
-    documents: Documents | None = None
-    """Bounds that attention does not cross; None where a token attends to its whole sample."""
-    cache: KeyValueCache | None = None
-    """Keys and values of the tokens before these, when text is generated; None for whole samples."""
-
-    ahead: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    """Labels and loss mask of 1, 2, ... places further on, for multi-token prediction, where another context rank may hold them."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest sequence as a whole: also those that other context ranks hold, and those that are still to be
-        generated."""
-        if self.cache is not None:
-            return self.cache.capacity
-        return len(self.positions) if self.documents is None else self.documents.length
 
 
 class Embedding(nn.Module):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 from megatron.config.model import ModelConfig
 from megatron.model.block import Block
+from megatron.model.inputs import ModelInputs
 from megatron.model.norms import Norm
 from megatron.model.output_layer import OutputLayer
 from megatron.model.rope import rotary_table
@@ -31,9 +31,6 @@ from megatron.spec.segments import Segment
 from megatron.spec.weights import WORD_EMBEDDING, outside_layers
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.tensor_parallel.linear import parallel_linear
-
-if TYPE_CHECKING:
-    from megatron.model.gpt import ModelInputs
 
 
 class Depth(nn.Module):

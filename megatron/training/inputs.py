@@ -24,7 +24,7 @@ from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.metrics.run_warnings import Corpus
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.cut import Cut, balanced, token_costs
 from megatron.parallel.random import DropoutKey

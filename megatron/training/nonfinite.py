@@ -10,20 +10,32 @@ import dataclasses
 import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
 from megatron.attention.documents import Documents
 from megatron.checkpoint.errors import listed
-from megatron.model.gpt import ModelInputs
+from megatron.data_parallel.provider import Inspect, Provider
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.context import Group
+from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.training.failure import NonFiniteError, ranks_in_words
 
-if TYPE_CHECKING:
-    from megatron.training.step import TrainStep
+
+class RepeatableStep(Protocol):
+    """A training step as far as it is run again here (`megatron.training.step.TrainStep`)."""
+
+    context: ParallelContext
+    providers: list[Provider]
+    look_at_loss: Callable[[int, torch.Tensor], None]
+    """Receives the number of each microbatch, from 0 on, and its loss, on the last stage."""
+
+    def gradients(
+        self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None, again: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill the gradients; `inspect` receives this rank's own as they are written."""
 
 
 class _Repeated(NamedTuple):
@@ -48,7 +60,7 @@ class _Place(NamedTuple):
     """Their numbers, for each microbatch; empty where they are not known."""
 
 
-def raise_nonfinite(step: TrainStep, batch: Sequence[ModelInputs], iteration: int, loss_sum: float) -> NoReturn:
+def raise_nonfinite(step: RepeatableStep, batch: Sequence[ModelInputs], iteration: int, loss_sum: float) -> NoReturn:
     """Find where it began, and raise the same error everywhere. All ranks call it together.
 
     Args:
@@ -85,7 +97,7 @@ def raise_nonfinite(step: TrainStep, batch: Sequence[ModelInputs], iteration: in
     raise NonFiniteError("\n".join(lines))
 
 
-def _on_other_ranks(step: TrainStep, batch: Sequence[ModelInputs], here: Sequence[_Repeated]) -> str:
+def _on_other_ranks(step: RepeatableStep, batch: Sequence[ModelInputs], here: Sequence[_Repeated]) -> str:
     """Run the step with the microbatches of the data rank before, and say what follows. All ranks call it together."""
     context, group = step.context, step.context.data_group
     if group.size == 1:
@@ -156,7 +168,7 @@ def _words(number: int, verdict: str, ranks: Sequence[int], here: Sequence[_Repe
     }[verdict]
 
 
-def _run_again(step: TrainStep, batch: Sequence[ModelInputs]) -> _Repeated:
+def _run_again(step: RepeatableStep, batch: Sequence[ModelInputs]) -> _Repeated:
     names: set[str] = set()
     lossy: list[int] = []
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
+from megatron.checkpoint.folder_kinds import refuse_foreign
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
 from megatron.checkpoint.node_storage import LOCATION
 from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_config, read_state
-from megatron.checkpoint.source import refuse_foreign
-from megatron.checkpoint.storage import MANIFEST, Place, open_storage
+from megatron.checkpoint.storage import MANIFEST, Place
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.config import Config
 from megatron.config.model import FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig, free_at_beginning
 from megatron.config.outputs import CheckpointConfig

@@ -20,7 +20,8 @@ from megatron.checkpoint.owner import Heartbeat, refuse_living_owner
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.save_folder import RUN, Retention, check_for_strangers, check_writable, checkpoint_name, retain
 from megatron.checkpoint.savers import BackgroundSaver, Say, TensorSaver
-from megatron.checkpoint.storage import Storage, open_storage
+from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.grad_scaler import GradScaler

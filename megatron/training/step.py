@@ -21,7 +21,7 @@ from megatron.data_parallel.provider import Inspect
 from megatron.data_parallel.traffic import StepSums
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.moe.balance import BalanceResult
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums

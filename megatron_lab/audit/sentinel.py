@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.attention.documents import Documents
 from megatron.config.config import Config
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import all_reduce, gather_objects, passed_object, passed_tensor
 from megatron.parallel.cut import Cut

@@ -20,7 +20,7 @@ from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.savers import TensorSaver
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron_lab.benchmarks.checkpoint_save import held_tensors
 from megatron_lab.benchmarks.pairs import Seconds, all_ranks, in_turns, show, slowest, timed_together

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.save_folder import Retention
 from megatron.checkpoint.savers import BackgroundSaver, TensorSaver
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.parallel.context import SELF_GROUP
 from megatron_lab.benchmarks.pairs import Seconds, all_ranks, in_turns, show, slowest, timed_together

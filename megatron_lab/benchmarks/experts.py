@@ -25,7 +25,7 @@ from megatron.config.parallel import ParallelConfig, TokenDispatcher
 from megatron.config.training import OptimizerConfig
 from megatron.model.build import build_model
 from megatron.model.experts import Experts
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.context import ParallelContext, make_context

@@ -19,7 +19,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import DocumentRules, SampleSource
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.training.inputs import BatchMaker

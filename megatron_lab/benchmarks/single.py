@@ -25,7 +25,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
 from megatron.model.build import build_model
 from megatron.model.compiled import BlockCompiler
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import make_context

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print."""
-    from megatron.checkpoint.source import open_source
+    from megatron.checkpoint.opening import open_source
 
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance {args.tolerance}: it must not be negative")

@@ -91,9 +91,10 @@ def run(args: argparse.Namespace) -> int:
     from megatron.checkpoint.as_used import as_used
     from megatron.checkpoint.folded_source import folded
     from megatron.checkpoint.huggingface.families import fitting
-    from megatron.checkpoint.source import open_source
+    from megatron.checkpoint.opening import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
-    from megatron_lab.checkpoints.huggingface_writer import Export, SpecialTokens, export
+    from megatron_lab.checkpoints.exported import Export
+    from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
     from megatron_lab.checkpoints.model_card import UNKNOWN, Trained, model_card, next_steps
     from megatron_lab.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 

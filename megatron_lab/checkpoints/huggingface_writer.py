@@ -27,7 +27,8 @@ from megatron.checkpoint.huggingface.weight_files import INDEX, SINGLE
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry, header_bytes, in_files
 from megatron.checkpoint.source import WeightSource, misfits
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
+from megatron_lab.checkpoints.exported import Export
 from megatron_lab.checkpoints.model_card import UNKNOWN, model_card
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -46,24 +47,6 @@ class SpecialTokens:
     def to_json(self) -> dict[str, int | None]:
         """The ids by transformers' names."""
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
-
-
-@dataclass(frozen=True)
-class Export:
-    """The result of an export."""
-
-    folder: Path
-    family: str
-    dtype: str
-    num_parameters: int
-    num_bytes: int
-    """Bytes of the weights."""
-    peak_bytes: int
-    """The most bytes of weights held at a time: the largest parameter in its own dtype and in that of the files, or in parts."""
-    notes: list[str]
-    """Notes for the user."""
-    checked: str | None
-    """The sentence that `check` returned."""
 
 
 def export(

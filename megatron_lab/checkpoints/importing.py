@@ -157,7 +157,7 @@ def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
     from megatron.checkpoint.adapters import merged
     from megatron.checkpoint.megatron_source import MegatronSource
-    from megatron.checkpoint.source import open_source
+    from megatron.checkpoint.opening import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
 
     source = merged(open_source(args.source, args.step, average=args.ema))

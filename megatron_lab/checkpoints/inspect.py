@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it."""
-    from megatron.checkpoint.source import open_source
+    from megatron.checkpoint.opening import open_source
 
     found = describe(open_source(args.source, args.step))
     print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from megatron.checkpoint.source import StoredCheckpoint, WeightSource
 from megatron.config.config import Config
@@ -16,10 +15,8 @@ from megatron.config.version import DISTRIBUTION
 from megatron.metrics.history import read_history
 from megatron.parallel.topology import Topology
 from megatron.training.progress import Progress
+from megatron_lab.checkpoints.exported import Export
 from megatron_lab.checkpoints.text import size
-
-if TYPE_CHECKING:
-    from megatron_lab.checkpoints.huggingface_writer import Export
 
 UNKNOWN = "unknown"
 """What stands in the licence field until somebody names a licence."""

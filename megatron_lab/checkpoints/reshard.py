@@ -40,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write it, and say what was written."""
     from megatron.checkpoint.errors import CheckpointError
+    from megatron.checkpoint.opening import open_source
     from megatron.checkpoint.save_folder import checkpoint_name, iteration_of
-    from megatron.checkpoint.source import StoredCheckpoint, open_source
-    from megatron.checkpoint.storage import open_storage
+    from megatron.checkpoint.source import StoredCheckpoint
+    from megatron.checkpoint.storage_kinds import open_storage
     from megatron_lab.checkpoints.layout_files import files_of_layout
     from megatron_lab.checkpoints.stream import write_checkpoint
 

@@ -13,7 +13,7 @@ from megatron.checkpoint.global_tensor import bytes_of, dtype_name
 from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, commit, encoded, merged
 from megatron.checkpoint.source import TensorInfo
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box
 
 _TOKEN = "0"

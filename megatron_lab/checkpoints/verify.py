@@ -47,7 +47,8 @@ def _places(source: str, step: int | None) -> Iterator[Storage | str]:
     """The checkpoints to read, and what is wrong with the folder."""
     from megatron.checkpoint.errors import CheckpointError
     from megatron.checkpoint.save_folder import LATEST, checkpoint_name, iterations_in, latest_in
-    from megatron.checkpoint.storage import MANIFEST, open_storage
+    from megatron.checkpoint.storage import MANIFEST
+    from megatron.checkpoint.storage_kinds import open_storage
 
     folder = open_storage(source)
     if folder.size(MANIFEST) is not None:

@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from megatron.checkpoint.source import open_source
+    from megatron.checkpoint.opening import open_source
     from megatron.parallel.context import connect, disconnect
     from megatron_lab.schedules.figure import require_matplotlib, save_figure
 

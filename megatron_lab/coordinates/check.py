@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.config import Config
-from megatron.model.gpt import GPTChunk, ModelInputs
+from megatron.model.gpt import GPTChunk
+from megatron.model.inputs import ModelInputs
 from megatron_lab.memory.measure import prepare
 
 Sizes = Mapping[str, Sequence[float]]

@@ -110,7 +110,7 @@ def opened(
     Raises:
         ValueError: there is no such model, it cannot be split so, or its tokenizer is not known or not its own.
     """
-    from megatron.checkpoint.source import open_source
+    from megatron.checkpoint.opening import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from megatron.parallel.context import connect, disconnect
     from megatron_lab.inference.model_from_source import model_from

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import all_gather, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.training.progress import Progress

@@ -17,7 +17,7 @@ from megatron.config.config import Config
 from megatron.data.samples import DocumentRules, SamplePiece, read_microbatch
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.model.build import Model, model_of
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.params import materialize
 from megatron.parallel.random import DropoutKey

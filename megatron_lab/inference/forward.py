@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.attention.documents import samples
 from megatron.model.build import Model
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext

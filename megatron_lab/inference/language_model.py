@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from megatron.checkpoint.source import open_source
+from megatron.checkpoint.opening import open_source
 from megatron.checkpoint.storage import Place
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.config.config import Config
 from megatron.model.build import model_of
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import Op

@@ -19,7 +19,7 @@ import torch
 from megatron.config.config import Config
 from megatron.config.given import DryRun, check_output, this_job
 from megatron.config.launcher import launched
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.training.features import Feature, Run

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from megatron.attention.documents import ByLength, Documents, Made, Run
 from megatron.config.data import DataConfig
 from megatron.model.build import Model
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import Group
 from megatron.parallel.cut import Cut, balanced, token_costs
 from megatron.parallel.random import DropoutKey

@@ -12,7 +12,7 @@ from megatron.attention.backends import backend_in_use
 from megatron.config.config import Config
 from megatron.metrics.timers import Timers
 from megatron.model.build import model_of
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, connect
 from megatron.parallel.random import DropoutKey
 from megatron.training import startup

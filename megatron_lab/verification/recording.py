@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.model.gpt import GPTChunk, ModelInputs
+from megatron.model.gpt import GPTChunk
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.shards import Shard
 from megatron.spec.operations import Op, OpKind
 from megatron.training.step import StepResult, TrainStep

@@ -26,7 +26,7 @@ from megatron.checkpoint.rank_parts import RankPart, share_out
 from megatron.checkpoint.rank_writer import WriterProcess
 from megatron.checkpoint.save_folder import LATEST, RUN, Retention, checkpoints, find_checkpoint, read_config, read_state
 from megatron.checkpoint.savers import BackgroundSaver, TensorSaver, described, reader_of
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.checkpoint.writer_messages import (
     Alive,
     Begin,

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.source import StoredCheckpoint, open_source
+from megatron.checkpoint.opening import open_source
+from megatron.checkpoint.source import StoredCheckpoint
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer

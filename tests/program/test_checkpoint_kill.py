@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, iterations_in, latest_in
-from megatron.checkpoint.storage import MANIFEST, open_storage
+from megatron.checkpoint.storage import MANIFEST
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron_lab.verification.local_ranks import die_with
 from tests.support.runs import (
     Ended,

@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.save_folder import Retention, checkpoint_name, find_checkpoint, latest_in, read_state, retain
 from megatron.checkpoint.savers import TensorSaver
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from tests.support.checkpoint_worlds import group_of, load_tensors, whole
 from tests.support.runs import arguments, digest, run
 

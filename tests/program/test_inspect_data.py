@@ -13,7 +13,7 @@ import torch
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.training.inputs import Batches, RunBatches
 from megatron_lab.commands import inspect_data
 from tests.support.runs import arguments, run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.source import open_source
+from megatron.checkpoint.opening import open_source
 from megatron_lab.commands.inspect_routing import LayerUse, main
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.runs import arguments, run

@@ -20,7 +20,7 @@ from megatron.checkpoint import keeper
 from megatron.checkpoint.node_storage import STATE_FOLDER
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.cli import load
 from megatron.config.given import DryRun
 from megatron.model.build import model_dtype

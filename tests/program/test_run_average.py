@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import open_source
+from megatron.checkpoint.opening import open_source
 from megatron_lab.commands.checkpoint import main
 from megatron_lab.commands.generate_text import main as generate
 from tests.support.equality import assert_equal_tensors

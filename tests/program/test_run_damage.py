@@ -22,7 +22,8 @@ from megatron.checkpoint.content_sums import Checksum
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.manifest import Manifest, StoredFile
 from megatron.checkpoint.save_folder import LATEST, manifest_in, note_damaged
-from megatron.checkpoint.storage import MANIFEST, open_storage
+from megatron.checkpoint.storage import MANIFEST
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.cli import load
 from megatron.training.resume import look_in
 from megatron_lab.verification.local_ranks import run_ranks

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
-from megatron.model.gpt import GPTChunk, ModelInputs
+from megatron.model.gpt import GPTChunk
+from megatron.model.inputs import ModelInputs
 from megatron.training.nonfinite import judged
 from tests.support.runs import arguments, at_iteration, launch, report
 

@@ -18,7 +18,7 @@ from megatron.checkpoint import owner
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.owner import ALIVE, Heartbeat, refuse_living_owner
 from megatron.checkpoint.save_folder import RUN
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import Ended, arguments, complete_checkpoints, launch, on_rank, report, run
 

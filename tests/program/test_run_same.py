@@ -13,7 +13,7 @@ import torch
 
 from megatron.data_parallel import bucket
 from megatron.data_parallel.buckets import Buckets
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences

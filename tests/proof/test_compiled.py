@@ -25,7 +25,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.speed import CompileMode
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler, CompiledBlock
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.random import DropoutKey

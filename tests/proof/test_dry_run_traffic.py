@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.config.cli import LoadedConfig
 from megatron.data.samples import DocumentRules
 from megatron.data_parallel.traffic import axes_in_words, parts_in_words
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.training.inputs import BatchMaker, reads_samples

@@ -20,7 +20,7 @@ from megatron.checkpoint.huggingface.groups import NotBuilt
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.model.build import build_model
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.boxes import Box
 from megatron.pipeline_parallel.partition import table_of

@@ -15,7 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.speed import SpeedConfig
 from megatron.model.build import model_of
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.model.mlp import MLP
 from megatron.model.multi_token import shifted
 from megatron.parallel.topology import Topology

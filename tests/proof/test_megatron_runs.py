@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.megatron_source import MOMENTS, MegatronSource
+from megatron.checkpoint.opening import open_source
 from megatron.checkpoint.save_folder import read_config, read_state
-from megatron.checkpoint.source import open_source
 from megatron.parallel.boxes import Box
 from megatron_lab.commands import checkpoint as tool
 from megatron_lab.verification.reference.shape import ReferenceShape, random_weights

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.attention.backends import attention_kernel, backend_in_use
 from megatron.config.parallel import ContextWay
 from megatron.context_parallel.cost import most_held, sent_for_attention
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.moe import grouped
 from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.spec.attention_backends import AttentionCall

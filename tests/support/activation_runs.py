@@ -19,7 +19,7 @@ from megatron.data.samples import DocumentRules
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.memory.host import HostMemory
 from megatron.model.build import Model
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.overlap import Overlap
 from megatron.parallel.topology import Topology

@@ -18,7 +18,8 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, commit, encoded, manifest_in
 from megatron.checkpoint.savers import TensorSaver, described, reader_of
-from megatron.checkpoint.storage import Place, open_storage
+from megatron.checkpoint.storage import Place
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.context import SELF_GROUP, Group
 from megatron.parallel.params import ParamRecord, Split

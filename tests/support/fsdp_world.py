@@ -20,8 +20,8 @@ from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Inspect
 from megatron.memory.kept import Kept, keeping
 from megatron.model.build import Model, build_model
-from megatron.model.gpt import ModelInputs
 from megatron.model.init import fill
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of

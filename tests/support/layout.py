@@ -19,7 +19,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules, Microbatch
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context

@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface.family import Family
 from megatron.checkpoint.huggingface.fields import CONFIG, Fields
 from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, stored_tensors
 from megatron.checkpoint.source import TensorInfo, misfits
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.regular_file import read_text

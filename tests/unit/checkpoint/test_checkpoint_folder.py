@@ -21,7 +21,7 @@ from megatron.checkpoint.save_folder import (
     latest_in,
     retain,
 )
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.storage_kinds import open_storage
 from tests.support.checkpoint_worlds import save_checkpoint, whole
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import FolderKind, StoredCheckpoint, kind_of, open_source
-from megatron.checkpoint.storage import open_storage
+from megatron.checkpoint.folder_kinds import FolderKind, kind_of
+from megatron.checkpoint.opening import open_source
+from megatron.checkpoint.source import StoredCheckpoint
+from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import save_checkpoint, whole
 

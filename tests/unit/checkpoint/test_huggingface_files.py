@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.source import open_source
+from megatron.checkpoint.opening import open_source
 from megatron_lab.checkpoints.huggingface_writer import export
 from tests.support.huggingface_models import saved
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.samples import DocumentRules, Microbatch, read_microbatch
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.parallel.topology import Topology
 from megatron.training.inputs import BatchMaker, Cutting, HostInputs
 from tests.support.lone_rank import lone_rank

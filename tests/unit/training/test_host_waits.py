@@ -14,7 +14,7 @@ import torch
 from megatron.attention.documents import Documents, samples
 from megatron.config.config import Config
 from megatron.memory.host import HostMemory
-from megatron.model.gpt import ModelInputs
+from megatron.model.inputs import ModelInputs
 from megatron.moe.dispatch import Dispatcher
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.cut import mirrored
