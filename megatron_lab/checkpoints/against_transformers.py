@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import TensorInfo, WeightSource
 from megatron.config.data import DataConfig
 from megatron.config.extras import optional
 from megatron.config.model import ModelConfig
@@ -19,6 +18,7 @@ from megatron.data.tokenizers.tokenizer import build_tokenizer
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
+from megatron_lab.foreign.source import TensorInfo, WeightSource
 from megatron_lab.inference.forward import sequence_logits
 from megatron_lab.inference.model_from_source import model_from
 

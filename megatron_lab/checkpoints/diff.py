@@ -17,8 +17,8 @@ from megatron_lab.checkpoints.text import columns, in_order
 if TYPE_CHECKING:
     import torch
 
-    from megatron.checkpoint.source import TensorInfo, WeightSource
     from megatron_lab.checkpoints.compare import Element
+    from megatron_lab.foreign.source import TensorInfo, WeightSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print."""
-    from megatron.checkpoint.opening import open_source
+    from megatron_lab.foreign.opening import open_source
 
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance {args.tolerance}: it must not be negative")
@@ -118,8 +118,8 @@ def lines(found: dict[str, Any], largest: int) -> list[str]:
 
 def _tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
     """What is compared of each, by full name (`model.<parameter>`, `exp_avg.<parameter>`), and its kinds."""
-    from megatron.checkpoint.source import StoredCheckpoint
     from megatron.parallel.params import global_records
+    from megatron_lab.foreign.source import StoredCheckpoint
 
     both = [dict(source.tensors) if isinstance(source, StoredCheckpoint) else _weights(source) for source in (first, second)]
     kinds = [{name.partition(".")[0] for name in tensors} for tensors in both]
@@ -134,7 +134,7 @@ def _weights(source: WeightSource) -> dict[str, TensorInfo]:
 
 
 def _read(source: WeightSource, full_name: str) -> torch.Tensor:
-    from megatron.checkpoint.source import StoredCheckpoint
+    from megatron_lab.foreign.source import StoredCheckpoint
 
     if isinstance(source, StoredCheckpoint):
         return source.read_stored(full_name)

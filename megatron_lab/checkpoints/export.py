@@ -19,7 +19,7 @@ from megatron_lab.checkpoints.text import size
 from megatron_lab.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.source import WeightSource
+    from megatron_lab.foreign.source import WeightSource
 
 FAMILIES = (
     "gpt2",
@@ -88,15 +88,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--peft-base {args.peft_base} acts only with --format peft: leave it out, or add that")
     import torch
 
-    from megatron.checkpoint.as_used import as_used
-    from megatron.checkpoint.folded_source import folded
-    from megatron.checkpoint.huggingface.families import fitting
-    from megatron.checkpoint.opening import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from megatron_lab.checkpoints.exported import Export
     from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
     from megatron_lab.checkpoints.model_card import UNKNOWN, Trained, model_card, next_steps
     from megatron_lab.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
+    from megatron_lab.foreign.as_used import as_used
+    from megatron_lab.foreign.folded_source import folded
+    from megatron_lab.foreign.huggingface.families import fitting
+    from megatron_lab.foreign.opening import open_source
 
     trained = open_source(args.source, args.step, average=args.ema)
     if args.format == "peft":

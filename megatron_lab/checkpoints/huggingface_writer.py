@@ -19,17 +19,17 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.global_tensor import bytes_of, dtype_name
-from megatron.checkpoint.huggingface.families import fitting
-from megatron.checkpoint.huggingface.family import Family
-from megatron.checkpoint.huggingface.fields import CONFIG
-from megatron.checkpoint.huggingface.layout import WeightLayout, their_tensors
-from megatron.checkpoint.huggingface.weight_files import INDEX, SINGLE
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry, header_bytes, in_files
-from megatron.checkpoint.source import WeightSource, misfits
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron_lab.checkpoints.exported import Export
 from megatron_lab.checkpoints.model_card import UNKNOWN, model_card
+from megatron_lab.foreign.huggingface.families import fitting
+from megatron_lab.foreign.huggingface.family import Family
+from megatron_lab.foreign.huggingface.fields import CONFIG
+from megatron_lab.foreign.huggingface.layout import WeightLayout, their_tensors
+from megatron_lab.foreign.huggingface.weight_files import INDEX, SINGLE
+from megatron_lab.foreign.source import WeightSource, misfits
 
 MAX_SHARD_BYTES = 5 * 10**9
 """transformers' own limit for a file."""

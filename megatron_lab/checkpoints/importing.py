@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from megatron.checkpoint.source import TensorInfo, WeightSource
     from megatron.parallel.boxes import Box
+    from megatron_lab.foreign.source import TensorInfo, WeightSource
 
 _TOKENIZER = "tokenizer"
 _BESIDE = (
@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Import and say what was written."""
-    from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
     from megatron_lab.checkpoints.stream import write_checkpoint
+    from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 
     output: Path = args.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -133,8 +133,8 @@ def _content(source: WeightSource, data: DataConfig, *, weights_only: bool) -> _
     Raises:
         CheckpointError: the state is there and cannot be read exactly.
     """
-    from megatron.checkpoint.megatron_source import MegatronSource
-    from megatron.training.foreign_run import settings_of, state_of
+    from megatron_lab.foreign.megatron_source import MegatronSource
+    from megatron_lab.foreign.runs import settings_of, state_of
 
     if isinstance(source, MegatronSource) and not weights_only and (run := source.saved) is not None:
         settings = settings_of(source, data)
@@ -155,10 +155,10 @@ def _content(source: WeightSource, data: DataConfig, *, weights_only: bool) -> _
 
 def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
-    from megatron.checkpoint.adapters import merged
-    from megatron.checkpoint.megatron_source import MegatronSource
-    from megatron.checkpoint.opening import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron_lab.foreign.adapters import merged
+    from megatron_lab.foreign.megatron_source import MegatronSource
+    from megatron_lab.foreign.opening import open_source
 
     source = merged(open_source(args.source, args.step, average=args.ema))
     from_megatron = isinstance(source, MegatronSource)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lab.checkpoints.text import columns, in_order, size
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.source import StoredCheckpoint, TensorInfo, WeightSource
+    from megatron_lab.foreign.source import StoredCheckpoint, TensorInfo, WeightSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it."""
-    from megatron.checkpoint.opening import open_source
+    from megatron_lab.foreign.opening import open_source
 
     found = describe(open_source(args.source, args.step))
     print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(source: WeightSource) -> dict[str, Any]:
     """Everything that is said, in JSON types."""
-    from megatron.checkpoint.source import StoredCheckpoint
     from megatron.parallel.params import global_records
+    from megatron_lab.foreign.source import StoredCheckpoint
 
     found: dict[str, Any] = {"path": source.name}
     stored = source if isinstance(source, StoredCheckpoint) else None

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from megatron.checkpoint.source import StoredCheckpoint, WeightSource
 from megatron.config.config import Config
 from megatron.config.precision import PrecisionConfig
 from megatron.config.version import DISTRIBUTION
@@ -17,6 +16,7 @@ from megatron.parallel.topology import Topology
 from megatron.training.progress import Progress
 from megatron_lab.checkpoints.exported import Export
 from megatron_lab.checkpoints.text import size
+from megatron_lab.foreign.source import StoredCheckpoint, WeightSource
 
 UNKNOWN = "unknown"
 """What stands in the licence field until somebody names a licence."""

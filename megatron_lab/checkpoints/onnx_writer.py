@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron.checkpoint.as_used import as_used
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import WeightSource
 from megatron.config.extras import optional
 from megatron.config.model import ModelConfig
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
+from megatron_lab.foreign.as_used import as_used
+from megatron_lab.foreign.source import WeightSource
 from megatron_lab.inference.forward import sequence_logits
 from megatron_lab.inference.model_from_source import model_from
 from megatron_lab.verification.plain_run import reference_shape

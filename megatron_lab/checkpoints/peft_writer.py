@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.adapters import adapter_names, without_adapters
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import dtype_name
-from megatron.checkpoint.huggingface.families import fitting
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry
-from megatron.checkpoint.source import OtherModel, WeightSource
 from megatron.spec.weights import in_layer
 from megatron_lab.checkpoints.huggingface_writer import write_shard
+from megatron_lab.foreign.adapters import adapter_names, without_adapters
+from megatron_lab.foreign.huggingface.families import fitting
+from megatron_lab.foreign.source import OtherModel, WeightSource
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _BEFORE = "base_model.model."

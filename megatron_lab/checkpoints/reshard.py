@@ -11,8 +11,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.source import StoredCheckpoint
     from megatron.config.config import Config
+    from megatron_lab.foreign.source import StoredCheckpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write it, and say what was written."""
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.opening import open_source
     from megatron.checkpoint.save_folder import checkpoint_name, iteration_of
-    from megatron.checkpoint.source import StoredCheckpoint
     from megatron.checkpoint.storage_kinds import open_storage
     from megatron_lab.checkpoints.layout_files import files_of_layout
     from megatron_lab.checkpoints.stream import write_checkpoint
+    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.source import StoredCheckpoint
 
     source = open_source(args.source, args.step)
     if not isinstance(source, StoredCheckpoint):

@@ -12,9 +12,9 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import bytes_of, dtype_name
 from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, commit, encoded, merged
-from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box
+from megatron_lab.foreign.source import TensorInfo
 
 _TOKEN = "0"
 """Token of all conversions, in place of a run's. Each removes what a killed one left, and nothing of a run that saves there."""

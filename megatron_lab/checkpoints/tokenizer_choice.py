@@ -11,7 +11,7 @@ from megatron.config.data import TOKENIZER_FILES, DataConfig
 from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.source import WeightSource
+    from megatron_lab.foreign.source import WeightSource
 
 
 def local_folder(text: str) -> Path:

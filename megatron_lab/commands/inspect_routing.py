@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
-    from megatron.checkpoint.source import WeightSource
     from megatron.parallel.context import ParallelContext
+    from megatron_lab.foreign.source import WeightSource
 
 _SHOWN = 4
 """Experts that are named at either end."""
@@ -95,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from megatron.checkpoint.opening import open_source
     from megatron.parallel.context import connect, disconnect
+    from megatron_lab.foreign.opening import open_source
     from megatron_lab.schedules.figure import require_matplotlib, save_figure
 
     if given.output is not None:

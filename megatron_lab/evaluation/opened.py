@@ -22,10 +22,10 @@ from megatron_lab.data.tokenizer_flags import add_tokenizer_flags
 if TYPE_CHECKING:
     import torch
 
-    from megatron.checkpoint.source import WeightSource
     from megatron.data.tokenizers.simple_tokenizers import Tokenizer
     from megatron.model.build import Model
     from megatron.parallel.context import ParallelContext
+    from megatron_lab.foreign.source import WeightSource
 
 SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -110,9 +110,9 @@ def opened(
     Raises:
         ValueError: there is no such model, it cannot be split so, or its tokenizer is not known or not its own.
     """
-    from megatron.checkpoint.opening import open_source
     from megatron.data.tokenizers.tokenizer import build_tokenizer
     from megatron.parallel.context import connect, disconnect
+    from megatron_lab.foreign.opening import open_source
     from megatron_lab.inference.model_from_source import model_from
 
     if problems := list(import_modules(given.imports)):

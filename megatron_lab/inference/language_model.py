@@ -8,7 +8,6 @@ from typing import Self
 
 import torch
 
-from megatron.checkpoint.opening import open_source
 from megatron.checkpoint.storage import Place
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
@@ -16,6 +15,7 @@ from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
+from megatron_lab.foreign.opening import open_source
 from megatron_lab.inference.continuation import Continuation, continuations, most_new_tokens, prompt_ids
 from megatron_lab.inference.forward import sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, check_request

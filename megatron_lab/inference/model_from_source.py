@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.checkpoint.as_used import as_used
 from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.source import WeightSource, misfits
 from megatron.config.checks.experts import experts_divide_by_their_ranks, shared_expert_divides_by_tensor
 from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_fit_tensor
 from megatron.config.config import Config
@@ -15,6 +13,8 @@ from megatron.model.build import Model, build_model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import materialize
 from megatron.spec.layers import context_ways
+from megatron_lab.foreign.as_used import as_used
+from megatron_lab.foreign.source import WeightSource, misfits
 
 _SPLITS = (
     *(heads_divide_by_tensor, query_groups_fit_tensor, mlp_divides_by_tensor),

@@ -39,6 +39,7 @@ PACKAGES = (
     "optimizer",
     "data",
     "checkpoint",
+    "foreign",
 )
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 

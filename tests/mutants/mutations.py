@@ -16,6 +16,8 @@ KINDS = ("operator", "bound", "constant", "axis", "group", "scale", "dropped cal
 
 _GROUPS = {"tp": "dp", "dp": "tp", "pp": "dp", "cp": "tp", "ep": "etp", "etp": "ep"}
 """Names of process groups and axes of the topology, each with the one that takes its place."""
+_FOLDERS = {"foreign": ("megatron_lab/foreign",)}
+"""Folders of packages that are not, or not only, in `megatron/`."""
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "-",
     ast.Sub: "+",
@@ -72,7 +74,7 @@ class Mutation:
 
     @property
     def package(self) -> str:
-        """The package below `megatron/`."""
+        """The package below `megatron/` or `megatron_lab/`."""
         return self.path.split("/")[1]
 
     def apply(self, source: str) -> str:
@@ -89,11 +91,12 @@ class Mutation:
 
 
 def mutations_of(root: Path, packages: Sequence[str]) -> list[Mutation]:
-    """List every mutation of every module in some packages of `megatron/`."""
+    """List every mutation of every module in some packages of `megatron/`, and of what these have in `megatron_lab/`."""
     found: list[Mutation] = []
     for package in packages:
-        for path in sorted((root / "megatron" / package).rglob("*.py")):
-            found += mutations_in(str(path.relative_to(root)), path.read_text())
+        for folder in _FOLDERS.get(package, (f"megatron/{package}",)):
+            for path in sorted((root / folder).rglob("*.py")):
+                found += mutations_in(str(path.relative_to(root)), path.read_text())
     return found
 
 

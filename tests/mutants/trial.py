@@ -46,10 +46,10 @@ class Trial:
 
 
 def read_test_table(root: Path) -> dict[str, list[str]]:
-    """Read which tests AGENTS.md names for each package of `megatron/`, the folder of its unit tests first."""
+    """Read which tests AGENTS.md names for each package, the folder of its unit tests first."""
     found: dict[str, list[str]] = {}
     for line in (root / "AGENTS.md").read_text().splitlines():
-        packages = re.findall(r"`megatron/(\w+)/`", line.split("|")[1]) if line.startswith("| `megatron/") else []
+        packages = re.findall(r"`megatron(?:_lab)?/(\w+)/`", line.split("|")[1]) if line.startswith("| `megatron") else []
         for package in packages:
             unit = f"tests/unit/{package}"
             named = re.findall(r"`(tests/[\w/.]+)`", line)

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.opening import open_source
-from megatron.checkpoint.source import StoredCheckpoint
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 from megatron_lab.checkpoints.model_card import without_folders
 from megatron_lab.commands.checkpoint import main
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.huggingface_models import logits, opened, saved, some_ids
 from tests.support.model_styles import STYLES

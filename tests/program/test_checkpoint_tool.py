@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.source import StoredCheckpoint
 from megatron.parallel.boxes import Box
 from megatron_lab.checkpoints import compare
 from megatron_lab.checkpoints.compare import difference
 from megatron_lab.checkpoints.stream import write_checkpoint
 from megatron_lab.commands.checkpoint import main
+from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.runs import arguments, checkpoint, run
 

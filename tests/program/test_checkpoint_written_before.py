@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.global_tensor import bytes_of
-from megatron.checkpoint.source import StoredCheckpoint
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron_lab.checkpoints.verified import verify
+from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
 

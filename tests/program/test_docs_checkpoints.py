@@ -12,8 +12,8 @@ import torch
 
 from examples.make_corpus import write_corpus
 from megatron.checkpoint.save_folder import find_checkpoint
-from megatron.checkpoint.source import StoredCheckpoint
 from megatron_lab.commands import checkpoint, evaluate, generate_text
+from megatron_lab.foreign.source import StoredCheckpoint
 from tests.program.test_readme import commands
 from tests.support.cli import ROOT
 from tests.support.dist_checkpoints import write_dist_example

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.huggingface.families import FAMILIES, MISSING, fitting
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.huggingface.groups import NotBuilt
 from megatron.config.cli import parse
 from megatron.config.flags import flag_of
 from megatron_lab.checkpoints import export
+from megatron_lab.foreign.huggingface.families import FAMILIES, MISSING, fitting
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+from megatron_lab.foreign.huggingface.groups import NotBuilt
 from tests.support.cli import ROOT
 
 PAGE = (ROOT / "docs/models.md").read_text()

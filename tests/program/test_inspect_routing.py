@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.opening import open_source
 from megatron_lab.commands.inspect_routing import LayerUse, main
+from megatron_lab.foreign.opening import open_source
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.runs import arguments, run
 

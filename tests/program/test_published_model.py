@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.inference.forward import sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, generate
 from megatron_lab.inference.model_from_source import model_from

@@ -16,10 +16,10 @@ import torch
 
 import megatron.api
 from megatron.api import Callback, ConfigError, Trainer, settings, verify_layout, write_dataset
-from megatron.checkpoint.huggingface.families import FAMILIES
 from megatron.config.cli import load
 from megatron.config.save import to_dict
 from megatron_lab.commands import generate_text
+from megatron_lab.foreign.huggingface.families import FAMILIES
 from megatron_lab.verification import prove
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.program.test_readme import commands

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.source import StoredCheckpoint
 from megatron_lab.checkpoints.stream import write_checkpoint
+from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, checkpoint, digest, launch, report, run, saved_state, saved_tensors

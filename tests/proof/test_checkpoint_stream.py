@@ -14,9 +14,9 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import LATEST, read_config, read_state
-from megatron.checkpoint.source import TensorInfo
 from megatron.parallel.boxes import Box
 from megatron_lab.checkpoints.stream import write_checkpoint
+from megatron_lab.foreign.source import TensorInfo
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import load_tensors, read_manifest, save_checkpoint, whole
 

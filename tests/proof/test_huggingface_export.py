@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
 from megatron.parallel.boxes import Box
 from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.huggingface_models import opened
 from tests.support.memory_source import MemorySource, reference_source

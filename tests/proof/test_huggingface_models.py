@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.source import WeightSource
 from megatron.parallel.boxes import Box
 from megatron_lab.checkpoints.huggingface_writer import export
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+from megatron_lab.foreign.source import WeightSource
 from megatron_lab.inference.forward import sequence_logits
 from megatron_lab.inference.model_from_source import model_from
 from megatron_lab.verification.reference.experts import ExpertsShape

@@ -12,11 +12,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.checkpoint.huggingface.expert_families import GPT_OSS
-from megatron.checkpoint.huggingface.families import FAMILIES
-from megatron.checkpoint.huggingface.family import Family
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.huggingface.groups import NotBuilt
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.model.build import build_model
@@ -25,6 +20,11 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.boxes import Box
 from megatron.pipeline_parallel.partition import table_of
 from megatron.training.step import TrainStep
+from megatron_lab.foreign.huggingface.expert_families import GPT_OSS
+from megatron_lab.foreign.huggingface.families import FAMILIES
+from megatron_lab.foreign.huggingface.family import Family
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+from megatron_lab.foreign.huggingface.groups import NotBuilt
 from megatron_lab.inference.forward import sequence_logits
 from megatron_lab.verification.observation import TensorPart
 from megatron_lab.verification.recording import set_weights

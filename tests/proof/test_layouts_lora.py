@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.adapters import merged
-from megatron.checkpoint.source import StoredCheckpoint
 from megatron.parallel.boxes import Box
 from megatron.spec.counts import flops_per_token
+from megatron_lab.foreign.adapters import merged
+from megatron_lab.foreign.source import StoredCheckpoint
 from megatron_lab.verification.reference.model import logits
 from megatron_lab.verification.reference.shape import is_trained, random_weights
 from tests.support.equality import assert_equal_tensors, number_differences

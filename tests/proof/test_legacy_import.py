@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron_lab.commands import checkpoint
+from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
 from megatron_lab.inference.forward import sequence_logits
 from megatron_lab.inference.model_from_source import model_from
 from megatron_lab.verification.reference.model import logits

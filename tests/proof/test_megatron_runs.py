@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.megatron_source import MOMENTS, MegatronSource
-from megatron.checkpoint.opening import open_source
 from megatron.checkpoint.save_folder import read_config, read_state
 from megatron.parallel.boxes import Box
 from megatron_lab.commands import checkpoint as tool
+from megatron_lab.foreign.megatron_source import MOMENTS, MegatronSource
+from megatron_lab.foreign.opening import open_source
 from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.dist_checkpoints import write_dist
 from tests.support.equality import assert_equal_tensors, number_differences

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.checkpoint.source import TensorInfo
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
+from megatron_lab.foreign.source import TensorInfo
 from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 from tests.support.layout import model_config
 

@@ -23,12 +23,9 @@ MEGATRON, LAB = ROOT / "megatron", ROOT / "megatron_lab"
 FILES = sorted(path.relative_to(ROOT) for path in MEGATRON.rglob("*.py"))
 """The core."""
 FILES_AROUND = sorted(path.relative_to(ROOT) for path in LAB.rglob("*.py"))
-_IN_RUNS = "planner verification proofs flight resilience audit inference monitoring".split()
-IN_RUNS = [
-    *FILES,
-    *(file for file in FILES_AROUND if file.parts[1] in _IN_RUNS),
-]
-"""The core, and what works with the ranks of a run."""
+STRICT_AROUND = "planner verification proofs flight resilience audit inference monitoring foreign".split()
+IN_RUNS = [*FILES, *(file for file in FILES_AROUND if file.parts[1] in STRICT_AROUND)]
+"""The core, what works with the ranks of a run, and what reads the weights of others."""
 
 ABOVE = {
     "config": {"spec"},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (
     "megatron.api",
-    "megatron.checkpoint.source",
+    "megatron_lab.foreign.source",
     "megatron.data.indexed_dataset",
     "megatron.data.indexed_writer",
     "megatron_lab.inference.forward",

@@ -16,9 +16,9 @@ from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.safetensors_file import Entry, Header
 from megatron.checkpoint.save_folder import read_state
-from megatron.checkpoint.source import TensorInfo
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron_lab.checkpoints.stream import write_checkpoint
+from megatron_lab.foreign.source import TensorInfo
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,

@@ -9,10 +9,10 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder_kinds import FolderKind, kind_of
-from megatron.checkpoint.opening import open_source
-from megatron.checkpoint.source import StoredCheckpoint
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box
+from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.checkpoint_worlds import save_checkpoint, whole
 
 LEGACY_FILE = "mp_rank_00/model_optim_rng.pt"

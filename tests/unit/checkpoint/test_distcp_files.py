@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.dist_checkpoint import DistCheckpoint
-from megatron.checkpoint.distcp_files import METADATA, DistcpFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.inert_pickle import Made, read_pickle
 from megatron.parallel.boxes import Box
+from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
+from megatron_lab.foreign.distcp_files import METADATA, DistcpFiles
+from megatron_lab.foreign.inert_pickle import Made, read_pickle
 from tests.support.dist_checkpoints import write_dist
 from tests.support.legacy_checkpoints import LegacyLayout
 from tests.support.megatron_states import made_up

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.dist_checkpoint import DistCheckpoint
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.inert_pickle import Made, read_pickle
-from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
+from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
+from megatron_lab.foreign.inert_pickle import Made, read_pickle
+from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
 from tests.support.dist_checkpoints import write_dist
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.support.megatron_states import made_up

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.huggingface.families import FAMILIES, fitting
-from megatron.checkpoint.huggingface.family import IN_SPECS, computed
-from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.rotary_fields import Rotary
 from megatron.config.flags import flag_for
 from megatron.config.model import ModelConfig
 from megatron.model.rope import frequencies
 from megatron.spec.layers import layers
 from megatron.spec.rotary import YarnScaling, rotary_of
+from megatron_lab.foreign.huggingface.families import FAMILIES, fitting
+from megatron_lab.foreign.huggingface.family import IN_SPECS, computed
+from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.rotary_fields import Rotary
 from megatron_lab.verification.reference.experts import ExpertsShape
 from megatron_lab.verification.reference.rotary import RotaryStretch
 from tests.support.huggingface_models import library

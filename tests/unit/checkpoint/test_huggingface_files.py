@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.opening import open_source
 from megatron_lab.checkpoints.huggingface_writer import export
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+from megatron_lab.foreign.opening import open_source
 from tests.support.huggingface_models import saved
 
 SMALL: dict[str, Any] = {"vocab_size": 64}

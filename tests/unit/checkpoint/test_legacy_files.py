@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
-from megatron.checkpoint.legacy_files import open_file
-from megatron.checkpoint.torch_file import LeftOut
+from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
+from megatron_lab.foreign.legacy_files import open_file
+from megatron_lab.foreign.torch_file import LeftOut
 from megatron_lab.verification.reference.shape import random_weights
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.support.reference_runs import gpt2_like

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.checkpoint.adapters import merged
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import OtherModel
 from megatron_lab.checkpoints.huggingface_writer import export
 from megatron_lab.checkpoints.peft_writer import export_adapters
+from megatron_lab.foreign.adapters import merged
+from megatron_lab.foreign.source import OtherModel
 from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
 from tests.support.layout import model_config
 from tests.support.memory_source import MemorySource

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.huggingface.families import fitting
 from megatron.config.model import ModelConfig
 from megatron.spec import counts
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.mlps import MLPSpec
 from megatron.spec.weights import model_weights
+from megatron_lab.foreign.huggingface.families import fitting
 from megatron_lab.planner.chunk_trace import segments_that_stand
 from tests.support.mixed_layers import mix_layers
 

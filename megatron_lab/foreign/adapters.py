@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.checkpoint.source import OtherModel, TensorInfo, WeightSource
 from megatron.config.lora import LoraFields
 from megatron.config.model import ModelConfig
 from megatron.parallel.boxes import Box
 from megatron.spec.weights import LORA_A, LORA_B
+from megatron_lab.foreign.source import OtherModel, TensorInfo, WeightSource
 
 
 def merged(source: WeightSource) -> WeightSource:

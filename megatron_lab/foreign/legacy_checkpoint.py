@@ -11,9 +11,21 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.checkpoint.legacy_files import FILE, LATEST, FilePart, LegacyChunk, chunk_keys, find_chunks, legacy_folder, open_ranks
-from megatron.checkpoint.legacy_optimizer import optimizer_chunks
-from megatron.checkpoint.megatron_source import (
+from megatron.parallel.boxes import Box
+from megatron.parallel.params import ParamRecord
+from megatron.spec.weights import WORD_EMBEDDING, in_layer
+from megatron_lab.foreign.legacy_files import (
+    FILE,
+    LATEST,
+    FilePart,
+    LegacyChunk,
+    chunk_keys,
+    find_chunks,
+    legacy_folder,
+    open_ranks,
+)
+from megatron_lab.foreign.legacy_optimizer import optimizer_chunks
+from megatron_lab.foreign.megatron_source import (
     LEFT_OUT,
     OUTPUT,
     WORD,
@@ -23,10 +35,7 @@ from megatron.checkpoint.megatron_source import (
     stored_names,
     their_shape,
 )
-from megatron.checkpoint.source import TensorInfo
-from megatron.parallel.boxes import Box
-from megatron.parallel.params import ParamRecord
-from megatron.spec.weights import WORD_EMBEDDING, in_layer
+from megatron_lab.foreign.source import TensorInfo
 
 
 class LegacyCheckpoint(MegatronSource):

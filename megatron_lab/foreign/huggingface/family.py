@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.layout import WeightLayout, projection_rows, share_tensors
 from megatron.config.checks import experts as expert_rules
 from megatron.config.checks import model as model_rules
 from megatron.config.checks.finding import rules_in
@@ -21,6 +19,8 @@ from megatron.config.setting import typed
 from megatron.parallel.params import global_records
 from megatron.spec.layers import layers, norm_of
 from megatron.spec.weights import in_layer, model_weights
+from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.layout import WeightLayout, projection_rows, share_tensors
 
 Settings = dict[str, Any]
 """Some settings of `ModelConfig`, by their names."""

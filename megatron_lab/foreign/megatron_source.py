@@ -14,11 +14,11 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.checkpoint.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
-from megatron.checkpoint.source import TensorInfo
 from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord, global_records
 from megatron.spec.weights import in_layer, padded_vocab_size
+from megatron_lab.foreign.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
+from megatron_lab.foreign.source import TensorInfo
 
 WORD, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _THEIRS = {

@@ -5,19 +5,19 @@ The defaults of fields that a file leaves out are those of the configuration cla
 
 from __future__ import annotations
 
-from megatron.checkpoint.huggingface.family import Settings
-from megatron.checkpoint.huggingface.groups import (
+from megatron_lab.foreign.huggingface.family import Settings
+from megatron_lab.foreign.huggingface.groups import (
     Biases,
     NotBuilt,
     Only,
     Sizes,
     Switch,
 )
-from megatron.checkpoint.huggingface.latent_fields import LatentSizes
-from megatron.checkpoint.huggingface.layer_fields import WindowFields
-from megatron.checkpoint.huggingface.llama_families import like_llama
-from megatron.checkpoint.huggingface.mixture_fields import DeepSeekExperts, MixtureFields
-from megatron.checkpoint.huggingface.rotary_fields import Rotary
+from megatron_lab.foreign.huggingface.latent_fields import LatentSizes
+from megatron_lab.foreign.huggingface.layer_fields import WindowFields
+from megatron_lab.foreign.huggingface.llama_families import like_llama
+from megatron_lab.foreign.huggingface.mixture_fields import DeepSeekExperts, MixtureFields
+from megatron_lab.foreign.huggingface.rotary_fields import Rotary
 
 _GPT_OSS_YARN = {
     "rope_type": "yarn",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.huggingface.weight_files import FileTensor
+from megatron_lab.foreign.huggingface.weight_files import FileTensor
 
 _SCALES = "_scale_inv"
 

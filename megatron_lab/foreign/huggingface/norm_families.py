@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.huggingface.family import Family, FieldGroup
-from megatron.checkpoint.huggingface.groups import (
+from megatron_lab.foreign.huggingface.family import Family, FieldGroup
+from megatron_lab.foreign.huggingface.groups import (
     ActivationField,
     EmbeddingTimesRoot,
     Number,
@@ -16,9 +16,9 @@ from megatron.checkpoint.huggingface.groups import (
     ScoreScale,
     Sizes,
 )
-from megatron.checkpoint.huggingface.layer_fields import WindowFields
-from megatron.checkpoint.huggingface.llama_families import ATTENTION_BIAS, like_llama
-from megatron.checkpoint.huggingface.rotary_fields import DEFAULT_THETA, Rotary
+from megatron_lab.foreign.huggingface.layer_fields import WindowFields
+from megatron_lab.foreign.huggingface.llama_families import ATTENTION_BIAS, like_llama
+from megatron_lab.foreign.huggingface.rotary_fields import DEFAULT_THETA, Rotary
 
 _NESTED_TYPES = ("linear", "llama3", "yarn")
 """Where rotary parameters stand by kind of layer, transformers looks for those of the other types in another place."""

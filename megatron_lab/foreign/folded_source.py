@@ -7,9 +7,9 @@ import dataclasses
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.source import OtherModel, WeightSource
 from megatron.parallel.boxes import Box
 from megatron.spec.layers import norm_of, scores_of
+from megatron_lab.foreign.source import OtherModel, WeightSource
 
 
 def folded(source: WeightSource) -> WeightSource:

@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.dist_buffers import FlatState, find_buffers
-from megatron.checkpoint.distcp_files import METADATA, DistcpFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.checkpoint.legacy_files import LATEST, newest_folder
-from megatron.checkpoint.megatron_source import (
+from megatron.parallel.boxes import Box
+from megatron.parallel.params import ParamRecord
+from megatron.spec.weights import in_layer
+from megatron_lab.foreign.dist_buffers import FlatState, find_buffers
+from megatron_lab.foreign.distcp_files import METADATA, DistcpFiles
+from megatron_lab.foreign.legacy_files import LATEST, newest_folder
+from megatron_lab.foreign.megatron_source import (
     LEFT_OUT,
     MOMENTS,
     WEIGHTS_ALONE,
@@ -34,11 +37,8 @@ from megatron.checkpoint.megatron_source import (
     stored_names,
     their_shape,
 )
-from megatron.checkpoint.source import TensorInfo
-from megatron.checkpoint.torch_file import TorchFile
-from megatron.parallel.boxes import Box
-from megatron.parallel.params import ParamRecord
-from megatron.spec.weights import in_layer
+from megatron_lab.foreign.source import TensorInfo
+from megatron_lab.foreign.torch_file import TorchFile
 
 ABOUT, COMMON = "metadata.json", "common.pt"
 _STATE = "optimizer.state."

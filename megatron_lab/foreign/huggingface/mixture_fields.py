@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.checkpoint.huggingface.family import Settings
-from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.spec.layer_pattern import pattern_text
 from megatron.spec.mlps import experts_of, has_experts
+from megatron_lab.foreign.huggingface.family import Settings
+from megatron_lab.foreign.huggingface.fields import Fields
 
 
 @dataclass(frozen=True, kw_only=True)

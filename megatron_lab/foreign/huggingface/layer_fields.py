@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.checkpoint.huggingface.family import Settings
-from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.rotary_fields import GLOBAL, LOCAL
 from megatron.config.model import ModelConfig
 from megatron.spec.layer_pattern import pattern_text
 from megatron.spec.layers import LayerSpec, layers
+from megatron_lab.foreign.huggingface.family import Settings
+from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.rotary_fields import GLOBAL, LOCAL
 
 
 @dataclass(frozen=True)

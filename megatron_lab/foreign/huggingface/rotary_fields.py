@@ -12,9 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.huggingface.family import Settings
-from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.groups import max_positions
 from megatron.config.model import ModelConfig
 from megatron.spec.rotary import (
     DynamicScaling,
@@ -27,6 +24,9 @@ from megatron.spec.rotary import (
     rotary_of,
     yarn_magnitude,
 )
+from megatron_lab.foreign.huggingface.family import Settings
+from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.groups import max_positions
 
 DEFAULT_THETA = 10000.0
 GLOBAL, LOCAL = "full_attention", "sliding_attention"

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.distcp_files import DistcpFiles
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.flat_buffers import MAIN, FlatParam, refill
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.checkpoint.megatron_source import MOMENTS, WEIGHTS_ALONE, their_shape
 from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord
 from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, in_layer
+from megatron_lab.foreign.distcp_files import DistcpFiles
+from megatron_lab.foreign.flat_buffers import MAIN, FlatParam, refill
+from megatron_lab.foreign.megatron_source import MOMENTS, WEIGHTS_ALONE, their_shape
 
 _START = "optimizer.distributed.dp_group_idx_{rank}."
 _BUCKET = _START + "gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{bucket}.{kind}"

@@ -5,8 +5,8 @@ The defaults of fields that a file leaves out are those of the configuration cla
 
 from __future__ import annotations
 
-from megatron.checkpoint.huggingface.family import Family, FieldGroup, Settings
-from megatron.checkpoint.huggingface.groups import (
+from megatron_lab.foreign.huggingface.family import Family, FieldGroup, Settings
+from megatron_lab.foreign.huggingface.groups import (
     ActivationField,
     Biases,
     Dropouts,
@@ -17,9 +17,9 @@ from megatron.checkpoint.huggingface.groups import (
     Sizes,
     untied,
 )
-from megatron.checkpoint.huggingface.latent_fields import LatentSizes
-from megatron.checkpoint.huggingface.layer_fields import NoRotaryLayers, WindowFields
-from megatron.checkpoint.huggingface.rotary_fields import Rotary
+from megatron_lab.foreign.huggingface.latent_fields import LatentSizes
+from megatron_lab.foreign.huggingface.layer_fields import NoRotaryLayers, WindowFields
+from megatron_lab.foreign.huggingface.rotary_fields import Rotary
 
 _SILU = ActivationField("hidden_act", gated=True, default="silu")
 

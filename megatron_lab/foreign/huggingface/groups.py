@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.checkpoint.huggingface.family import Settings
-from megatron.checkpoint.huggingface.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.spec.activations import activation_of, by_hugging_face_name
 from megatron.spec.layers import AttentionSpec, layers
 from megatron.spec.mlps import MLPSpec
+from megatron_lab.foreign.huggingface.family import Settings
+from megatron_lab.foreign.huggingface.fields import Fields
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpoint.adapters import merged
-from megatron.checkpoint.source import OtherModel, TensorInfo, WeightSource
 from megatron.config.model import ModelConfig
 from megatron.spec.weights import depth_of, model_weights
+from megatron_lab.foreign.adapters import merged
+from megatron_lab.foreign.source import OtherModel, TensorInfo, WeightSource
 
 _OF_TRAINING = ("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_input_jitter_eps")
 

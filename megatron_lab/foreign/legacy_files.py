@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import MOST_LISTED, CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.torch_file import TorchFile
+from megatron_lab.foreign.torch_file import TorchFile
 
 LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.huggingface.block_scales import block_size, without_scales
-from megatron.checkpoint.huggingface.families import FAMILIES, MISSING
-from megatron.checkpoint.huggingface.family import Family
-from megatron.checkpoint.huggingface.fields import CONFIG, Fields
-from megatron.checkpoint.huggingface.weight_files import WEIGHT_DTYPES, stored_tensors
-from megatron.checkpoint.source import TensorInfo, misfits
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.regular_file import read_text
 from megatron.parallel.boxes import Box
 from megatron.spec.weights import WORD_EMBEDDING
+from megatron_lab.foreign.huggingface.block_scales import block_size, without_scales
+from megatron_lab.foreign.huggingface.families import FAMILIES, MISSING
+from megatron_lab.foreign.huggingface.family import Family
+from megatron_lab.foreign.huggingface.fields import CONFIG, Fields
+from megatron_lab.foreign.huggingface.weight_files import WEIGHT_DTYPES, stored_tensors
+from megatron_lab.foreign.source import TensorInfo, misfits
 
 
 class HuggingFaceFolder:

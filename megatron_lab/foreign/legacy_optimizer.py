@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.flat_buffers import MAIN, FlatParam, lay_out, most_elements, places
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.checkpoint.legacy_files import LegacyChunk, RankFiles, chunk_keys, open_file
-from megatron.checkpoint.megatron_source import LEFT_OUT, MOMENTS, OUTPUT, WEIGHTS_ALONE, WORD
-from megatron.checkpoint.torch_file import TorchFile
+from megatron_lab.foreign.flat_buffers import MAIN, FlatParam, lay_out, most_elements, places
+from megatron_lab.foreign.legacy_files import LegacyChunk, RankFiles, chunk_keys, open_file
+from megatron_lab.foreign.megatron_source import LEFT_OUT, MOMENTS, OUTPUT, WEIGHTS_ALONE, WORD
+from megatron_lab.foreign.torch_file import TorchFile
 
 OPTIMIZER_FILE = "distrib_optim.pt"
 """The file beside each model_optim_rng.pt that holds the state of a sharded optimizer."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.megatron_source import WEIGHTS_ALONE, MegatronSource, SavedRun
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.flags import build, flags
@@ -16,6 +15,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.training.progress import Progress
 from megatron.training.saver import LearningSchedule
+from megatron_lab.foreign.megatron_source import WEIGHTS_ALONE, MegatronSource, SavedRun
 
 _TOPICS = ("training", "optimizer", "precision", "parallel", "data")
 """Topics of settings that mean the same there. The model's are read apart."""

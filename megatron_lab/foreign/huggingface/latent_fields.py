@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.huggingface.family import Settings
-from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.groups import max_positions
 from megatron.config.model import ModelConfig
+from megatron_lab.foreign.huggingface.family import Settings
+from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.groups import max_positions
 
 _LATENT_EPSILON = 1e-6
 """What transformers adds in the norms of latents, whatever rms_norm_eps is."""

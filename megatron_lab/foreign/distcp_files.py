@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.inert_pickle import Made, Named, read_pickle
 from megatron.checkpoint.manifest import tiles
-from megatron.checkpoint.torch_file import TorchFile
 from megatron.parallel.boxes import Box
+from megatron_lab.foreign.inert_pickle import Made, Named, read_pickle
+from megatron_lab.foreign.torch_file import TorchFile
 
 METADATA = ".metadata"
 _MOST_BYTES = 2 << 30

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.huggingface.family import Family, Settings
-from megatron.checkpoint.huggingface.fields import Fields
-from megatron.checkpoint.huggingface.groups import (
+from megatron.config.model import ModelConfig
+from megatron_lab.foreign.huggingface.family import Family, Settings
+from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.groups import (
     ActivationField,
     Biases,
     Dropouts,
@@ -19,8 +20,7 @@ from megatron.checkpoint.huggingface.groups import (
     Switch,
     untied,
 )
-from megatron.checkpoint.huggingface.rotary_fields import Rotary
-from megatron.config.model import ModelConfig
+from megatron_lab.foreign.huggingface.rotary_fields import Rotary
 
 _ALIASES = {
     "n_embd": "hidden_size",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.huggingface.expert_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from megatron.checkpoint.huggingface.family import Family
-from megatron.checkpoint.huggingface.gpt_families import GPT2, GPT_NEOX
-from megatron.checkpoint.huggingface.llama_families import GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM
-from megatron.checkpoint.huggingface.norm_families import GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3
 from megatron.config.model import ModelConfig
+from megatron_lab.foreign.huggingface.expert_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megatron_lab.foreign.huggingface.family import Family
+from megatron_lab.foreign.huggingface.gpt_families import GPT2, GPT_NEOX
+from megatron_lab.foreign.huggingface.llama_families import GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM
+from megatron_lab.foreign.huggingface.norm_families import GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

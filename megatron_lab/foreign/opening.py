@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.dist_checkpoint import DistCheckpoint
 from megatron.checkpoint.errors import CheckpointError, listed
 from megatron.checkpoint.folder_kinds import FOREIGN, FolderKind, kind_of
-from megatron.checkpoint.huggingface.folder import HuggingFaceFolder
-from megatron.checkpoint.legacy_checkpoint import LegacyCheckpoint
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint
-from megatron.checkpoint.source import StoredCheckpoint, WeightSource
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Place
 from megatron.checkpoint.storage_kinds import open_storage
+from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
+from megatron_lab.foreign.source import StoredCheckpoint, WeightSource
 
 
 def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
