@@ -1,1 +1,1 @@
-"""Turns text into the microbatches of a step: tokenizers, preprocessing, indexed datasets, order of samples, loader."""
+"""Turns tokens in files into the microbatches of a step: tokenizers, indexed datasets, order of samples, loader."""

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
-from megatron.data.preprocess.engines import Engine
-from megatron.data.preprocess.job import preprocess
-from megatron.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data.preprocess.engines import Engine
+from megatron_lab.data.preprocess.job import preprocess
+from megatron_lab.data.preprocess.shard_work import PreprocessJob
 
 BARE, LOOP, TWO, MEMORY_MB = 0.85, 3.0, 1.8, 300.0
 """Asked for: at least this share of tiktoken's speed, so many times that of a plain loop of tokenizers and, with two workers, that

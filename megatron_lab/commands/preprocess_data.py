@@ -38,7 +38,7 @@ from megatron_lab.data.input_flags import SKIP, SKIP_FILES, add_flags_of_megatro
 from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
-    from megatron.data.preprocess.reports import Summary
+    from megatron_lab.data.preprocess.reports import Summary
 
 _SHOWN_BAD_LINES = 20
 _SECONDS_TO_STOP = 5.0
@@ -210,11 +210,11 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
-    from megatron.data.preprocess.chat import ChatTemplate, told_of_named
-    from megatron.data.preprocess.engines import Engine
-    from megatron.data.preprocess.job import preprocess
-    from megatron.data.preprocess.shard_work import PreprocessJob
     from megatron.data.tokenizers.tokenizer import required_tokenizer_json
+    from megatron_lab.data.preprocess.chat import ChatTemplate, told_of_named
+    from megatron_lab.data.preprocess.engines import Engine
+    from megatron_lab.data.preprocess.job import preprocess
+    from megatron_lab.data.preprocess.shard_work import PreprocessJob
 
     start = time.monotonic()
     chat = None

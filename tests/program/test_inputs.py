@@ -11,10 +11,10 @@ from typing import BinaryIO
 import pytest
 
 from megatron.data.loss_mask import loss_mask_prefix
-from megatron.data.preprocess import storage
-from megatron.data.preprocess.job import preprocess
-from megatron.data.preprocess.shard_work import parts_of
 from megatron_lab.commands import preprocess_data, train_tokenizer
+from megatron_lab.data.preprocess import storage
+from megatron_lab.data.preprocess.job import preprocess
+from megatron_lab.data.preprocess.shard_work import parts_of
 from tests.support.corpora import EOD, JOB, documents, files_of, write_lines
 
 TEXTS = ['hello "you", there', "a\nb", "Größe", "code", "json", "wide ü", "end"]

@@ -24,8 +24,8 @@ FILES = sorted(path.relative_to(ROOT) for path in MEGATRON.rglob("*.py"))
 """The core."""
 FILES_AROUND = sorted(path.relative_to(ROOT) for path in LAB.rglob("*.py"))
 STRICT_AROUND = "planner verification proofs flight resilience audit inference monitoring foreign".split()
-IN_RUNS = [*FILES, *(file for file in FILES_AROUND if file.parts[1] in STRICT_AROUND)]
-"""The core, what works with the ranks of a run, and what reads the weights of others."""
+IN_RUNS = [*FILES, *(file for file in FILES_AROUND if file.parts[1] in STRICT_AROUND or file.parts[1:3] == ("data", "preprocess"))]
+"""The core, what works with the ranks of a run, what reads the weights of others, and what makes datasets of texts."""
 
 ABOVE = {
     "config": {"spec"},

@@ -15,10 +15,10 @@ from megatron.config.data import DataConfig
 from megatron.data import index_cache
 from megatron.data.datasets import open_datasets
 from megatron.data.history import Phase
-from megatron.data.preprocess import storage
-from megatron.data.preprocess.job import preprocess
-from megatron.data.preprocess.shard_work import PreprocessJob
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
+from megatron_lab.data.preprocess import storage
+from megatron_lab.data.preprocess.job import preprocess
+from megatron_lab.data.preprocess.shard_work import PreprocessJob
 from tests.support.cli import ROOT
 
 ARCHIVE = ROOT / "tests/support/written_before/data.tar.gz"

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.preprocess import input_shards, job, storage
-from megatron.data.preprocess.engines import Engine
-from megatron.data.preprocess.input_shards import LARGEST, SMALLEST, InputShard, cut, default_shard_size, find_sources
-from megatron.data.preprocess.job import preprocess
-from megatron.data.preprocess.reports import count_lines
-from megatron.data.preprocess.shard_work import PreprocessJob
-from megatron.data.preprocess.text_records import InputPiece, Kind, records
 from megatron_lab.commands.preprocess_data import parser
+from megatron_lab.data.preprocess import input_shards, job, storage
+from megatron_lab.data.preprocess.engines import Engine
+from megatron_lab.data.preprocess.input_shards import LARGEST, SMALLEST, InputShard, cut, default_shard_size, find_sources
+from megatron_lab.data.preprocess.job import preprocess
+from megatron_lab.data.preprocess.reports import count_lines
+from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data.preprocess.text_records import InputPiece, Kind, records
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
 
 

@@ -9,14 +9,14 @@ from typing import Literal
 
 from megatron.data.indexed_writer import join, write_shuffled
 from megatron.data.loss_mask import loss_mask_prefix
-from megatron.data.preprocess import storage
-from megatron.data.preprocess.engines import Engine
-from megatron.data.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
-from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron.data.preprocess.reports import DiskRoom, JobReports, Meter, Summary
-from megatron.data.preprocess.shard_work import BadShardError, PreprocessJob, file_digests, settings
-from megatron.data.preprocess.storage import told_where_no_room
-from megatron.data.preprocess.text_records import InputPiece, Kind
+from megatron_lab.data.preprocess import storage
+from megatron_lab.data.preprocess.engines import Engine
+from megatron_lab.data.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
+from megatron_lab.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron_lab.data.preprocess.reports import DiskRoom, JobReports, Meter, Summary
+from megatron_lab.data.preprocess.shard_work import BadShardError, PreprocessJob, file_digests, settings
+from megatron_lab.data.preprocess.storage import told_where_no_room
+from megatron_lab.data.preprocess.text_records import InputPiece, Kind
 
 _RESUME = "Go on with --resume: finished shards are kept."
 _ON_DISK = f"Make room there. {_RESUME}"

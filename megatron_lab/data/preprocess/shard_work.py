@@ -18,14 +18,14 @@ from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.data.indexed_dataset import token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.loss_mask import ENDS, MARK_TYPE, loss_mask_prefix
-from megatron.data.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
-from megatron.data.preprocess.errors import BadRecordError, DamagedFileError
-from megatron.data.preprocess.input_shards import InputShard
-from megatron.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron.data.preprocess.storage import digest, told_where_no_room
-from megatron.data.preprocess.text_records import PARSERS, InputPiece, parse_values, records
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer, required_tokenizer_json
+from megatron_lab.data.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
+from megatron_lab.data.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data.preprocess.input_shards import InputShard
+from megatron_lab.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron_lab.data.preprocess.storage import digest, told_where_no_room
+from megatron_lab.data.preprocess.text_records import PARSERS, InputPiece, parse_values, records
 
 FORMAT = 1
 """Version of part files and reports; those of another version are not used again."""
