@@ -75,12 +75,12 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
     """
     from megatron.data.tokenizers.tokenizer import planned_rows
     from megatron.parallel.topology import Topology
-    from megatron.training.ahead import check_ahead
     from megatron_lab.planner.dry_run import Planner
     from megatron_lab.planner.fit import with_fit_advice, with_least_layers
     from megatron_lab.planner.plan import write_plan
     from megatron_lab.planner.plan_text import format_plan
     from megatron_lab.planner.step_time import cluster_of, dtype_of, time_of
+    from megatron_lab.resilience.ahead import check_ahead
 
     if launched().rank > 0:
         return

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.node_storage import LOCATION, NodeStorage
-from megatron.checkpoint.object_storage import ObjectStorage
 from megatron.checkpoint.storage import Storage, is_url
 from megatron.config.extras import filesystem
+from megatron.config.imports import named
+
+LOCATION = "nodes://state"
+"""The memory of all nodes, by the same name in every rank; each has its node's folder from its environment."""
 
 
 def open_storage(location: str | os.PathLike[str]) -> Storage:
@@ -24,8 +26,10 @@ def open_storage(location: str | os.PathLike[str]) -> Storage:
     """
     text = os.fspath(location)
     if text.startswith(LOCATION):
-        return NodeStorage.at_url(text)
+        found: Storage = named("megatron_lab.node_memory.node_storage:NodeStorage").at_url(text)
+        return found
     if not is_url(text):
         return LocalStorage(Path(text.removeprefix("file://")))
     files, root = filesystem(text)
-    return ObjectStorage(text.rstrip("/"), files, root)
+    storage: Storage = named("megatron.checkpoint.object_storage:ObjectStorage")(text.rstrip("/"), files, root)
+    return storage

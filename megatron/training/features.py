@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
+from megatron.attention.timing import KernelChoice
 from megatron.config.config import Config
 from megatron.config.imports import named
 from megatron.config.outputs import run_folder
 from megatron.memory.host import process_bytes
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import Explanations, is_out_of_memory
-from megatron.training.progress import Progress
+from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import TrainStep
 from megatron.training.watch import Watcher
@@ -30,6 +31,11 @@ class Run:
     step: TrainStep
     progress: Progress
     reporter: Reporter
+    plan: BatchSizePlan
+    num_parameters: int
+    """Parameters of the whole model."""
+    kernel_choice: KernelChoice | None
+    """Attention's kernel, if it was measured."""
 
 
 class Feature:
@@ -59,12 +65,8 @@ class Feature:
         """Return the settings with what the feature chooses. Called before the model is built."""
         return config
 
-    def expected(self, context: ParallelContext) -> list[str]:
-        """Return lines for the start-up log: what is foretold of the run. Called when the model is built."""
-        return []
-
-    def advice(self, config: Config, context: ParallelContext, vocab_size: int) -> list[str]:
-        """Return lines for the start-up log, which stand behind the description of the run."""
+    def lines(self, run: Run) -> list[str]:
+        """Return lines for the start-up log."""
         return []
 
     def around_run(self, run: Run) -> AbstractContextManager[object]:
@@ -98,11 +100,9 @@ def _draws(config: Config) -> bool:
     return run_folder(config.checkpoint, config.logging) is not None and (config.logging.loss_picture or config.logging.report)
 
 
-ADVICE = Requested("megatron_lab.planner.start_up:AdviceFeature", lambda config, ranks: True)
 HANGS = Requested("megatron_lab.flight.feature:HangFeature", lambda config, ranks: ranks > 1 and config.parallel.hang_warn_s > 0)
 PICTURES = Requested("megatron_lab.monitoring.loss_picture:PictureFeature", lambda config, ranks: _draws(config))
 FEATURES = (
-    ADVICE,
     Requested(
         "megatron_lab.monitoring.rehearsal:RecomputeFeature",
         lambda config, ranks: config.memory.recompute_layers_per_stage == "auto",
@@ -113,6 +113,7 @@ FEATURES = (
         "megatron_lab.monitoring.memory_report:MemoryFeature", lambda config, ranks: config.logging.memory_interval is not None
     ),
     Requested("megatron_lab.monitoring.plan_report:PlanFeature", lambda config, ranks: config.logging.plan_report is not None),
+    Requested("megatron_lab.monitoring.start_up_log:StartUpFeature", lambda config, ranks: True),
     HANGS,
     # Behind the audit, whose own gradients are none of the step's.
     Requested("megatron_lab.audit.sentinel:SentinelFeature", lambda config, ranks: config.debug.sentinel_interval is not None),
@@ -165,13 +166,9 @@ class Features:
         """Take the built model, for words on a failure."""
         self._step, self._vocab_size = step, vocab_size
 
-    def expected(self, context: ParallelContext) -> list[str]:
-        """See `Feature.expected`."""
-        return [line for feature in self for line in feature.expected(context)]
-
-    def advice(self, config: Config, context: ParallelContext, vocab_size: int) -> list[str]:
-        """See `Feature.advice`."""
-        return [line for feature in self for line in feature.advice(config, context, vocab_size)]
+    def lines(self, run: Run) -> list[str]:
+        """See `Feature.lines`."""
+        return [line for feature in self for line in feature.lines(run)]
 
     def watchers(self, run: Run) -> list[Watcher]:
         """See `Feature.watchers`."""

@@ -10,11 +10,11 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.folder_kinds import refuse_foreign
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT
 from megatron.checkpoint.load import Loaded, load_tensors
-from megatron.checkpoint.node_storage import LOCATION
 from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_config, read_state
 from megatron.checkpoint.storage import MANIFEST, Place
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_kinds import LOCATION, open_storage
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.config.model import FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig, free_at_beginning
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
@@ -26,7 +26,6 @@ from megatron.spec.groups import groups_of
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.effective_model import effective
 from megatron.training.failure import together
-from megatron.training.kept_state import newer_in_memory
 from megatron.training.progress import Progress
 from megatron.training.saved_schedule import agreed_schedule, flags_that_differ
 from megatron.training.saver import ACCOUNT, LearningSchedule, global_tensors
@@ -87,7 +86,8 @@ def resume(
         own = in_memory and folder == checkpoint.save and step is None and wants_state
 
         def look(damaged: dict[int, str]) -> ChosenCheckpoint | None:
-            place = LOCATION if own and newer_in_memory(open_storage(folder), damaged) else folder
+            newer = named("megatron_lab.node_memory.kept_state:newer_in_memory") if own else lambda *_: False
+            place = LOCATION if newer(open_storage(folder), damaged) else folder
             return look_in(config, place, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
 
         chosen = fill(config.model, look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)

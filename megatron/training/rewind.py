@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.node_storage import LOCATION
 from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, note_damaged
 from megatron.checkpoint.storage import Place
+from megatron.checkpoint.storage_kinds import LOCATION
 from megatron.config.config import Config
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer

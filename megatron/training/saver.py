@@ -11,17 +11,17 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, GlobalTensor
-from megatron.checkpoint.node_storage import LOCATION
 from megatron.checkpoint.owner import Heartbeat, refuse_living_owner
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.save_folder import RUN, Retention, check_for_strangers, check_writable, checkpoint_name, retain
 from megatron.checkpoint.savers import BackgroundSaver, Say, TensorSaver
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_kinds import LOCATION, open_storage
+from megatron.config.imports import named
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.grad_scaler import GradScaler
@@ -29,7 +29,6 @@ from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together
-from megatron.training.kept_state import NodeMemory, keep_state
 from megatron.training.progress import Progress
 
 _VISIBLE_WITHIN_S = 10.0
@@ -50,6 +49,13 @@ _SCHEDULE_FIELDS = (
     "decoupled_min_lr",
     "lr_rewarm_factor",
 )
+
+
+class KeptStateInMemory(Protocol):
+    """What keeps the state of the run in the memory of this node."""
+
+    def end(self) -> None:
+        """The run has ended as it should, and its last checkpoint is on the storage."""
 
 
 def global_tensors(
@@ -118,7 +124,7 @@ class Saver:
         self._last: int | None = None
         self._background: BackgroundSaver | None = None
         self._heartbeat: Heartbeat | None = None
-        self._kept: NodeMemory | None = None
+        self._kept: KeptStateInMemory | None = None
         self._memory: BackgroundSaver | None = None
         if config.save is None:
             return
@@ -130,7 +136,9 @@ class Saver:
             self._background = BackgroundSaver(self._storage, context.world, self._retention, patience_s)
         together(context, lambda: self._prepare() if context.rank == 0 else None)
         if config.memory_save_interval is not None:
-            self._kept = keep_state(self._storage.location, config.replicate_state, context)
+            self._kept = named("megatron_lab.node_memory.kept_state:keep_state")(
+                self._storage.location, config.replicate_state, context
+            )
             token = (self._background or self._direct).token
             self._memory = BackgroundSaver(open_storage(LOCATION), context.world, Retention(keep_last=1), patience_s, token)
 

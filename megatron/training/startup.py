@@ -17,7 +17,6 @@ import torch
 
 from megatron.attention.backends import use_backend
 from megatron.attention.timing import KernelChoice
-from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig, run_folder
@@ -28,35 +27,19 @@ from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.config.version import how_to_install
 from megatron.metrics.device_peaks import mixed_peak_flops
 from megatron.metrics.history import HISTORY, first_losses
-from megatron.metrics.run_warnings import STARTS, Corpus, LossWarnings, rate_far_off
+from megatron.metrics.run_warnings import STARTS, Corpus, LossWarnings
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
-from megatron.model.gpt import residual_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths
-from megatron.parallel import torch_private
-from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import Shard
-from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
-from megatron.pipeline_parallel.queues import describe_receives
-from megatron.pipeline_parallel.simulate import simulate
-from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
-from megatron.precision.device import check_device, describe_precision
-from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_step, flops_per_token, kept_per_token
-from megatron.spec.groups import describe_groups
-from megatron.spec.layers import context_ways
-from megatron.spec.operations import Costs, Schedule
-from megatron.spec.weights import model_weights
-from megatron.training.attention_kernel import describe_attention
-from megatron.training.attention_notes import describe_copies
-from megatron.training.compiler_facts import compiler_facts, describe_differences
+from megatron.precision.device import check_device
+from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan
 from megatron.training.reporter import Reporter
 from megatron.training.saver import LearningSchedule
-from megatron.training.state_report import describe_state, state_report
-from megatron.training.step import TrainStep
 
 PICTURE, REPORT = "loss.png", "report.html"
 """Files in the folder of a run: the picture of its record, and the page that is made at its end."""
@@ -105,18 +88,6 @@ def set_compiler_cache(speed: SpeedConfig) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(speed.compile_cache_dir)
 
 
-def describe_context(config: Config, topology: Topology) -> Iterator[str]:
-    """A line on how context ranks share sequences, if they do."""
-    if topology.cp == 1:
-        return
-    ways = context_ways(config.model, config.parallel.cp_comm_type)
-    words = [way if ways.count(way) == len(ways) else f"{way} in {ways.count(way)} layers" for way in dict.fromkeys(ways)]
-    yield (
-        f"{topology.cp} context ranks hold {config.tokens_per_rank:,} tokens of each sequence; they share keys and values by "
-        f"{' and '.join(words)} (--cp-comm-type)"
-    )
-
-
 def with_batch_size(config: Config, plan: BatchSizePlan) -> Config:
     """The settings with --global-batch-size written out, since its default depends on the number of data ranks. So it is saved, and
     compared when the run is resumed on another number of them."""
@@ -148,103 +119,12 @@ def check_parameter_count(config: ModelConfig, vocab_size: int, shards: Sequence
     return built
 
 
-def _told_of_trained(model: Model) -> str:
-    """How many parameters are trained, if not all are."""
-    weights = list(model_weights(model.config, model.vocab_size))
-    trained = sum(weight.numel for weight in weights if not weight.frozen)
-    return f", of which {trained:,} are trained," if any(weight.frozen for weight in weights) else ""
-
-
 def device_peak(context: ParallelContext, model: Model) -> float | None:
     """Peak FLOP/s of this rank's device for the model's products, each in its own format, if the table has them."""
     if context.device.type != "cuda":
         return None
     share = flops_in_8_bits(model.config, model.precision) / flops_per_token(model.config, model.vocab_size)
     return mixed_peak_flops(torch.cuda.get_device_name(context.device), str(model.dtype), share)
-
-
-def describe(
-    config: Config,
-    context: ParallelContext,
-    step: TrainStep,
-    num_parameters: int,
-    plan: BatchSizePlan,
-    consumed_samples: int,
-    kernel_choice: KernelChoice | None = None,
-) -> list[str]:
-    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it.
-
-    Args:
-        kernel_choice: attention's, if it was measured.
-    """
-    model = step.model
-    topology = context.topology
-    peak = device_peak(context, model)
-    kept = residual_dtype(model.config, model.dtype)
-    lines = [
-        f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
-        f"{topology}" + (", sequence parallel" if model.sequence_parallel else ""),
-        f"model of {num_parameters:,} parameters{_told_of_trained(model)} in {dtype_name(model.dtype)}, "
-        f"residual stream {dtype_name(kept)}, "
-        f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
-        *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
-        *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
-        *describe_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
-        *torch_private.missing_note(),
-        describe_attention(config, model, context, kernel_choice),
-        *describe_copies(config, on_cuda=context.device.type == "cuda"),
-        *(describe_differences(gather_objects(compiler_facts(context.device), context.world)) if config.speed.compile else ()),
-        *describe_context(config, topology),
-        *format_layer_table(model.layer_table),
-        *describe_recompute(model.layer_table),
-        *describe_offload(model.layer_table),
-        *describe_groups(config.optimizer, model_weights(model.config, model.vocab_size)),
-    ]
-    schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
-    report = state_report(model, context, config.parallel, config.optimizer, schedule)
-    reports = gather_objects(report, context.group("pp"))
-    lines += describe_state(reports, config.parallel, topology, schedule.num_microbatches)
-    if context.device.type == "cuda" and peak is None:
-        lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
-    if topology.pp > 1:
-        # Now, and after any ramp-up of the batch.
-        for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
-            tokens = config.training.micro_batch_size * config.tokens_per_rank
-            lines += _describe_pipeline(step.schedule(count), model, tokens, topology.tp)
-            if config.parallel.overlap_p2p_communication:
-                connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-                lines.append(describe_receives(step.schedule(count), context.device.type, connections))
-    lines += describe_rate(config, plan, model.vocab_size)
-    lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
-    return lines
-
-
-def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_size: int) -> Iterator[str]:
-    """Lines on what the schedule costs in time and memory, that of deferred weight gradients too, if there are any.
-
-    Args:
-        tokens: of a microbatch on one rank.
-    """
-    stages, batch = schedule.num_stages, schedule.num_microbatches
-    chunks = schedule.num_chunks // stages
-    bubble = simulate(schedule, Costs().divided(chunks)).bubble_share
-    live = max(peak_live_activations(schedule)) / chunks
-    yield (
-        f"pipeline schedule {schedule.name}: {batch} microbatches through {stages} stages"
-        + (f" of {chunks} chunks" if chunks > 1 else "")
-        + f", {bubble:.1%} of the time idle if all operations cost the same, "
-        f"at most {live:.3g} microbatches of a stage between forward and backward"
-    )
-    token_bytes = tokens * model.dtype.itemsize
-    kept = [
-        kept_per_token(
-            model.config, chunk.layers, tensor_size=tensor_size, sequence_parallel=model.sequence_parallel, last=chunk.last
-        )
-        for chunk in model.layer_table
-    ]
-    peaks = peak_kept(schedule, [token_bytes * numbers for numbers in kept])
-    if most := max(peaks):
-        yield f"the weight gradients that it puts off keep at most {most / 2**20:,.1f} MiB on a rank (stage {peaks.index(most)})"
 
 
 def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:
@@ -336,17 +216,6 @@ def tensorboard_command(folder: str) -> str:
     if "://" in folder or not re.fullmatch(r"[^,:]+", str(path)):  # which have a meaning in the longer form
         return f"tensorboard --logdir {shlex.quote(folder)}"
     return f"tensorboard --logdir_spec {shlex.quote(f'{name}:{path}')}"
-
-
-def describe_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Iterator[str]:
-    """A line on a learning rate far outside of what the size of the run suggests. The rule is for Adam from random weights."""
-    optimizer, checkpoint = config.optimizer, config.checkpoint
-    adam = optimizer.optimizer in ("adam", "adam8bit") and config.model.mup_base_width is None
-    if not adam or optimizer.lr is None or checkpoint.pretrained_checkpoint is not None or checkpoint.finetune:
-        return
-    found = rate_far_off(optimizer.lr, flops_per_step(config.model, vocab_size, plan.total_samples))
-    if found is not None:
-        yield f"WARNING: {found}"
 
 
 def describe_outputs(config: Config, *, draws: bool) -> Iterator[str]:

@@ -153,11 +153,10 @@ class Trainer:
             corpus=self.data.corpus,
             quiet=quiet,
         )
+        self._parts = Run(config, context, self.steps, progress, reporter, plan, num_parameters, kernel_choice)
         for line in [
             *settings.notes,
-            *features.expected(context),
-            *startup.describe(config, context, self.steps, num_parameters, plan, progress.consumed_samples, kernel_choice),
-            *features.advice(config, context, model.vocab_size),
+            *features.lines(self._parts),
             *batches.describe(progress.phases),
             *startup.describe_outputs(config, draws=draws),
             *resumed.notes,
@@ -165,7 +164,6 @@ class Trainer:
             reporter.say(f"  {line}")
         if resumed.path is not None:
             reporter.say(f"resuming from {resumed.path} at iteration {progress.iteration}")
-        self._parts = Run(config, context, self.steps, progress, reporter)
         self._facts = startup.facts(record, context, model, plan, num_parameters, kernel_choice)
         self._loop = Loop(
             config,

@@ -67,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron.data.tokenizers.tokenizer import planned_rows
-    from megatron.training.state_report import amount
     from megatron_lab.planner.search import AXES, LayoutSearch, Limits
+    from megatron_lab.planner.state_report import amount
 
     if own.cluster == "list":
         for name in cluster_names():

@@ -20,14 +20,14 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.state_layout import StateMemory, StateReport
 from megatron.model.build import build_model
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.schedules import make_schedule
-from megatron.training.state_report import state_report
 from megatron_lab.commands.parser import ToolParser
+from megatron_lab.planner.state_layout import StateMemory, StateReport
+from megatron_lab.planner.state_report import state_report
 
 DATA_SIZES = (8, 64, 1024)
 STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)

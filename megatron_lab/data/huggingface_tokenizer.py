@@ -9,18 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.bpe_rules import (
-    GPT2_PATTERN,
-    ByteVocabulary,
-    MergeRules,
-    RankRules,
-    byte_characters,
-    read_json,
-)
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer, required_tokenizer_json
-from megatron.data.tokenizers.vocabulary_files import KNOWN_FILES
 from megatron_lab.data.sentencepiece_json import (
     SentencePieceFile,
     added_token,
@@ -29,6 +19,16 @@ from megatron_lab.data.sentencepiece_json import (
     sentencepiece_json,
     whole_json,
 )
+from megatron_lab.tokenizers.bpe_rules import (
+    GPT2_PATTERN,
+    ByteVocabulary,
+    MergeRules,
+    RankRules,
+    byte_characters,
+    read_json,
+)
+from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.vocabulary_files import KNOWN_FILES
 
 _SETTINGS = "tokenizer_config.json"
 _BESIDE = (

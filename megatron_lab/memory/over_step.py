@@ -8,12 +8,12 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.parallel.topology import Topology
-from megatron.training.state_report import amount
 from megatron_lab.memory.figure import Panel
 from megatron_lab.memory.measure import measure
 from megatron_lab.planner.dry_run import PlannedStep, Planner
 from megatron_lab.planner.plan import RankKind
 from megatron_lab.planner.plan_text import table
+from megatron_lab.planner.state_report import amount
 from megatron_lab.verification.local_ranks import run_ranks
 
 INPUTS = "inputs"

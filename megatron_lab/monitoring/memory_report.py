@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.config.config import Config
-from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.memory.host import process_bytes
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
-from megatron.training.state_report import amount
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
 from megatron_lab.monitoring.rehearsal import Rehearsal, full_plan
 from megatron_lab.planner.plan import Plan, RankMemory
 from megatron_lab.planner.plan_text import table
+from megatron_lab.planner.state_layout import Bytes, StateMemory
+from megatron_lab.planner.state_report import amount
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,9 @@ class MemoryFeature(Feature):
         """Have the job planned."""
         self._rehearsal.begin(self.config)
 
-    def expected(self, context: ParallelContext) -> list[str]:
+    def lines(self, run: Run) -> list[str]:
         """Take the plan; gives what it says of the fullest rank."""
-        return self.account.expect(self._rehearsal.plan(context), context)
+        return self.account.expect(self._rehearsal.plan(run.context), run.context)
 
     def watchers(self, run: Run) -> list[Watcher]:
         """Report after the first step and every so many."""

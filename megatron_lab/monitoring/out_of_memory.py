@@ -14,11 +14,11 @@ from megatron.config.config import Config
 from megatron.config.given import this_job
 from megatron.spec.operations import OpKind
 from megatron.training.features import Feature
-from megatron.training.state_report import amount
 from megatron.training.step import TrainStep
 from megatron_lab.monitoring.memory_report import MemoryAccount, MemoryFeature
 from megatron_lab.monitoring.rehearsal import on_this_device
 from megatron_lab.planner.fit import levers, memory_limit, most_layers
+from megatron_lab.planner.state_report import amount
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))")
 _KINDS = {

@@ -24,7 +24,6 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress
-from megatron.training.state_report import amount
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
 from megatron_lab.monitoring.memory_report import MemoryAccount, measure
@@ -32,6 +31,7 @@ from megatron_lab.monitoring.profiler import SpanRecorder
 from megatron_lab.monitoring.rehearsal import Rehearsal
 from megatron_lab.planner.cluster import Cluster, load_cluster, shipped_for
 from megatron_lab.planner.dry_run import Planner
+from megatron_lab.planner.state_report import amount
 from megatron_lab.planner.step_time import StepTime, time_of
 from megatron_lab.planner.step_work import StepWork
 
@@ -247,9 +247,9 @@ class PlanFeature(Feature):
         """Have the steps planned."""
         self._plan.begin(self.config)
 
-    def expected(self, context: ParallelContext) -> list[str]:
+    def lines(self, run: Run) -> list[str]:
         """Take the plan; gives the time of a step that it foretells."""
-        return self._plan.expect(context)
+        return self._plan.expect(run.context)
 
     def watchers(self, run: Run) -> list[Watcher]:
         """Measure the first steps, and compare."""

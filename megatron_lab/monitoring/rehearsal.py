@@ -29,9 +29,9 @@ from megatron.config.module_start import module_start
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.forks import has_lost_devices, hide_devices
 from megatron.training.failure import together
 from megatron.training.features import Feature
+from megatron_lab.monitoring.forks import has_lost_devices, hide_devices
 from megatron_lab.planner.dry_run import make_plan
 from megatron_lab.planner.fit import memory_limit, with_fit_advice, with_least_layers
 from megatron_lab.planner.plan import Plan

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from html import escape
 
 from megatron.parallel.topology import Topology
-from megatron.training.state_report import amount, in_units
 from megatron_lab.pages.figures import Bar, stacked_bars
 from megatron_lab.pages.html import Section, page
 from megatron_lab.pages.rank_grid import rank_grid
 from megatron_lab.planner.plan import Plan, RankKind
 from megatron_lab.planner.plan_text import duration, format_plan, rows_of
+from megatron_lab.planner.state_report import amount, in_units
 from megatron_lab.planner.step_time import StepTime
 
 

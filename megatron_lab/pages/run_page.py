@@ -15,10 +15,10 @@ from typing import Any
 from megatron.config.flags import flags
 from megatron.metrics.history import History
 from megatron.metrics.log_line import duration, in_short
-from megatron.training.state_report import amount
 from megatron_lab.pages.curves import Curve, chart, choice, script, smoothed
 from megatron_lab.pages.figures import Bar, stacked_bars
 from megatron_lab.pages.html import COLOURS, Section, page, table
+from megatron_lab.planner.state_report import amount
 
 _SMOOTHED_OVER = 50
 """The smoothed curve is a mean over this part of the steps."""

@@ -15,11 +15,11 @@ from megatron.config.config import Config
 from megatron.config.given import without_gaps
 from megatron.config.parallel import ContextWay
 from megatron.config.rules import violations
-from megatron.context_parallel.cost import sent_for_attention
 from megatron.pipeline_parallel.partition import recomputed_chunks, split_advice, table_of
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule, names_that_split_backward
 from megatron.spec.weights import padded_vocab_size
+from megatron_lab.planner.context_cost import sent_for_attention
 from megatron_lab.planner.plan import idle_share, loss_again
 
 MOST_IDLE = 0.2

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.parallel.backends import MESSAGE_CHANNELS
-from megatron.training.state_report import amount
+from megatron_lab.planner.state_report import amount
 
 _MIB = 2**20
 

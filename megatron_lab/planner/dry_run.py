@@ -10,11 +10,8 @@ from megatron.attention.backends import backend_in_use
 from megatron.config.checks.speed import check_backend
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.context_parallel.cost import most_held
-from megatron.data_parallel.state_layout import Bytes
 from megatron.data_parallel.traffic import NUM_SCALARS, noise_traffic
 from megatron.model.build import Model, model_dtype, model_of, overlaps
-from megatron.optimizer.state_size import OptimizerState, saved_bytes
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.cut import balanced, token_costs
 from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory
@@ -27,11 +24,11 @@ from megatron.spec.layers import alike, context_ways
 from megatron.spec.operations import Costs, Op, OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.spec.weights import padded_vocab_size
-from megatron.training.attention_notes import describe_kernel
-from megatron.training.state_report import amount, layout_of
 from megatron_lab.planner import advice
 from megatron_lab.planner.allowances import Allowance, of_symmetric_memory, of_tensor_ring
+from megatron_lab.planner.attention_notes import describe_kernel
 from megatron_lab.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
+from megatron_lab.planner.context_cost import most_held
 from megatron_lab.planner.experts import experts_plan, worst_factor
 from megatron_lab.planner.kinds import (
     Links,
@@ -47,6 +44,9 @@ from megatron_lab.planner.kinds import (
 )
 from megatron_lab.planner.peak import Held, held_over_step, message_bytes, peak_activations, receive_plans, step_transfers
 from megatron_lab.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
+from megatron_lab.planner.state_layout import Bytes
+from megatron_lab.planner.state_report import amount, layout_of
+from megatron_lab.planner.state_size import OptimizerState, saved_bytes
 from megatron_lab.planner.step_work import StepWork, per_node
 from megatron_lab.planner.storages import MemorySpan
 

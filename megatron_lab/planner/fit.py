@@ -23,13 +23,13 @@ from megatron.config.extras import how_to_get, is_missing
 from megatron.config.given import DryRun, without_gaps
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import table_of
-from megatron.training.state_report import amount
 from megatron_lab.planner.advice import ENOUGH_TOKENS
 from megatron_lab.planner.chunk_trace import ChunkTrace, Traces
 from megatron_lab.planner.cluster import DEFAULT, load_cluster
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.plan import Plan, loss_chunk
 from megatron_lab.planner.plan_text import GPU_MEMORY_GB, SPARE
+from megatron_lab.planner.state_report import amount
 from megatron_lab.planner.step_time import cluster_of, dtype_of, time_of
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StatePart
 from megatron.data_parallel.traffic import axes_in_words, parts_in_words
 from megatron.model.build import Model
-from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 from megatron_lab.planner.allowances import Allowance, allowances
 from megatron_lab.planner.plan import Places, RankKind, RankMemory, Traffic
+from megatron_lab.planner.state_layout import Bytes, StateLayout, StateMemory, StatePart
+from megatron_lab.planner.state_size import OptimizerState
 from megatron_lab.planner.storages import Transfer
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.model.output_layer import LossForm
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
@@ -30,6 +29,7 @@ from megatron.spec.counts import (
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import padded_vocab_size
 from megatron_lab.planner.allowances import Allowance
+from megatron_lab.planner.state_layout import Bytes, StateMemory
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, describe_offload, describe_recompute
-from megatron.training.state_report import amount, device_parts, host_parts, in_units
 from megatron_lab.planner.plan import ExpertsPlan, Plan, RankKind
+from megatron_lab.planner.state_report import amount, device_parts, host_parts, in_units
 from megatron_lab.planner.step_time import StepTime
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)

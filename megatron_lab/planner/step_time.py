@@ -17,7 +17,6 @@ import torch
 from megatron.config.config import Config
 from megatron.config.extras import is_missing
 from megatron.config.given import DryRun
-from megatron.data_parallel.state_layout import Bytes, StateMemory
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.spec.counts import flops_per_step
 from megatron.spec.operations import Op, OpKind
@@ -26,6 +25,7 @@ from megatron_lab.planner.cluster import DEFAULT, Cluster, load_cluster, shipped
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.durations import COMPILED, OURS, Durations, Ranks, Spent, Stack, added
 from megatron_lab.planner.plan import RankKind
+from megatron_lab.planner.state_layout import Bytes, StateMemory
 from megatron_lab.planner.step_work import StepWork
 
 _SURE = 1.645

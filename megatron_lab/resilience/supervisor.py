@@ -310,8 +310,8 @@ def goes_on(program: str, config: Config, world_size: int) -> bool:
     if pid == 0:
         code = 0
         with suppress(BaseException):  # what else goes wrong, the ranks will say better
-            from megatron.parallel.forks import has_lost_devices
-            from megatron.training.ahead import misfit_ahead
+            from megatron_lab.monitoring.forks import has_lost_devices
+            from megatron_lab.resilience.ahead import misfit_ahead
 
             lacks_cuda = config.parallel.device != "cpu" and has_lost_devices()
             words = _CUDA_WAS_USED if lacks_cuda else misfit_ahead(config, world_size)

@@ -15,10 +15,10 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loss_mask import LEARNED, loss_mask_prefix, open_loss_mask
 from megatron.data.packed_dataset import PackedDataset
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_lab.commands.inspect_data import main as inspect
 from megatron_lab.commands.merge_data import main as merge
 from megatron_lab.commands.preprocess_data import main
+from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_lab.verification.reference.model import Batch, token_losses
 from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 from tests.support.chats import CHATS, MARKED, PLAIN, write_chats, write_tokenizer

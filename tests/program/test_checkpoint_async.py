@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import keeper, rank_parts, rank_writer, savers, writer_main
+from megatron.checkpoint import rank_parts, rank_writer, savers, writer_main
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
@@ -40,6 +40,7 @@ from megatron.checkpoint.writer_messages import (
     part_file,
 )
 from megatron.config.module_start import module_start
+from megatron_lab.node_memory import keeper
 from tests.support.checkpoint_worlds import (
     Layout,
     Shapes,

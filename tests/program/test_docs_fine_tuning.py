@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_lab.commands import checkpoint as checkpoint_tool
 from megatron_lab.commands import generate_text, preprocess_data, verify_layout
 from megatron_lab.foreign.source import StoredCheckpoint
+from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.program.test_readme import commands
 from tests.support.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.support.cli import ROOT

@@ -17,7 +17,6 @@ from megatron.config.given import check_output
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel.state_layout import Bytes
 from megatron.model import build
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
@@ -25,7 +24,6 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
-from megatron.training.state_report import amount
 from megatron_lab.planner import dry_run
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.plan import (
@@ -42,6 +40,8 @@ from megatron_lab.planner.plan import (
     write_plan,
 )
 from megatron_lab.planner.plan_text import format_plan
+from megatron_lab.planner.state_layout import Bytes
+from megatron_lab.planner.state_report import amount
 from megatron_lab.planner.step_time import StepTime
 from tests.support.planned import kind_of, plans_of, settings
 from tests.support.runs import arguments, launch, report

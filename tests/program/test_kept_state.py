@@ -16,19 +16,18 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import keeper
-from megatron.checkpoint.node_storage import STATE_FOLDER
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.cli import load
 from megatron.config.given import DryRun
 from megatron.model.build import model_dtype
-from megatron.optimizer.state_size import saved_bytes
-from megatron.training import kept_state
-from megatron.training.state_report import amount
 from megatron.training.step import TrainStep
+from megatron_lab.node_memory import keeper, kept_state
+from megatron_lab.node_memory.node_storage import STATE_FOLDER
 from megatron_lab.planner.dry_run import Planner
+from megatron_lab.planner.state_report import amount
+from megatron_lab.planner.state_size import saved_bytes
 from tests.program.test_run_spikes import HALVES, REWINDS, bad_batches
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.config.layer_costs import LayerCosts, read_layer_costs
-from megatron_lab.planner import start_up
+from megatron_lab.monitoring import start_up_log
 from megatron_lab.planner.advice import advice
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 
@@ -80,7 +80,7 @@ def measure(**settings: Any) -> str:
     """Run with --profile-pipeline, and with the advice. Returns all that rank 0 had to say."""
 
     def before(rank: int) -> None:
-        start_up.advice = advice
+        start_up_log.advice = advice
 
     ended = launch([*arguments(**BASE | settings), "--profile-pipeline"], 2, before=before)
     assert all(end.code == 0 for end in ended), report(ended)

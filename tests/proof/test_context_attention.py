@@ -20,11 +20,11 @@ from megatron.attention.parts import RunPair
 from megatron.config.parallel import ContextWay
 from megatron.context_parallel import attention
 from megatron.context_parallel.attention import Sharers, _Call, context_attention
-from megatron.context_parallel.cost import SharedAttention
 from megatron.parallel.context import Group, ParallelContext, connect_fake, disconnect, make_context
 from megatron.parallel.cut import Cut, balanced, mirrored, token_costs
 from megatron.parallel.topology import Topology
 from megatron.spec.layers import ScoreSpec
+from megatron_lab.planner.context_cost import SharedAttention
 from megatron_lab.planner.storages import StorageLedger
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.covering import covering, product

@@ -12,14 +12,14 @@ from megatron.config.cli import LoadedConfig
 from megatron.config.lora import LoraTarget
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.state_size import stage_size
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
 from megatron.spec.weights import model_weights
 from megatron.training.providers import make_providers
-from megatron.training.state_report import layout_of
 from megatron_lab.planner.plan import RankKind
+from megatron_lab.planner.state_report import layout_of
+from megatron_lab.planner.state_size import stage_size
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
 from tests.support.planned import (

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from megatron.config.cli import LoadedConfig
-from megatron.data_parallel.state_layout import StateMemory
-from megatron.optimizer.state_size import OptimizerState
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import make_schedule
-from megatron.training.state_report import layout_of
 from megatron_lab.planner.kinds import RankContent, places_by_content
 from megatron_lab.planner.plan import Places
+from megatron_lab.planner.state_layout import StateMemory
+from megatron_lab.planner.state_report import layout_of
+from megatron_lab.planner.state_size import OptimizerState
 from tests.support.other_places import elsewhere
 from tests.support.planned import real_model, settings
 

@@ -16,7 +16,7 @@ from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import make_schedule
-from megatron.training.state_report import state_report
+from megatron_lab.planner.state_report import state_report
 from megatron_lab.verification.reference.shape import random_weights
 from tests.proof.test_sharding_memory import kept
 from tests.proof.test_sharding_traffic import KINDS

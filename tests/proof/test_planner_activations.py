@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.attention.backends import attention_kernel, backend_in_use
 from megatron.config.parallel import ContextWay
-from megatron.context_parallel.cost import most_held, sent_for_attention
 from megatron.model.inputs import ModelInputs
 from megatron.moe import grouped
 from megatron.pipeline_parallel.exchange import plan_receives
@@ -21,6 +20,7 @@ from megatron.spec.attention_backends import AttentionCall
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
 from megatron_lab.planner import chunk_trace, cpu_kernels, known_ops, storages
+from megatron_lab.planner.context_cost import most_held, sent_for_attention
 from megatron_lab.planner.peak import messages_held
 from megatron_lab.planner.storages import MemorySpan, StorageLedger
 from tests.proof.test_planner_activations_measured import (

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.data_parallel.buckets import Buckets
 from megatron.spec.schedules import make_schedule
-from megatron.training.state_report import state_report
 from megatron.training.step import TrainStep
+from megatron_lab.planner.state_report import state_report
 from megatron_lab.verification.local_ranks import run_ranks
 from megatron_lab.verification.reference.shape import random_weights
 from tests.support.held import held_by, num_bytes

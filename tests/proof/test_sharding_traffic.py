@@ -18,7 +18,7 @@ from megatron.data_parallel.traffic import StepSums
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.spec.schedules import make_schedule
-from megatron.training.state_report import state_report
+from megatron_lab.planner.state_report import state_report
 from megatron_lab.verification.reference.shape import random_weights
 from tests.support.covering import full_but
 from tests.support.layout import (

@@ -26,11 +26,11 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import recomputed_chunks
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron.training.inputs import BatchMaker, reads_samples
-from megatron.training.state_report import state_report
 from megatron.training.step import TrainStep
 from megatron_lab.planner.advice import num_microbatches
 from megatron_lab.planner.chunk_trace import ChunkTrace, trace_chunks
 from megatron_lab.planner.peak import Activations, peak_activations, receive_plans, step_transfers
+from megatron_lab.planner.state_report import state_report
 from megatron_lab.planner.storages import Transfer
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.planned import real_context, real_model

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import IO
 
-from megatron.checkpoint import keeper, rank_writer
+from megatron.checkpoint import rank_writer
+from megatron_lab.node_memory import keeper
 from tests.support.cli import live_as_program
 
 

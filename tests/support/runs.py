@@ -36,7 +36,7 @@ from megatron.parallel import context
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.backends import world_backend
 from megatron.training.step import TrainStep
-from megatron_lab.planner import start_up
+from megatron_lab.monitoring import start_up_log
 from megatron_lab.verification.local_ranks import kill_group
 from tests.support.checkpoint_worlds import load_tensors, read_manifest, whole
 from tests.support.cli import ROOT, command_words, fork_program
@@ -114,7 +114,7 @@ def launch(
     """
 
     def prepare(rank: int) -> None:
-        start_up.advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
+        start_up_log.advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
         if not gloo:
             context.world_backend = lambda backend: SHARED_MEMORY if backend == "gloo" else world_backend(backend)
         if before is not None:

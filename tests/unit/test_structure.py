@@ -23,7 +23,7 @@ MEGATRON, LAB = ROOT / "megatron", ROOT / "megatron_lab"
 FILES = sorted(path.relative_to(ROOT) for path in MEGATRON.rglob("*.py"))
 """The core."""
 FILES_AROUND = sorted(path.relative_to(ROOT) for path in LAB.rglob("*.py"))
-STRICT_AROUND = "planner verification proofs flight resilience audit inference monitoring foreign".split()
+STRICT_AROUND = "planner verification proofs flight resilience audit inference monitoring foreign node_memory tokenizers".split()
 IN_RUNS = [*FILES, *(file for file in FILES_AROUND if file.parts[1] in STRICT_AROUND or file.parts[1:3] == ("data", "preprocess"))]
 """The core, what works with the ranks of a run, what reads the weights of others, and what makes datasets of texts."""
 

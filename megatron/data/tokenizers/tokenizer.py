@@ -87,7 +87,7 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         vocab_file = required_file("--vocab-file", config.vocab_file, kind)
         return _byte_bpe("read_gpt2_bpe", vocab_file, required_file("--merge-file", config.merge_file, kind))
     if kind == "HuggingFaceTokenizer":
-        found: Tokenizer = named("megatron.data.tokenizers.huggingface:HuggingFaceTokenizer")(
+        found: Tokenizer = named("megatron_lab.tokenizers.huggingface:HuggingFaceTokenizer")(
             required_tokenizer_json(config.tokenizer_model, kind)
         )
         return found
@@ -101,6 +101,6 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
 
 def _byte_bpe(reader: str, *source: object) -> Tokenizer:
     """The tokenizer of a vocabulary, which a function of `vocabulary_files.py` reads."""
-    vocabulary = named(f"megatron.data.tokenizers.vocabulary_files:{reader}")(*source)
-    found: Tokenizer = named("megatron.data.tokenizers.byte_bpe:ByteBPETokenizer")(vocabulary)
+    vocabulary = named(f"megatron_lab.tokenizers.vocabulary_files:{reader}")(*source)
+    found: Tokenizer = named("megatron_lab.tokenizers.byte_bpe:ByteBPETokenizer")(vocabulary)
     return found

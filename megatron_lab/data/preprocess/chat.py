@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from megatron.config.extras import optional
 from megatron.data.loss_mask import LEARNED, MARK_TYPE
-from megatron.data.tokenizers.bpe_rules import read_json
-from megatron.data.tokenizers.tokenizer_json import read_tokenizer_json
 from megatron_lab.data.preprocess.errors import BadRecordError
 from megatron_lab.data.preprocess.text_records import check_encodable
+from megatron_lab.tokenizers.bpe_rules import read_json
+from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
 
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]

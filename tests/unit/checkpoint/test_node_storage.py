@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import keeper
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.node_link import NodeLink, NodeLost, serve
-from megatron.checkpoint.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, commit, encoded, latest_in, take_over
 from megatron.checkpoint.storage import MANIFEST
+from megatron_lab.node_memory import keeper
+from megatron_lab.node_memory.node_link import NodeLink, NodeLost, serve
+from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
 
 
 def nodes(folder: Path, count: int, copies: int) -> list[NodeStorage]:

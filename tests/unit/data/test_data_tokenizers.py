@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
-from megatron.data.tokenizers.vocabulary_files import read_gpt2_bpe
 from megatron_lab.commands.train_tokenizer import main as train_tokenizer
+from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.vocabulary_files import read_gpt2_bpe
 from tests.support.bpe_trainer import Bpe, encode_plainly, train_bpe, write_bpe
 from tests.support.vocabularies import SOURCES, TEXT, any_text
 

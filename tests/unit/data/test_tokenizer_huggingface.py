@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, LibraryTokenizer
+from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer, LibraryTokenizer
 from tests.support.bpe_trainer import Bpe, encode_plainly
 from tests.support.vocabularies import BPE, LLAMA3_PATTERN, QWEN2_PATTERN, TEXT, Style, any_text, tokenizer_json, write_json
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.support.vocabularies import BPE, TEXT, tokenizer_json, write_json
 
 

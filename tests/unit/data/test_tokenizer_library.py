@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.data.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, LibraryTokenizer
+from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
+from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer, LibraryTokenizer
 from tests.support.vocabularies import BPE, TEXT, tokenizer_json, write_json
 
 ODD: dict[str, dict[str, Any]] = {

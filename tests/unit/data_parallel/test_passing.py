@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.data_parallel.bucket_plan import BucketPlan, Placed
-from megatron.data_parallel.passing import play_reductions
+from megatron_lab.planner.passing import play_reductions
 
 SIZES = (1024, 64, 64, 64, 64)
 

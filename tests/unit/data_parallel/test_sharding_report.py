@@ -15,8 +15,6 @@ from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrate
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan
-from megatron.data_parallel.passing import play_steps
-from megatron.data_parallel.state_layout import Bytes, StateMemory, StateReport, units_at_work
 from megatron.data_parallel.traffic import Sent
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import Group, ParallelContext
@@ -24,7 +22,9 @@ from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
 from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
-from megatron.training.state_report import amount, describe_state, state_report, writes
+from megatron_lab.planner.passing import play_steps
+from megatron_lab.planner.state_layout import Bytes, StateMemory, StateReport, units_at_work
+from megatron_lab.planner.state_report import amount, describe_state, state_report, writes
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments, run
 

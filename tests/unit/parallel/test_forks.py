@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.parallel import forks
+from megatron_lab.monitoring import forks
 
 
 @pytest.mark.parametrize(("in_bad_fork", "devices", "lost"), [(True, 1, True), (True, 0, False), (False, 1, False)])

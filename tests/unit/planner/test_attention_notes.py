@@ -9,7 +9,7 @@ import pytest
 from megatron.attention import documents
 from megatron.attention.documents import bytes_copied_for_groups
 from megatron.spec.operations import OpKind
-from megatron.training.attention_notes import bytes_copied, describe_kernel
+from megatron_lab.planner.attention_notes import bytes_copied, describe_kernel
 from tests.support.activation_runs import plan_rank, settings
 
 GROUPED: dict[str, Any] = {"bf16": True, "group_query_attention": True, "num_query_groups": 2, "num_attention_heads": 8}

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.topology import Topology
-from megatron.training.state_report import amount
 from megatron_lab.pages.figures import Bar, stacked_bars
 from megatron_lab.pages.html import Section, page, table, write_page
 from megatron_lab.pages.plan_page import plan_page
 from megatron_lab.pages.rank_grid import rank_grid
 from megatron_lab.planner.plan_text import format_plan
+from megatron_lab.planner.state_report import amount
 from tests.support.planned import kind_of, plans_of, settings
 
 _EMPTY = {"meta", "rect", "line"}

@@ -11,11 +11,11 @@ import torch
 
 from megatron.config.cli import load
 from megatron.data_parallel.provider import HeldTensors
-from megatron.data_parallel.state_layout import Bytes
 from megatron.spec.operations import Op, OpKind
 from megatron.training.failure import is_out_of_memory
 from megatron_lab.monitoring.memory_report import MemoryAccount, measure, report
 from megatron_lab.monitoring.out_of_memory import Exhaustion
+from megatron_lab.planner.state_layout import Bytes
 from tests.support.runs import arguments
 
 GIB = 2**30

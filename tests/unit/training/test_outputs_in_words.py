@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron.config.cli import load
 from megatron.training.progress import BatchSizePlan
-from megatron.training.startup import describe_outputs, describe_rate, tensorboard_command
+from megatron.training.startup import describe_outputs, tensorboard_command
+from megatron_lab.monitoring.start_up_log import describe_rate
 from tests.support.runs import arguments
 
 

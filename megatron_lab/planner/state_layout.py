@@ -41,12 +41,12 @@ from megatron.data_parallel.fsdp_plan import (
     padded_part,
     plan_units,
 )
-from megatron.data_parallel.passing import play_reductions, play_steps
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.topology import GRADIENT_AXES
+from megatron_lab.planner.passing import play_reductions, play_steps
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The process of a node that keeps the state in memory when the ranks have ended, and in the end brings it to the storage.
 
-    python -P -m megatron.checkpoint.keeper < ORDERS
+    python -P -m megatron_lab.node_memory.keeper < ORDERS
 
 The first rank of a node starts it (`start_or_find`), and later starts of the job by the same launcher find it again. It gives the
 node's files to the ranks of other nodes (`node_link.py`). It ends with the launcher, after it has written the newest checkpoint in
@@ -29,13 +29,13 @@ from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.node_link import CHUNK_BYTES, serve
-from megatron.checkpoint.node_storage import FOLDER_VARIABLE, LOCATION, STATE_FOLDER, Nodes, NodeStorage
 from megatron.checkpoint.owner import process_of
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, find_checkpoint, iteration_of, latest_in, manifest_in
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_kinds import LOCATION, open_storage
 from megatron.config.module_start import module_start
+from megatron_lab.node_memory.node_link import CHUNK_BYTES, serve
+from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
 
 _MEMORY = Path("/dev/shm")
 _KEEPER, _ENDED = "keeper.json", "ended"
@@ -125,7 +125,7 @@ def _start(folder: Path, keeper: Keeper) -> int:
     (folder / STATE_FOLDER).mkdir(exist_ok=True)
     (folder / _KEEPER).unlink(missing_ok=True)
     (folder / _ENDED).unlink(missing_ok=True)
-    command, environment = module_start("megatron.checkpoint.keeper", folder)
+    command, environment = module_start("megatron_lab.node_memory.keeper", folder)
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
-from megatron.checkpoint.node_link import CopiedWriting, NodeLink, NodeLost, RemoteFile
 from megatron.checkpoint.storage import Draft, Reading, Storage, Writing
+from megatron.checkpoint.storage_kinds import LOCATION
+from megatron_lab.node_memory.node_link import CopiedWriting, NodeLink, NodeLost, RemoteFile
 
-LOCATION = "nodes://state"
-"""The memory of all nodes, by the same name in every rank; each has its node's folder from its environment."""
 FOLDER_VARIABLE = "MEGATRON_KEEPER_FOLDER"
 STATE_FOLDER, NODES = "state", "nodes.json"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.config.data import DataConfig
 from megatron.config.regular_file import open_regular, read_regular, read_text
-from megatron.data.tokenizers.bpe_rules import (
+from megatron_lab.tokenizers.bpe_rules import (
     GPT2_PATTERN,
     ByteVocabulary,
     MergeRules,

@@ -10,13 +10,13 @@ from torch import nn
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.fsdp_plan import own_modules
-from megatron.data_parallel.state_layout import Bytes, StateLayout, StateMemory, StateReport, state_layout
 from megatron.data_parallel.traffic import Sent, axes_in_words
 from megatron.model.build import Model
-from megatron.optimizer.state_size import OptimizerState, stage_size
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import STAGE_AXES, Topology
 from megatron.spec.operations import Op, OpKind, Schedule
+from megatron_lab.planner.state_layout import Bytes, StateLayout, StateMemory, StateReport, state_layout
+from megatron_lab.planner.state_size import OptimizerState, stage_size
 
 
 def state_report(

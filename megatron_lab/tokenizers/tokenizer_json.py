@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.data.tokenizers.bpe_rules import (
+from megatron_lab.tokenizers.bpe_rules import (
     GPT2_PATTERN,
     ByteVocabulary,
     MergeRules,

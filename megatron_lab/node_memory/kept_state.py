@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.keeper import end_keeper, start_or_find
-from megatron.checkpoint.node_storage import FOLDER_VARIABLE, LOCATION, Nodes
 from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, latest_in
 from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage_kinds import LOCATION
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.meeting import own_address
 from megatron.training.failure import together
+from megatron_lab.node_memory.keeper import end_keeper, start_or_find
+from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, Nodes
 
 
 class NodeMemory(NamedTuple):

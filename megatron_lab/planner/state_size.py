@@ -12,7 +12,6 @@ import torch
 from megatron.config.config import Config
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket import main_grad_dtype
-from megatron.data_parallel.state_layout import Bytes, ShardSize, StateMemory
 from megatron.optimizer.placement import choose_offloaded
 from megatron.optimizer.rule import StageSize, UpdateRule
 from megatron.optimizer.rules import rules_of
@@ -22,6 +21,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import global_records
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.topology import STAGE_AXES
+from megatron_lab.planner.state_layout import Bytes, ShardSize, StateMemory
 
 
 class OptimizerState:

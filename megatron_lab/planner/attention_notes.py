@@ -13,7 +13,7 @@ from megatron.config.checks.speed import attention_call
 from megatron.config.config import Config
 from megatron.spec.attention_backends import kernels_of, kernels_to_time
 from megatron.spec.layers import context_ways, layers
-from megatron.training.state_report import amount
+from megatron_lab.planner.state_report import amount
 
 
 def describe_kernel(config: Config, *, on_cuda: bool) -> Iterator[str]:

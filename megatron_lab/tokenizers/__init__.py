@@ -1,0 +1,1 @@
+"""Tokenizers by the files of other programs: of GPT-2, tiktoken and Hugging Face."""
