@@ -24,6 +24,7 @@ COPY requirements.txt ./
 RUN python -c "import sys; sys.exit(sys.version_info < (3, 11))" && python -m pip install -r requirements.txt
 COPY pyproject.toml setup.py README.md LICENSE pretrain_gpt.py ./
 COPY megatron megatron
+COPY megatron_lab megatron_lab
 COPY tools tools
 COPY examples examples
 RUN python -m pip install -e ".${EXTRAS:+[$EXTRAS]}" && useradd --create-home --uid 1000 trainer && chown trainer .

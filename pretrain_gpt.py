@@ -1,13 +1,16 @@
-"""Pretrain a GPT- or Llama-style model: `python pretrain_gpt.py ...` on one device, `torchrun ... pretrain_gpt.py ...` on many."""
+"""Pretrain a GPT- or Llama-style model: `python pretrain_gpt.py ...` on one device, `torchrun ... pretrain_gpt.py ...` on many.
+
+Installed, it is `python -m pretrain_gpt ...`, `torchrun ... -m pretrain_gpt ...`, or `megatron-pretrain ...` for one device.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 
-if __name__ == "__main__":
+if __name__ == "__main__" or sys.argv[0].endswith("megatron-pretrain"):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends the process without a traceback
 
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -119,10 +122,16 @@ def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanati
         return trainer.fit()
 
 
-if __name__ == "__main__":
+def run() -> int:
+    """Run the program with the words of the command line; returns the exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:  # before there is a run
         sys.stderr.write("pretrain_gpt.py: interrupted\n")
-        sys.exit(130)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,4 +1,4 @@
-"""Models by name: `--model llama3-8b` reads the settings in examples/models/llama3-8b.yaml, below all that is given beside it."""
+"""Models by name: `--model llama3-8b` reads the settings in models/llama3-8b.yaml, below all that is given beside it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from megatron.config.extras import optional
 from megatron.config.flags import nearest_names
 from megatron.config.given import sort_given
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FOLDER = EXAMPLES / "models"
+FOLDER = Path(__file__).resolve().with_name("models")
 LIST = "list"
 """The name that asks for the table of all."""
 
@@ -33,12 +32,9 @@ def file_of(name: str) -> str:
     path = FOLDER / f"{name}.yaml"
     if name in names():
         return str(path)
-    if not FOLDER.is_dir():
-        rule = f"The files lie in the folder {FOLDER} of a checkout, which is not there. Give the settings by --config FILE."
-    else:
-        near = nearest_names(name, names())
-        meant = f"Perhaps you meant {' or '.join(near)}. " if near else ""
-        rule = f"{meant}--model list shows all; --config FILE reads any file."
+    near = nearest_names(name, names())
+    meant = f"Perhaps you meant {' or '.join(near)}. " if near else ""
+    rule = f"{meant}--model list shows all; --config FILE reads any file."
     raise ConfigError([Violation(("--model",), f"--model {name}: there is no model of this name.", rule)])
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.data import DataOrder
+from megatron.config.module_start import module_start
 from megatron.data.blend import Blend
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import MIN_ENTRIES, cache_for
@@ -31,7 +32,6 @@ MAX_BUILD_MB = 1000.0
 MAX_START_S = 1.0
 MIN_SAMPLES_PER_S = 50_000.0
 
-_ROOT = Path(__file__).resolve().parents[2]
 _SEQ_LENGTH = 2048
 _VOCABULARY = 50257  # below 65536, so that every token is checked
 
@@ -93,8 +93,8 @@ def run_index(documents: int = 20_000_000, tokens: int = 20_000_000_000) -> bool
         write_synthetic(prefix, documents, tokens)
         for order in ("epoch", "megatron"):
             for what, most_s in (("built", MAX_BUILD_S), ("from the cache", MAX_START_S)):
-                command = [sys.executable, "-m", "megatron_lab.benchmarks.data_index", str(prefix), order]
-                done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
+                command, environment = module_start("megatron_lab.benchmarks.data_index", prefix, order)
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
                 found = json.loads(done.stdout)
                 times = f"{found['ready']:6.2f} s ({found['cpu']:.2f} s of processor time)"
                 print(

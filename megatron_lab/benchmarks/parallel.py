@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.config.module_start import module_start
 from megatron_lab.benchmarks.shapes import Shape
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(shape: Shape) -> None:
@@ -30,13 +29,12 @@ def run(shape: Shape) -> None:
     for name, ranks, layout in (("1 process", 1, []), ("8 processes", 8, split)):
         with tempfile.TemporaryDirectory() as folder:
             metrics = Path(folder) / "metrics.jsonl"
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            launch, environment = module_start("torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
             threads = str(max(1, (os.cpu_count() or 1) // ranks))
             done = subprocess.run(
                 [*launch, "-m", "megatron_lab.benchmarks.parallel", *flags, *layout, "--metrics-file", str(metrics)],
                 check=True,
-                cwd=_ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": threads},
+                env={**environment, "OMP_NUM_THREADS": threads},
                 capture_output=True,
                 text=True,
             )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
+from megatron.config.module_start import module_start
 from megatron_lab.data.preprocess.engines import Engine
 from megatron_lab.data.preprocess.job import preprocess
 from megatron_lab.data.preprocess.shard_work import PreprocessJob
@@ -30,7 +31,6 @@ of one; and less than so much memory in a process, in MB."""
 _VOCAB_SIZE = 50257
 _TRAINING_BYTES = 12_000_000
 _LOOP_SHARE = 10  # every tenth document, for the slower one
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
             shutil.copyfileobj(source, file)
     size = stream.stat().st_size / 1e9
     flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(config.vocab_file), "--merge-file", str(config.merge_file)]
-    command = [sys.executable, "tools/preprocess_data.py", "--input", str(stream), "--output-prefix", str(folder / "stream")]
+    words = ("preprocess_data", "--input", stream, "--output-prefix", folder / "stream")
+    command, environment = module_start("megatron_lab", *words)
     # In a process between: what a child had in common with a large parent would count as its own.
     code = (
         "import resource, subprocess, sys\n"
@@ -181,7 +182,7 @@ def memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
         "sys.exit(done.returncode)\n"
     )
     argv = [sys.executable, "-c", code, *command, *flags, "--append-eod", "--workers", "2"]
-    done = subprocess.run(argv, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     told, kilobytes = done.stdout.splitlines()
     peak = int(kilobytes) * 1024 / 1e6
     held = peak < MEMORY_MB

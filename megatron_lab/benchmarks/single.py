@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.config.module_start import module_start
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops
@@ -35,9 +36,6 @@ from megatron.training.step import TrainStep
 from megatron_lab.benchmarks.pairs import in_turns
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, peers, plain_step, random_tokens
 from megatron_lab.benchmarks.shapes import Shape
-
-_ROOT = Path(__file__).resolve().parents[2]
-
 
 OURS = "ours"
 
@@ -209,17 +207,9 @@ def _timed(step: Step, steps: int, clock: Callable[[], float]) -> float:
 
 def _peak_memory(which: str, shape: Shape, dtype_name: str, device: torch.device, *, compiled: bool) -> int:
     """Peak bytes of a few steps in a fresh process, above what the process held before the model was made."""
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_lab.benchmarks.single",
-        which,
-        json.dumps(asdict(shape)),
-        dtype_name,
-        str(device),
-        str(int(compiled)),
-    ]
-    return int(subprocess.run(command, check=True, cwd=_ROOT, capture_output=True, text=True).stdout.split()[-1])
+    words = (which, json.dumps(asdict(shape)), dtype_name, device, int(compiled))
+    command, environment = module_start("megatron_lab.benchmarks.single", *words)
+    return int(subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.split()[-1])
 
 
 def measure_memory(which: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> None:

@@ -7,11 +7,11 @@ Peers quantise to 8 bits within other kernels; so for their runs in 8 bits the p
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
 import statistics
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import yaml
 
 from megatron.config.cli import load
 from megatron.config.given import DryRun
+from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.durations import Stack
@@ -31,6 +32,17 @@ ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "published"
 COMMON = "--mock-data --tokenizer-type NullTokenizer --device cuda --lr 1e-4 --train-iters 10".split()
 _QUANTISING = {"torchtitan": 0.35, "torchtitan-compile": 0.35}
 """The share of the bytes that our quantisation moves which a software moves too."""
+
+
+def published_files() -> list[Path]:
+    """The files with published rows.
+
+    Raises:
+        SystemExit: this is no checkout, which alone has them.
+    """
+    if not ROWS.is_dir():
+        sys.exit(f"error: the published rows are only in a checkout of the repository: there is no folder {ROWS}")
+    return sorted(ROWS.glob("*.json"))
 
 
 def calibrated(row: dict[str, Any]) -> bool:
@@ -69,14 +81,14 @@ def _mixed(eight: StepWork, wide: StepWork, share: float) -> StepWork:
 
 def main() -> int:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__)
     parser.add_argument("--only", default="", help="rows whose id begins so")
-    only = parser.parse_args().only
+    only, files = parser.parse_args().only, published_files()
     given = yaml.safe_load((ROWS / "stacks.yaml").read_text())
     stacks = {name: Stack(name, **{key: value for key, value in one.items() if key != "memory"}) for name, one in given.items()}
     by = defaultdict[tuple[str, ...], list[float]](list)
     groups = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
-    for path in sorted(ROWS.glob("*.json")):
+    for path in files:
         for row in json.loads(path.read_text())["rows"]:
             if not row["id"].startswith(only):
                 continue

@@ -8,7 +8,6 @@ a rank trains by itself. Every round starts the ranks of all layouts in turn, od
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -23,6 +22,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron_lab.commands.parser import ToolParser
 from megatron_lab.memory.measure import prepare
 from megatron_lab.planner.cluster import Cluster, load_cluster
 from megatron_lab.planner.step_time import StepTime, predict
@@ -149,7 +149,7 @@ def table(rows: Sequence[Compared]) -> list[str]:
 
 def main() -> int:
     """Compare; returns the exit status."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = ToolParser(description=__doc__)
     flags.add_argument("--cluster", required=True, metavar="FILE", help="cluster file of this machine")
     flags.add_argument("--rounds", type=int, default=5, metavar="N", help="turns in which every layout is started (5)")
     flags.add_argument("--json", metavar="FILE", help="write parts and times too")

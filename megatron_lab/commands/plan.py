@@ -27,6 +27,8 @@ from megatron_lab.planner.garbage import collect_seldom
 
 PROGRAM = "plan.py"
 _DAY = 86_400
+LAUNCH = Path(__file__).resolve().parents[2] / "examples" / "launch.sh"
+"""What launch scripts are made of. Only a checkout has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +81,11 @@ def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
             check_output(flag, path)
     if own.output is not None and Path(own.output).suffix not in (".svg", ".png"):
         raise ValueError(f"--output {own.output}: give a name that ends in .svg or .png")
+    if own.write_script is not None and not LAUNCH.is_file():
+        raise ValueError(
+            f"--write-script {own.write_script}: a script starts its ranks by examples/launch.sh, which only a checkout of the "
+            f"repository has: there is no {LAUNCH}"
+        )
     cluster = load_cluster(own.cluster)
     if own.gpus < 1 or (own.gpus_per_node or 1) < 1:
         raise ValueError("--gpus and --gpus-per-node take whole numbers from 1 on.")
@@ -230,7 +237,6 @@ def _as_json(one: Any, config: Config) -> dict[str, Any]:
 def _write_script(path: Path, words: Sequence[str], layout: Sequence[str], best: Any, gpus: int, cluster: Any) -> None:
     """As those in examples/: it rehearses, checks the nodes, starts all ranks, and goes on from the newest checkpoint."""
     nodes, each = -(-gpus // cluster.gpus_per_node), min(gpus, cluster.gpus_per_node)
-    root = Path(__file__).resolve().parents[2]
     has_data = {"--data-path", "--mock-data"} & {word.partition("=")[0].replace("_", "-") for word in words}
     given = "" if has_data else '--data-path "$DATA"'
     where = "on each of the nodes, with HEAD set to one of them" if nodes > 1 else "on the node"
@@ -242,7 +248,7 @@ def _write_script(path: Path, words: Sequence[str], layout: Sequence[str], best:
         f"# To be started {where}, or by sbatch. Flags that are added count instead of those here: tokenizer, learning rate.",
         "# Variables: examples/launch.sh.",
         "set -euo pipefail",
-        f"source {shlex.quote(str(root / 'examples' / 'launch.sh'))}",
+        f"source {shlex.quote(str(LAUNCH))}",
         *([] if has_data else ['need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it"']),
         f"model=({shlex.join(words)})",
         f"layout=({shlex.join(layout)})",

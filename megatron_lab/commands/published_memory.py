@@ -23,7 +23,8 @@ from megatron.pipeline_parallel.partition import Chunk, table_of
 from megatron.spec.operations import OpKind
 from megatron.spec.schedules import make_schedule
 from megatron.spec.weights import WORD_EMBEDDING, in_layer, model_weights
-from megatron_lab.commands.against_published import COMMON, ROWS, calibrated, summary
+from megatron_lab.commands.against_published import COMMON, ROWS, calibrated, published_files, summary
+from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.advice import num_microbatches
 from megatron_lab.planner.dry_run import enough_microbatches
 
@@ -83,10 +84,12 @@ def _parameters(model: ModelConfig, chunks: Sequence[Chunk], vocab_size: int) ->
 
 def main() -> int:
     """Print the table."""
+    ToolParser(description=__doc__).parse_args()
+    files = published_files()
     by = defaultdict[str, list[float]](list)
     left_out = Counter[tuple[str, str]]()
     known = stack_memory()
-    for path in sorted(ROWS.glob("*.json")):
+    for path in files:
         for row in json.loads(path.read_text())["rows"]:
             if row["memory_gb"] is None:
                 continue

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The root of the repository."""
+"""The folder of `pretrain_gpt.py` and `megatron_lab`: the root of the repository, or where the package is installed."""
 
 
 class CheckFailed(Exception):

@@ -14,7 +14,7 @@ from megatron.config.given import DryRun
 from megatron.metrics.device_peaks import peak_flops
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.counts import flops_per_step
-from megatron_lab.gpu.context import ROOT, CheckContext, DoesNotFit, Outcome
+from megatron_lab.gpu.context import ROOT, CheckContext, CheckFailed, DoesNotFit, Outcome
 from megatron_lab.gpu.jobs import Job, random_batch, run_without_messages, torch_device, train_step_of
 from megatron_lab.planner.dry_run import make_plan
 from megatron_lab.proofs.small_model import Cuts, reduced_model
@@ -25,13 +25,20 @@ _VARIABLES = ("DATA", "VOCAB", "MERGES", "TOKENIZER", "RUN", "NNODES", "HEAD", "
 
 
 def script_line(name: str, folder: Path) -> list[str]:
-    """Return the command line that a launch script passes to Python for a dry run."""
+    """Return the command line that a launch script passes to Python for a dry run.
+
+    Raises:
+        CheckFailed: this is no checkout, which alone has the scripts.
+    """
+    script = ROOT / f"examples/{name}.sh"
+    if not script.is_file():
+        raise CheckFailed(f"only a checkout has the launch scripts: there is no {script}")
     echo = folder / "echo-words"
     echo.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
     echo.chmod(0o755)
     kept = {key: value for key, value in os.environ.items() if key not in _VARIABLES and not key.startswith("SLURM_")}
     done = subprocess.run(
-        ["bash", str(ROOT / f"examples/{name}.sh")],
+        ["bash", str(script)],
         env={**kept, "DRY_RUN": "1", "PYTHON": str(echo)},
         stdin=subprocess.DEVNULL,
         capture_output=True,

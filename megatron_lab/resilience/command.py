@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -40,13 +41,16 @@ def settings(words: Sequence[str]) -> argparse.Namespace:
     add("--join-timeout-s", type=float, default=600.0, metavar="S", help="give up if MIN nodes do not come in this time (600)")
     add("--lost-after-s", type=float, default=5.0, metavar="S", help="a node that was not heard for so long is lost (5)")
     add("--serve", type=_number, metavar="PORT", help="only serve a store for --meet on this port, until SIGTERM")
-    add("program", nargs="?", help="script, such as pretrain_gpt.py")
+    add("program", nargs="?", help="script, such as pretrain_gpt.py (that of the installed package, if none is here)")
     add("flags", nargs=argparse.REMAINDER, help="its flags")
     found = parser.parse_args(words)
     nodes, ranks = found.nnodes, found.nproc_per_node
     found.elastic = found.elastic or (nodes[0] * ranks, nodes[1] * ranks)
     if found.serve is None and found.program is None:
         parser.error("the script is missing, such as pretrain_gpt.py")
+    if found.program == "pretrain_gpt.py" and not os.path.isfile(found.program):
+        installed = importlib.util.find_spec("pretrain_gpt")
+        found.program = found.program if installed is None else installed.origin
     if found.serve is None and not os.path.isfile(found.program):
         parser.error(f"there is no script {found.program}")
     if {"--dry-run", "--plan"}.intersection(found.flags):
