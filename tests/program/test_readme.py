@@ -319,7 +319,7 @@ def flags_of_tools() -> frozenset[str]:
 def test_flags_exist(name: str) -> None:
     others = {*REQUESTS, *input_flags.NOTES, *input_flags.REFUSED, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
-    docker = {"build-arg", "rm", "gpus", "ipc"}
+    docker, pip = {"build-arg", "rm", "gpus", "ipc"}, {"no-deps"}
     launcher |= {"ntasks-per-node"}
     scripts = {"short", "folder", "text", "full", "fuzz"}
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
@@ -329,7 +329,7 @@ def test_flags_exist(name: str) -> None:
         if name in ("from_megatron.md", "checkpoints.md")
         else set()
     )
-    known = {*flags(), *foreign, *docker, *others, *launcher, *supervisor, *scripts, *flags_of_tools(), *told}
+    known = {*flags(), *foreign, *docker, *pip, *others, *launcher, *supervisor, *scripts, *flags_of_tools(), *told}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
 
