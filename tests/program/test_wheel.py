@@ -138,6 +138,7 @@ def answered(installed: Installed) -> dict[str, Answer]:
         "models": ["pretrain_gpt", "--model", "list"],
         "torchrun": ["torch.distributed.run", "--nproc-per-node", "1", "-m", "pretrain_gpt", "--version"],
         "supervisor": ["megatron_lab.resilience.supervisor", "pretrain_gpt.py", "--dry-run"],
+        "former name": ["megatron.resilience.supervisor", "--help"],
         "rows": ["megatron_lab", "published_memory"],
         "script": ["megatron_lab", "plan", *TINY, "--write-script", "launch.sh"],
         **{f"version of {name}": ["megatron_lab", name, "--version"] for name in names()},
@@ -198,6 +199,8 @@ def test_launchers_find_the_program(installed: Installed, answered: dict[str, An
     assert status == 0 and said.rstrip().endswith(f" in {installed.packages}"), said
     status, said = answered["supervisor"]
     assert status == 2 and f"python {installed.packages}/pretrain_gpt.py --dry-run" in said, said
+    status, said = answered["former name"]
+    assert status == 0 and "DeprecationWarning: megatron.resilience.supervisor has moved" in said, said
 
 
 def test_every_tool_starts(installed: Installed, answered: dict[str, Answer]) -> None:

@@ -1,0 +1,5 @@
+"""The former name of `megatron_lab.inference`."""
+
+from megatron.moved import take_place
+
+take_place(__name__)

@@ -1,0 +1,92 @@
+"""Former names of modules: an import by one gives the module of today, and warns with its name.
+
+`MOVED` lists the modules. A former package of `megatron` is a small file beside this one, since nothing of ours runs before
+it is imported. A package that remains calls `find_moved` in its `__init__.py`, for the modules that it has lost.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+MOVED = {
+    f"megatron.{name}": f"megatron_lab.{name}"
+    for name in ("audit", "flight", "inference", "planner", "proofs", "resilience", "verification")
+}
+"""The name of today for each former one. What lies within a package moves with it."""
+
+
+def name_today(name: str) -> str | None:
+    """Return the name of today for a former one, and None for all others."""
+    moved = name
+    while moved not in MOVED:
+        moved, dot, _ = moved.rpartition(".")
+        if not dot:
+            return None
+    return MOVED[moved] + name.removeprefix(moved)
+
+
+def find_moved() -> None:
+    """Have imports find modules by their former names from now on."""
+    if _FINDER not in sys.meta_path:
+        # First: later finders would look in the folder of a package of today, and load a second copy of a module in it.
+        sys.meta_path.insert(0, _FINDER)
+
+
+def take_place(name: str) -> None:
+    """Put the module of today in the place of a former one, which is being imported, and warn the file that imports it."""
+    find_moved()
+    today = name_today(name)
+    assert today is not None, name
+    warnings.warn(_words(name, today), DeprecationWarning, stacklevel=3)  # the caller's caller; Python leaves out its own frames
+    sys.modules[name] = importlib.import_module(today)
+
+
+def _words(name: str, today: str) -> str:
+    return f"{name} has moved: use {today}"
+
+
+def _spec_today(name: str) -> ModuleSpec | None:
+    """The spec of the module of today, if there is one for this former name."""
+    today = name_today(name)
+    if today is None:
+        return None
+    from importlib.util import find_spec  # here, since a normal start needs none of it
+
+    return find_spec(today)
+
+
+class _Finder:
+    """Finds and loads modules by their former names: `importlib.abc.MetaPathFinder` and `Loader`, whose import takes 5 ms."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return how to import a former name, and None for all others and for modules that never were."""
+        today = _spec_today(name)
+        if today is None:
+            return None
+        spec = ModuleSpec(name, self, origin=today.origin)  # type: ignore[arg-type]
+        spec.submodule_search_locations = today.submodule_search_locations
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to make an empty module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module of today in place of `module`."""
+        take_place(module.__name__)
+
+    def get_code(self, name: str) -> CodeType | None:
+        """Return the code of the module of today, for `python -m`, and warn whoever has typed that."""
+        today = _spec_today(name)
+        if today is None or today.loader is None:
+            raise ImportError(f"there is no code of {name}")
+        warnings.warn_explicit(_words(name, today.name), DeprecationWarning, f"python -m {name}", 1, "__main__")
+        code: CodeType | None = today.loader.get_code(today.name)  # type: ignore[attr-defined]
+        return code
+
+
+_FINDER = _Finder()
