@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megatron.config import version
 from megatron.config.cli import parse
 from tests.support.cli import ROOT
@@ -104,6 +105,22 @@ def test_the_version_is_that_of_the_project(tmp_path: Path, capsys: pytest.Captu
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--version"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == version.version_line()
+
+
+def test_ctrl_c_before_there_is_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(argv: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain_gpt, "main", interrupt)
+    assert pretrain_gpt.run() == 130 and capsys.readouterr().err == "pretrain_gpt.py: interrupted\n"
+
+
+@pytest.mark.parametrize(("program", "ends"), [("/env/bin/megatron-pretrain", True), ("/env/bin/pytest", False)])
+def test_ctrl_c_among_the_imports(program: str, ends: bool) -> None:
+    """It ends the console command without a traceback, and changes nothing for others that import the module."""
+    code = f"import signal, sys; sys.argv = [{program!r}]; import pretrain_gpt; "
+    code += "sys.exit(signal.getsignal(signal.SIGINT) is signal.SIG_DFL)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == ends
 
 
 def version_of(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
