@@ -136,7 +136,7 @@ def answered(installed: Installed) -> dict[str, Answer]:
         "dry run": ["pretrain_gpt", *TINY, "--train-iters", "2", "--dry-run", "--world-size", "2", "--dry-run-html", "plan.html"],
         "plan": ["pretrain_gpt", *TINY, "--train-iters", "2", "--plan", "--cluster", "h100", "--rows", "1"],
         "models": ["pretrain_gpt", "--model", "list"],
-        "torchrun": ["torch.distributed.run", "--nproc-per-node", "1", "-m", "pretrain_gpt", "--version"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "pretrain_gpt", "--version"],
         "supervisor": ["megatron_lab.resilience.supervisor", "pretrain_gpt.py", "--dry-run"],
         "former name": ["megatron.resilience.supervisor", "--help"],
         "rows": ["megatron_lab", "published_memory"],
