@@ -13,9 +13,30 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-MOVED = {
-    f"megatron.{name}": f"megatron_lab.{name}"
-    for name in ("audit", "flight", "inference", "planner", "proofs", "resilience", "verification")
+_MODULES = {
+    ("megatron", "megatron_lab"): "audit flight inference planner proofs resilience verification",
+    ("megatron.checkpoint", "megatron_lab.foreign"): (
+        "adapters as_used dist_buffers dist_checkpoint distcp_files flat_buffers folded_source huggingface inert_pickle "
+        "legacy_checkpoint legacy_files legacy_optimizer legacy_settings megatron_source source torch_file"
+    ),
+    ("megatron.checkpoint", "megatron_lab.node_memory"): "keeper node_link node_storage",
+    ("megatron.data", "megatron_lab.data"): "preprocess",
+    ("megatron.data.tokenizers", "megatron_lab.tokenizers"): "bpe_rules byte_bpe huggingface tokenizer_json vocabulary_files",
+    ("megatron.training", "megatron_lab.monitoring"): (
+        "compilation loss_picture memory_report out_of_memory plan_report profiler rehearsal"
+    ),
+    ("megatron.training", "megatron_lab.audit"): "sentinel",
+    ("megatron.training", "megatron_lab.flight"): "stragglers",
+    ("megatron.training", "megatron_lab.node_memory"): "kept_state",
+    ("megatron.training", "megatron_lab.resilience"): "ahead",
+    ("megatron.data_parallel", "megatron_lab.planner"): "passing state_layout",
+    ("megatron.optimizer", "megatron_lab.planner"): "state_size",
+    ("megatron.parallel", "megatron_lab.monitoring"): "forks",
+}
+"""Former and present package of modules that have kept their names, packages among them."""
+MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.items() for name in names.split()} | {
+    "megatron.training.foreign_run": "megatron_lab.foreign.runs",
+    "megatron.context_parallel.cost": "megatron_lab.planner.context_cost",
 }
 """The name of today for each former one. What lies within a package moves with it."""
 

@@ -129,8 +129,9 @@ def test_former_packages_are_files_that_point_to_those_of_today() -> None:
 
 
 def test_packages_that_have_lost_modules_find_them() -> None:
-    lost = {former.rpartition(".")[0] for former in moved.MOVED if former not in PACKAGES}
-    assert lost <= {"megatron.checkpoint", "megatron.data", "megatron.training"}, "these call find_moved"
+    lost = {".".join(former.split(".")[:2]) for former in moved.MOVED if former not in PACKAGES}
+    silent = [name for name in lost if "find_moved()" not in ROOT.joinpath(*name.split("."), "__init__.py").read_text()]
+    assert len(lost) >= 7 and not silent
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
