@@ -18,7 +18,6 @@ from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
 from megatron.config.given import DryRun, check_output, without_gaps
 from megatron.config.launcher import launched
 from megatron.training.signals import ExitSignals
-from megatron_lab.planner.garbage import collect_seldom
 
 if TYPE_CHECKING:
     from megatron.training.failure import Explanations
@@ -33,6 +32,8 @@ def main(argv: list[str]) -> None:
     if loaded.dry_run is None:
         check_trace_file(loaded.config.debug.save_trace)
     else:
+        from megatron_lab.planner.garbage import collect_seldom
+
         collect_seldom()
 
     with ExitSignals(loaded.config.training.exit_signal_code) as signals:

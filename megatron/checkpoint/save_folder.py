@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
 from megatron.checkpoint.manifest import Manifest, StoredFile, joined, part_from_json
-from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Place, Storage
+from megatron.checkpoint.storage import CONFIG, COUNTS, MANIFEST, RECENT, STATE, Draft, Place, Storage
 from megatron.checkpoint.storage_kinds import open_storage
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -201,11 +201,7 @@ def read_json(inside: Storage, name: str, manifest: Manifest | None = None) -> d
     return content
 
 
-COUNTS = ("iteration", "consumed_samples", "updated_samples", "skipped_iterations")
-"""Names of the counts of a run's progress, in its state."""
 _MOST = 1 << 60
-RECENT = "recent"
-"""Name of the loss and gradient norm of the last steps in a run's progress, [[loss, norm], ...]."""
 _MOST_RECENT = 1 << 12
 
 

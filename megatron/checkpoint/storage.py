@@ -58,6 +58,10 @@ MANIFEST = "manifest.json"
 """The file that is written last: with it a checkpoint is complete."""
 CONFIG = "config.json"
 STATE = "state.json"
+COUNTS = ("iteration", "consumed_samples", "updated_samples", "skipped_iterations")
+"""Names of the counts of a run's progress, in its state."""
+RECENT = "recent"
+"""Name of the loss and gradient norm of the last steps in a run's progress, [[loss, norm], ...]."""
 
 Place = Path | str
 """A folder, or its URL."""

@@ -6,9 +6,9 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from megatron.checkpoint.storage import Place
 from megatron.config.config import Config
@@ -23,17 +23,42 @@ from megatron.training.inputs import Batches, RunBatches
 from megatron.training.life import LifeNote
 from megatron.training.model_norms import layer_norms, params_norm, places
 from megatron.training.own_metrics import METRICS
-from megatron.training.progress import BatchSizePlan, Progress
+from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress
 from megatron.training.reporter import Reporter
-from megatron.training.saver import LearningSchedule, Saver
 from megatron.training.signals import ExitSignals
 from megatron.training.spikes import SpikeError, SpikeJudge, remembered
 from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.watch import Watcher
 
+if TYPE_CHECKING:
+    from megatron.training.saver import Saver
+
 _ON_SIGNAL, _PAUSED = "on a signal", "paused"
 _SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError, SpikeError)
 """Errors that a step raises on every rank at once."""
+
+
+class NoSaver:
+    """Takes the place of a `Saver` in a run without --save, which saves nothing."""
+
+    keeps_in_memory = False
+
+    def owning(self) -> AbstractContextManager[object]:
+        """There is no folder to own."""
+        return nullcontext()
+
+    def save(self, *_: Any) -> None:
+        """Save nothing."""
+
+    keep = poll = settle = went_back = finish = save
+
+    def place(self, iteration: int) -> str:
+        """There is none.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a run without --save has no checkpoint")
 
 
 class GoesBack(Protocol):
@@ -42,7 +67,7 @@ class GoesBack(Protocol):
     def saved(self, place: Place | None) -> None:
         """A checkpoint was saved, or begun in the background; None where nothing was to be saved."""
 
-    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver, say: Callable[[str], None]) -> Rewound | None:
+    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver | NoSaver, say: Callable[[str], None]) -> Rewound | None:
         """Go back; returns what to go on with, None if the run goes on as it is."""
 
 
@@ -64,7 +89,7 @@ class Loop:
     step: TrainStep
     plan: BatchSizePlan
     schedule: LearningSchedule
-    saver: Saver
+    saver: Saver | NoSaver
     reporter: Reporter
     timers: Timers
     train_batches: Callable[[int], Batches]

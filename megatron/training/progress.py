@@ -6,14 +6,17 @@ question is answered from the list of stages, however long the run is.
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from megatron.checkpoint.save_folder import COUNTS, RECENT
-from megatron.config.training import TrainingConfig
+from megatron.checkpoint.storage import COUNTS, RECENT, Place
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.data.history import Phase
+from megatron.optimizer.lr_schedule import ScheduleLengths
 
 
 @dataclass
@@ -136,3 +139,58 @@ class BatchSizePlan:
             consumed = current.first_sample + iterations * current.batch_size
             stages.append(_Stage(current.first_iteration + iterations, consumed, self.global_batch_size(consumed)))
         return stages
+
+
+_SCHEDULE_FIELDS = (
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_warmup_init",
+    "lr_wsd_decay_style",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+    "decoupled_lr",
+    "decoupled_min_lr",
+    "lr_rewarm_factor",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningSchedule:
+    """The schedules of learning rate and weight decay: settings, and lengths in samples."""
+
+    optimizer: OptimizerConfig
+    lengths: ScheduleLengths
+
+    def to_json(self) -> dict[str, Any]:
+        """The schedules as a checkpoint holds them."""
+        fields = {name: getattr(self.optimizer, name) for name in _SCHEDULE_FIELDS}
+        return {**fields, "lengths": dataclasses.asdict(self.lengths)}
+
+    def with_saved(self, saved: dict[str, Any]) -> LearningSchedule:
+        """The schedules with which a checkpoint was trained."""
+        saved = with_defaults(saved)
+        fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
+        return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
+
+
+def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
+    """The schedules of a checkpoint, in one of an older version too: what it does not name did not exist."""
+    plain = {name: getattr(OptimizerConfig(), name) for name in _SCHEDULE_FIELDS}
+    lengths = {"rewarm_start": None, "rewarm_samples": 0}
+    return {**plain, **saved, "lengths": {**lengths, **saved["lengths"]}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """The place where a run continues."""
+
+    progress: Progress
+    schedule: LearningSchedule
+    path: Place | None
+    """The checkpoint; None for a run that begins, also with the weights of another run."""
+    notes: Sequence[str] = ()
+    account: Any = None
+    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,22 +25,9 @@ from megatron.spec.groups import groups_of
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.effective_model import effective
 from megatron.training.failure import together
-from megatron.training.progress import Progress
+from megatron.training.progress import LearningSchedule, Progress, Resumed
 from megatron.training.saved_schedule import agreed_schedule, flags_that_differ
-from megatron.training.saver import ACCOUNT, LearningSchedule, global_tensors
-
-
-@dataclasses.dataclass(frozen=True)
-class Resumed:
-    """The place where a run continues."""
-
-    progress: Progress
-    schedule: LearningSchedule
-    path: Place | None
-    """The checkpoint; None for a run that begins, also with the weights of another run."""
-    notes: Sequence[str] = ()
-    account: Any = None
-    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
+from megatron.training.saver import ACCOUNT, global_tensors
 
 
 class ChosenCheckpoint(NamedTuple):

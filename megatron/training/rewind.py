@@ -20,10 +20,10 @@ from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.training.inputs import RunData
-from megatron.training.loop import Rewound
-from megatron.training.progress import BatchSizePlan, Progress
-from megatron.training.resume import ChosenCheckpoint, Resumed, continued, fill, fitting
-from megatron.training.saver import LearningSchedule, Saver
+from megatron.training.loop import NoSaver, Rewound
+from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, Resumed
+from megatron.training.resume import ChosenCheckpoint, continued, fill, fitting
+from megatron.training.saver import Saver
 from megatron.training.spikes import SpikeError
 from megatron.training.step import TrainStep
 
@@ -70,7 +70,7 @@ class Rewinds:
         if place is not None:
             self.places.append(place)
 
-    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver, say: Callable[[str], None]) -> Rewound | None:
+    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver | NoSaver, say: Callable[[str], None]) -> Rewound | None:
         """Load the newest sound checkpoint, and choose the data behind the step that was made last, which is the spike.
 
         Args:

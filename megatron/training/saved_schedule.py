@@ -9,7 +9,7 @@ from megatron.checkpoint.errors import MismatchError
 from megatron.checkpoint.storage import Place
 from megatron.config.config import Config
 from megatron.optimizer.lr_schedule import learning_rate
-from megatron.training.saver import LearningSchedule, with_defaults
+from megatron.training.progress import LearningSchedule, with_defaults
 
 _FLAGS = (
     *("train_iters", "train_samples", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),

@@ -6,7 +6,6 @@ parameters themselves. So a checkpoint does not depend on the model's dtype. The
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,32 +22,16 @@ from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.storage_kinds import LOCATION, open_storage
 from megatron.config.imports import named
 from megatron.config.outputs import CheckpointConfig
-from megatron.config.training import OptimizerConfig
 from megatron.optimizer.grad_scaler import GradScaler
-from megatron.optimizer.lr_schedule import ScheduleLengths
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together
-from megatron.training.progress import Progress
+from megatron.training.progress import LearningSchedule, Progress
 
 _VISIBLE_WITHIN_S = 10.0
 """Seconds within which a file of the first rank must be seen on all: network file systems show new names late."""
 ACCOUNT = "goodput"
 """Name of the account of a run's time in `config.json`: not in the state, which is the same for runs that took other times."""
-_SCHEDULE_FIELDS = (
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_warmup_init",
-    "lr_wsd_decay_style",
-    "weight_decay",
-    "start_weight_decay",
-    "end_weight_decay",
-    "weight_decay_incr_style",
-    "decoupled_lr",
-    "decoupled_min_lr",
-    "lr_rewarm_factor",
-)
 
 
 class KeptStateInMemory(Protocol):
@@ -73,32 +56,6 @@ def global_tensors(
             shape = shard.state_shape(kind).shape(shard.record.shape)
             found.append(GlobalTensor(f"{kind}.{name}", shape, tensor, shard.state_boxes(kind, context)))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class LearningSchedule:
-    """The schedules of learning rate and weight decay: settings, and lengths in samples."""
-
-    optimizer: OptimizerConfig
-    lengths: ScheduleLengths
-
-    def to_json(self) -> dict[str, Any]:
-        """The schedules as a checkpoint holds them."""
-        fields = {name: getattr(self.optimizer, name) for name in _SCHEDULE_FIELDS}
-        return {**fields, "lengths": dataclasses.asdict(self.lengths)}
-
-    def with_saved(self, saved: dict[str, Any]) -> LearningSchedule:
-        """The schedules with which a checkpoint was trained."""
-        saved = with_defaults(saved)
-        fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
-        return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
-
-
-def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
-    """The schedules of a checkpoint, in one of an older version too: what it does not name did not exist."""
-    plain = {name: getattr(OptimizerConfig(), name) for name in _SCHEDULE_FIELDS}
-    lengths = {"rewarm_start": None, "rewarm_samples": 0}
-    return {**plain, **saved, "lengths": {**lengths, **saved["lengths"]}}
 
 
 class Saver:

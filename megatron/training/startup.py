@@ -37,9 +37,8 @@ from megatron.parallel.shards import Shard
 from megatron.precision.device import check_device
 from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token
 from megatron.training.failure import together
-from megatron.training.progress import BatchSizePlan
+from megatron.training.progress import BatchSizePlan, LearningSchedule
 from megatron.training.reporter import Reporter
-from megatron.training.saver import LearningSchedule
 
 PICTURE, REPORT = "loss.png", "report.html"
 """Files in the folder of a run: the picture of its record, and the page that is made at its end."""

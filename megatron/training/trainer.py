@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -34,13 +34,14 @@ from megatron.training.failure import Explanations
 from megatron.training.features import PICTURES, Features, Run
 from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches, RunData, open_data
-from megatron.training.loop import GoesBack, Loop, evaluate
-from megatron.training.progress import BatchSizePlan
-from megatron.training.resume import Resumed, resume
-from megatron.training.saver import Saver
+from megatron.training.loop import GoesBack, Loop, NoSaver, evaluate
+from megatron.training.progress import BatchSizePlan, Progress, Resumed
 from megatron.training.signals import ExitSignals
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from megatron.training.saver import Saver
 
 
 class Trainer:
@@ -325,7 +326,12 @@ class Trainer:
                 self._running.enter_context(feature.around_run(self._parts))
             self._running.enter_context(self._loop.reporter.running(self.progress, self._facts))
 
-    def _saver(self, checkpoint: CheckpointConfig, record: dict[str, Any]) -> Saver:
+    def _saver(self, checkpoint: CheckpointConfig, record: dict[str, Any]) -> Saver | NoSaver:
+        """What saves the run; its modules are imported where there is something to save."""
+        if checkpoint.save is None:
+            return NoSaver()
+        from megatron.training.saver import Saver
+
         patience_s = 60 * self.config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
         return Saver(checkpoint, self.context, record, self.data.vocab_size, patience_s=patience_s)
 
@@ -333,7 +339,12 @@ class Trainer:
         """Fill weights and state from a checkpoint, if the settings name one."""
         schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
         optimizer, scaler = self.steps.optimizer, self.steps.scaler
-        found = resume(config, self.context, optimizer, scaler, schedule, self.data.vocab_size, in_memory=in_memory)
+        if config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None:
+            found = Resumed(Progress(), schedule, None)
+        else:
+            from megatron.training.resume import resume
+
+            found = resume(config, self.context, optimizer, scaler, schedule, self.data.vocab_size, in_memory=in_memory)
         self.steps.finish_publishing()
         return found
 

@@ -20,7 +20,7 @@ from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule, names_that_split_backward
 from megatron.spec.weights import padded_vocab_size
 from megatron_lab.planner.context_cost import sent_for_attention
-from megatron_lab.planner.plan import idle_share, loss_again
+from megatron_lab.planner.costs import idle_share, loss_again
 
 MOST_IDLE = 0.2
 """Advice is given where pipeline stages wait for more than this share of their time."""

@@ -29,6 +29,7 @@ from megatron_lab.planner.allowances import Allowance, of_symmetric_memory, of_t
 from megatron_lab.planner.attention_notes import describe_kernel
 from megatron_lab.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
 from megatron_lab.planner.context_cost import most_held
+from megatron_lab.planner.costs import chunk_costs, loss_again
 from megatron_lab.planner.experts import experts_plan, worst_factor
 from megatron_lab.planner.kinds import (
     Links,
@@ -43,7 +44,7 @@ from megatron_lab.planner.kinds import (
     shared_communicators,
 )
 from megatron_lab.planner.peak import Held, held_over_step, message_bytes, peak_activations, receive_plans, step_transfers
-from megatron_lab.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, chunk_costs, loss_again, step_work
+from megatron_lab.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, step_work
 from megatron_lab.planner.state_layout import Bytes
 from megatron_lab.planner.state_report import amount, layout_of
 from megatron_lab.planner.state_size import OptimizerState, saved_bytes

@@ -26,8 +26,9 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron_lab.planner.advice import ENOUGH_TOKENS
 from megatron_lab.planner.chunk_trace import ChunkTrace, Traces
 from megatron_lab.planner.cluster import DEFAULT, load_cluster
+from megatron_lab.planner.costs import loss_chunk
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.plan import Plan, loss_chunk
+from megatron_lab.planner.plan import Plan
 from megatron_lab.planner.plan_text import GPU_MEMORY_GB, SPARE
 from megatron_lab.planner.state_report import amount
 from megatron_lab.planner.step_time import cluster_of, dtype_of, time_of

@@ -20,7 +20,7 @@ from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.spec.layer_pattern import pattern_text, read_pattern, read_window
 from megatron.spec.rotary import original_context
 from megatron.spec.weights import model_weights
-from megatron_lab.planner.plan import loss_chunk
+from megatron_lab.planner.costs import loss_chunk
 from megatron_lab.proofs.small_layout import RankSizes
 from megatron_lab.verification.reference.training import batch_size
 

@@ -26,19 +26,8 @@ from megatron.spec.operations import Op, OpKind
 from megatron.spec.schedules import make_schedule
 from megatron_lab.planner import dry_run
 from megatron_lab.planner.cluster import load_cluster
-from megatron_lab.planner.plan import (
-    Job,
-    Places,
-    Plan,
-    RankKind,
-    RankMemory,
-    Traffic,
-    Work,
-    chunk_costs,
-    plan_to_json,
-    step_work,
-    write_plan,
-)
+from megatron_lab.planner.costs import chunk_costs
+from megatron_lab.planner.plan import Job, Places, Plan, RankKind, RankMemory, Traffic, Work, plan_to_json, step_work, write_plan
 from megatron_lab.planner.plan_text import format_plan
 from megatron_lab.planner.state_layout import Bytes
 from megatron_lab.planner.state_report import amount

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training import trainer
+from megatron.training import resume
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 from tests.support.runs import arguments, complete_checkpoints, digest, launch, on_rank, report, run, timeless
@@ -122,11 +122,11 @@ def test_sigterm_while_starting(tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
 
     def in_resume(_: int) -> None:
-        def resume(*_: Any, **__: Any) -> None:
+        def resumed(*_: Any, **__: Any) -> None:
             _terminate(None)
             time.sleep(30)
 
-        trainer.resume = resume  # type: ignore[assignment]
+        resume.resume = resumed  # type: ignore[assignment]
 
     ended = launch(arguments(train_iters=3, save=tmp_path, load=tmp_path), before=in_resume)
     assert ended[0].code == 85, report(ended)
