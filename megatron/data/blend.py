@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.loss_mask import MARK_TYPE, UNMARKED
-from megatron.data.samples import SamplePiece, SampleSource
+from megatron.data.loss_mask import MARK_TYPE
+from megatron.data.samples import UNMARKED, SamplePiece, SampleSource
 
 _HALF_BITS = 31
 _LOW = (1 << _HALF_BITS) - 1

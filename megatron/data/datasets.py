@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, split_words
 from megatron.data.blend import Blend, BlendedDataset
-from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.history import Blending, BlendPart, Phase, read_before, readings
+from megatron.data.history import Blending, BlendPart, Phase, Stretch, read_before, readings
 from megatron.data.index_cache import cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
 from megatron.data.loss_mask import has_loss_mask, loss_mask_prefix, open_loss_mask
 from megatron.data.megatron_order import GreedyBlend, requested_samples
-from megatron.data.mock import MockDataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.samples import SampleSource
+from megatron.data.splits import DataSplit
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.windows import split_documents
 
@@ -28,44 +26,30 @@ WHOLE = ", whole documents"
 """Behind the fingerprint of a dataset that is read by --whole-documents."""
 
 
-class Datasets(NamedTuple):
-    """The splits that a run reads; a split that is not needed is None."""
+def open_split(
+    split: int, config: DataConfig, *, seed: int, seq_length: int, tokenizer: Tokenizer, opened: dict[str, IndexedDataset]
+) -> SplitData:
+    """Open the datasets of a split.
 
-    train: SplitData
-    valid: SplitData | None
-    test: SplitData | None
-
-
-def open_datasets(
-    config: DataConfig, *, seed: int, seq_length: int, tokenizer: Tokenizer, need_validation: bool, need_test: bool
-) -> Datasets:
-    """Open and check the data before anything else is built. Only ranks that need samples call this.
+    Args:
+        opened: datasets by their prefixes, to which those are added that this split opens.
 
     Raises:
-        ValueError: no dataset, flags that are no blend, a damaged file, or a needed split that holds less than one sample.
+        ValueError: no dataset, flags that are no blend, or a damaged file.
     """
-    opened: dict[str, IndexedDataset] = {}
     own_splits, per_split = split_words(config)
-
-    def make(split: int) -> SplitData:
-        components: list[Component] = []
-        blending: Blending = "none"
-        if not config.mock_data:
-            given = per_split[split]
-            if not given:
-                raise ValueError(
-                    f"the {SPLIT_NAMES[split]} split has no data: no entry in {config.per_split_data_args_path}.\n"
-                    "  Add it there, or do without evaluation (--eval-iters 0)."
-                )
-            if len(given) > 1 or (given[0].weight is not None and not own_splits):  # Megatron's distinction
-                blending = "sizes" if given[0].weight is None else "weights"
-            components = _components(given, split, opened, None if own_splits else config.split, config.data_order, seq_length)
-            components = _with_marks(components, split, config)
-        data = SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
-        data.source(num_samples=1)  # so that an empty split is found now
-        return data
-
-    return Datasets(make(0), make(1) if need_validation else None, make(2) if need_test else None)
+    given = per_split[split]
+    if not given:
+        raise ValueError(
+            f"the {SPLIT_NAMES[split]} split has no data: no entry in {config.per_split_data_args_path}.\n"
+            "  Add it there, or do without evaluation (--eval-iters 0)."
+        )
+    blending: Blending = "none"
+    if len(given) > 1 or (given[0].weight is not None and not own_splits):  # Megatron's distinction
+        blending = "sizes" if given[0].weight is None else "weights"
+    components = _components(given, split, opened, None if own_splits else config.split, config.data_order, seq_length)
+    components = _with_marks(components, split, config)
+    return SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
 
 
 def _components(
@@ -150,8 +134,8 @@ class Component:
 
 
 @dataclass(frozen=True)
-class SplitData:
-    """The data of one split: a blend of datasets, or made-up tokens where there are none."""
+class SplitData(DataSplit):
+    """The data of one split: a blend of datasets."""
 
     split: int
     """0 training, 1 validation, 2 test."""
@@ -178,10 +162,6 @@ class SplitData:
         Raises:
             DatasetError: the split of a dataset holds less than one sample.
         """
-        if not self.components:
-            return MockDataset(
-                split=self.split, seed=self.seed, seq_length=self.seq_length, vocab_size=self.vocab_size, eod=self.eod
-            )
         if self.config.data_order == "megatron":
             return self._in_megatron_order(num_samples, num_samples if num_read is None else num_read)
         before = [read_before(phases, part) if phases else [] for part in self.parts()]

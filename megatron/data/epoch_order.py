@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.data.history import Stretch, merged
 from megatron.data.index_cache import IndexCache
 from megatron.data.order import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
 from megatron.data.windows import (
@@ -28,15 +29,6 @@ from megatron.data.windows import (
 )
 
 _MUCH = 0.05
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A part of a run in which the sequence length stayed the same."""
-
-    seq_length: int
-    num_samples: int
-    """Samples of the dataset that were read."""
 
 
 class Level(NamedTuple):
@@ -57,17 +49,6 @@ class Resumption:
     """What earlier stretches read of this epoch; empty if a new epoch begins."""
     stretch: int
     """The stretch's index in the run."""
-
-
-def merged(earlier: Sequence[Stretch]) -> list[Stretch]:
-    """The stretches without empty ones; consecutive ones of one sequence length are joined."""
-    found: list[Stretch] = []
-    for stretch in earlier:
-        if found and found[-1].seq_length == stretch.seq_length:
-            found[-1] = Stretch(stretch.seq_length, found[-1].num_samples + stretch.num_samples)
-        elif stretch.num_samples:
-            found.append(stretch)
-    return found
 
 
 class EpochOrder(SampleOrder):

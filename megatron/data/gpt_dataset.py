@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES, DataOrder
-from megatron.data.epoch_order import EpochOrder, Stretch
+from megatron.data.epoch_order import EpochOrder
+from megatron.data.history import Stretch
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.loss_mask import MARK_TYPE

@@ -13,8 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from megatron.config.data import DataOrder
-from megatron.data.blend import Blend
-from megatron.data.epoch_order import Stretch, merged
+from megatron.config.imports import named
 
 Blending = Literal["none", "sizes", "weights"]
 """How datasets are blended: one prefix, several by their sizes, or several by weights. It matters only in Megatron's order."""
@@ -141,6 +140,26 @@ def readings(phases: Sequence[Phase]) -> list[Phase]:
     return found
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a run in which the sequence length stayed the same."""
+
+    seq_length: int
+    num_samples: int
+    """Samples of the dataset that were read."""
+
+
+def merged(earlier: Sequence[Stretch]) -> list[Stretch]:
+    """The stretches without empty ones; consecutive ones of one sequence length are joined."""
+    found: list[Stretch] = []
+    for stretch in earlier:
+        if found and found[-1].seq_length == stretch.seq_length:
+            found[-1] = Stretch(stretch.seq_length, found[-1].num_samples + stretch.num_samples)
+        elif stretch.num_samples:
+            found.append(stretch)
+    return found
+
+
 def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
     """What a dataset of the last phase gave in earlier phases that read it in the same order, the earliest first."""
     last = phases[-1]
@@ -148,7 +167,9 @@ def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
     for phase, following in pairwise(readings(phases)):
         if (phase.order, phase.seed) != (last.order, last.seed) or not phase.parts:
             continue
-        counts = Blend([each.weight for each in phase.parts]).counts(following.first_sample - phase.first_sample)
+        counts = named("megatron.data.blend:Blend")([each.weight for each in phase.parts]).counts(
+            following.first_sample - phase.first_sample
+        )
         for each, count in zip(phase.parts, counts, strict=True):
             if each.key == part.key and count:
                 found.append(Stretch(phase.seq_length, count))

@@ -14,15 +14,6 @@ import numpy as np
 
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, blocks
 
-LEARNED = 1
-"""The token counts in the loss where it is the one to predict."""
-ENDS = 2
-"""The token is the last of its document."""
-ENDS_IF_EOD = 4
-"""It is, if it is the end-of-document token. Never in a file: it marks tokens of datasets that have no mask."""
-UNMARKED = LEARNED | ENDS_IF_EOD
-"""The marks of a token without marks."""
-
 MARK_TYPE = np.uint8
 
 

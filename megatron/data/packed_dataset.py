@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.loss_mask import ENDS, LEARNED, MARK_TYPE
+from megatron.data.loss_mask import MARK_TYPE
 from megatron.data.order import DOCUMENTS, WINDOWS, permutation
 from megatron.data.pieces import SequencePieces, TokenReader, joined, pieces_of
-from megatron.data.samples import SamplePiece, SampleSource
+from megatron.data.samples import ENDS, LEARNED, SamplePiece, SampleSource
 from megatron.data.windows import Selection, lay_out
 
 

@@ -6,13 +6,25 @@ Shapes: `b` microbatch size, `s` sequence length, `D` documents in a microbatch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loss_mask import ENDS, ENDS_IF_EOD, LEARNED
+if TYPE_CHECKING:
+    from megatron.data.indexed_dataset import IndexedDataset
+
+
+# ---- marks of tokens: which ones a model is to learn, and where documents end (see `loss_mask.py`)
+
+LEARNED = 1
+"""The token counts in the loss where it is the one to predict."""
+ENDS = 2
+"""The token is the last of its document."""
+ENDS_IF_EOD = 4
+"""It is, if it is the end-of-document token. Never in a file: it marks tokens of datasets that have no mask."""
+UNMARKED = LEARNED | ENDS_IF_EOD
+"""The marks of a token without marks."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from megatron.attention.documents import Documents, samples
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, has_own_splits, parse_split, split_words
 from megatron.config.model import ModelConfig
-from megatron.data.datasets import Datasets, open_datasets
 from megatron.data.history import Phase, describe_phases, go_on, pass_over
 from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
+from megatron.data.splits import Datasets, open_datasets
 from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
 from megatron.metrics.run_warnings import Corpus
 from megatron.model.inputs import ModelInputs

@@ -137,7 +137,8 @@ def _sizes(dataset: IndexedDataset) -> str:
 def _show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, most: int) -> None:
     if not 0 <= number < dataset.num_documents:
         raise ValueError(f"--document {number}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}.")
-    from megatron.data.loss_mask import LEARNED, has_loss_mask, open_loss_mask
+    from megatron.data.loss_mask import has_loss_mask, open_loss_mask
+    from megatron.data.samples import LEARNED
 
     ids = dataset.document(number).tolist()
     print(f"document {number:,}: {len(ids):,} tokens")

@@ -13,10 +13,11 @@ from megatron.checkpoint.save_folder import checkpoints, find_checkpoint, read_c
 from megatron.config.config import Config
 from megatron.config.save import from_dict
 from megatron.config.training import TrainingConfig
-from megatron.data.datasets import WHOLE, Component, SplitData, open_datasets
+from megatron.data.datasets import WHOLE, Component, SplitData
 from megatron.data.history import Phase
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
 from megatron.data.samples import SamplePiece, SampleSource
+from megatron.data.splits import open_datasets
 from megatron.data.tokenizers.simple_tokenizers import Tokenizer
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 from megatron.training.progress import BatchSizePlan, Progress

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.loss_mask import ENDS_IF_EOD, LEARNED, MARK_TYPE
-from megatron.data.samples import SamplePiece
+from megatron.data.loss_mask import MARK_TYPE
+from megatron.data.samples import ENDS_IF_EOD, LEARNED, SamplePiece
 
 _DOCUMENTS = 3
 """Number of documents in a sample, on average."""

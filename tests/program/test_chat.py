@@ -13,8 +13,9 @@ import torch
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loss_mask import LEARNED, loss_mask_prefix, open_loss_mask
+from megatron.data.loss_mask import loss_mask_prefix, open_loss_mask
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.samples import LEARNED
 from megatron_lab.commands.inspect_data import main as inspect
 from megatron_lab.commands.merge_data import main as merge
 from megatron_lab.commands.preprocess_data import main

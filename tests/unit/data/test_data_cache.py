@@ -20,8 +20,8 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.data import index_cache
-from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.history import Stretch
 from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset

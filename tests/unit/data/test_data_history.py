@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
 from megatron.data.blend import Blend
-from megatron.data.datasets import SplitData, open_datasets
-from megatron.data.epoch_order import Stretch
-from megatron.data.history import BlendPart, Phase, describe_phases, go_on, read_before, readings
+from megatron.data.datasets import SplitData
+from megatron.data.history import BlendPart, Phase, Stretch, describe_phases, go_on, read_before, readings
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_order import GreedyBlend
+from megatron.data.splits import open_datasets
 from megatron.data.tokenizers.simple_tokenizers import NullTokenizer
 
 A, B, C = (BlendPart(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
@@ -157,6 +157,7 @@ def train_data(prefixes: list[str], weights: tuple[float, ...], seq_length: int,
     opened = open_datasets(
         config, seed=7, seq_length=seq_length, tokenizer=NullTokenizer(2000), need_validation=False, need_test=False
     )
+    assert isinstance(opened.train, SplitData)
     return opened.train
 
 
@@ -264,6 +265,7 @@ def test_megatrons_blend_by_sizes_has_one_epoch(prefixes: list[str]) -> None:
 def test_megatrons_blend_by_sizes_divides_the_sizes_once(prefixes: list[str]) -> None:
     config = DataConfig(train_data_path=tuple(prefixes), data_order="megatron")
     data = open_datasets(config, seed=7, seq_length=4, tokenizer=NullTokenizer(2000), need_validation=False, need_test=False).train
+    assert isinstance(data, SplitData)
     sizes = [829.0, 520.0]  # of which dividing twice gives other choices
     data = replace(data, components=tuple(replace(each, weight=size) for each, size in zip(data.components, sizes, strict=True)))
     blend = GreedyBlend(sizes, 100, by_size=True)

@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.data import megatron_order
-from megatron.data.epoch_order import Stretch
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.history import Stretch
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_order import GreedyBlend, MegatronPlan, requested_samples

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.data.epoch_order import Stretch, merged
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.history import Stretch, merged
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.order import permutation

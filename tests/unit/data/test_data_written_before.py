@@ -13,8 +13,8 @@ import xxhash
 
 from megatron.config.data import DataConfig
 from megatron.data import index_cache
-from megatron.data.datasets import open_datasets
 from megatron.data.history import Phase
+from megatron.data.splits import open_datasets
 from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
 from megatron_lab.data.preprocess import storage
 from megatron_lab.data.preprocess.job import preprocess

@@ -12,9 +12,9 @@ import pytest
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.loss_mask import ENDS, LEARNED, MARK_TYPE, loss_mask_prefix, open_loss_mask
+from megatron.data.loss_mask import MARK_TYPE, loss_mask_prefix, open_loss_mask
 from megatron.data.packed_dataset import PackedDataset, best_fit, parts_of
-from megatron.data.samples import DocumentRules, read_microbatch
+from megatron.data.samples import ENDS, LEARNED, DocumentRules, read_microbatch
 
 EOD, LENGTH = 0, 9
 SIZES = [3, 10, 4, 1, 6, 2, 7, 25, 5, 3, 0, 8, 2, 11, 4]
