@@ -18,6 +18,10 @@ from torch.nn.attention import SDPBackend
 from megatron.parallel.torch_private import fused_sdp_choice
 from megatron.spec.attention_backends import AttentionBackend, AttentionCall, AttentionKernel, kernels_of
 
+BLOCK_BY_BLOCK = "products block by block"
+"""What `blocks.py` computes attention by, in words."""
+
+
 _IN_WORDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash attention",
     SDPBackend.CUDNN_ATTENTION.value: "cuDNN's attention",

@@ -17,8 +17,6 @@ from megatron.parallel.products import writes_wide_products
 from megatron.parallel.random import seed_device
 from megatron.spec.layers import ScoreSpec
 
-BLOCK_BY_BLOCK = "products block by block"
-"""What computes attention here, in words."""
 _MOST_QUERIES = 128
 """Queries of a block. More would compute more scores outside of a window, fewer would take more launches."""
 _MOST_SCORES = 1 << 25

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron.attention.blocks import BLOCK_BY_BLOCK, Call, Reach, block_attention
+from megatron.attention.backends import BLOCK_BY_BLOCK
 from megatron.attention.documents import MOST_AT_ONCE, Documents, attention_within_documents, flash_attention, flash_takes
 from megatron.parallel.products import slow_half
 from megatron.parallel.random import seed_device
@@ -106,4 +106,6 @@ def _shaped_attention(
         if len(bounds) - 1 <= MOST_AT_ONCE:
             return flash_attention(q.flatten(2, 3), k, v, bounds, longest, window=window, scale=scores.scale)
     assert dropout == 0.0 or seed is not None, "masks are made again in backward"
+    from megatron.attention.blocks import Call, Reach, block_attention  # few models have such scores
+
     return block_attention(q, k, v, sinks, Call(scores, Reach(window, documents), dropout, seed or 0))

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from megatron.attention import flash_parts
-from megatron.attention.blocks import BLOCK_BY_BLOCK, Call, Grads, Reach, attend_by_blocks, differentiate_by_blocks
+from megatron.attention.backends import BLOCK_BY_BLOCK
+from megatron.attention.blocks import Call, Grads, Reach, attend_by_blocks, differentiate_by_blocks
 from megatron.attention.documents import MOST_AT_ONCE, Documents, Run
 from megatron.spec.layers import ScoreSpec
 

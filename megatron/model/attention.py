@@ -6,7 +6,8 @@ Shapes: `s` sequence, `b` microbatch, `h` hidden, `g` this rank's key-value head
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,14 +15,10 @@ from torch import nn
 from megatron.attention.backends import keeps_probabilities
 from megatron.attention.core import core_attention, one_kernel
 from megatron.attention.documents import Documents, reorder
-from megatron.attention.largest import LayerScores
-from megatron.context_parallel.attention import Sharers, context_attention
+from megatron.config.imports import named
 from megatron.memory.recompute import recomputed
-from megatron.model.all_heads_norm import norm_all_heads
-from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
-from megatron.model.shared_heads import Sharing, exchanged
 from megatron.parallel.accumulate import through
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.random import DropoutKey
@@ -29,6 +26,12 @@ from megatron.parallel.scope import Scope
 from megatron.spec.layers import AttentionSpec, NormSpec, ScoreSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
+
+if TYPE_CHECKING:
+    from megatron.attention.largest import LayerScores
+    from megatron.context_parallel.attention import Sharers
+    from megatron.model.key_value_cache import KeyValueCache
+    from megatron.model.shared_heads import Sharing
 
 
 class _Split(torch.autograd.Function):
@@ -97,9 +100,13 @@ class CoreAttention(nn.Module):
         """What takes the largest scores, in runs that ask for them."""
         self.context_ranks = scope.context.context_group
         self.sharers: Sharers | None = None
+        self.attention_of_sharers: Callable[..., torch.Tensor] | None = None
         if scope.context.context_group.size > 1:
             way = scope.context_ways[min(layer, len(scope.context_ways) - 1)]
-            self.sharers = Sharers(way, scope.context.context_group, scope.context.context_rings)
+            self.sharers = named("megatron.context_parallel.attention:Sharers")(
+                way, scope.context.context_group, scope.context.context_rings
+            )
+            self.attention_of_sharers = named("megatron.context_parallel.attention:context_attention")
 
     def of_all_ranks(self, cache: KeyValueCache, documents: Documents | None, *kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What a cache keeps of all tokens of the prompts, [s, b, ...], in their order: what context ranks have of them, put
@@ -134,10 +141,10 @@ class CoreAttention(nn.Module):
         probability, seed = 0.0, None
         if key is not None and self.dropout > 0.0:
             probability, seed = self.dropout, key.site(self.layer, "attention", self.tensor_rank)
-        if self.sharers is not None:
+        if self.sharers is not None and self.attention_of_sharers is not None:
             assert documents is not None, "context ranks need to know who holds which tokens"
             how = (self.scores, sinks, probability, seed)
-            return context_attention(self.sharers, q, k, v, documents, *how, core=self.core)
+            return self.attention_of_sharers(self.sharers, q, k, v, documents, *how, core=self.core)
         return self.core(q, k, v, documents, probability, scores=self.scores, sinks=sinks, seed=seed)
 
     def core(
@@ -169,16 +176,20 @@ class Attention(CoreAttention):
     def __init__(
         self, scope: Scope, spec: AttentionSpec, norm: NormSpec, layer: int, dropout: float, *, recomputes_core: bool = False
     ) -> None:
-        sharing = Sharing.of(scope.tp, spec.heads, spec.kv_heads, spec.head_size)
+        sharing: Sharing | None = None
+        if spec.kv_heads < scope.tp.size:  # else each rank has key-value heads of its own
+            sharing = named("megatron.model.shared_heads:Sharing").of(scope.tp, spec.heads, spec.kv_heads, spec.head_size)
         queries = spec.heads // spec.kv_heads // (1 if sharing is None else sharing.ranks)
         super().__init__(scope, spec.scores, queries, layer, dropout, recomputes_core=recomputes_core)
         self.head_size, self.sharing = spec.head_size, sharing
+        self.exchanged = None if sharing is None else named("megatron.model.shared_heads:exchanged")
         self.interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.qkv = ColumnParallelLinear(scope.child("qkv"))
         sizes = [heads * spec.head_size if spec.qk_norm == "all_heads" else spec.head_size for heads in (spec.heads, spec.kv_heads)]
         self.q_norm = Norm(scope.child("q_norm"), norm, sizes[0]) if spec.qk_norm is not None else None
         self.k_norm = Norm(scope.child("k_norm"), norm, sizes[1]) if spec.qk_norm is not None else None
         self.group_of_heads = scope.tp if spec.qk_norm == "all_heads" else None
+        self.norm_all_heads = None if self.group_of_heads is None else named("megatron.model.all_heads_norm:norm_all_heads")
         scope.optional(self, "sinks")
         self.output = RowParallelLinear(scope.child("output"))
 
@@ -196,17 +207,17 @@ class Attention(CoreAttention):
     def split(self, x: torch.Tensor | Remade, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [s, b, g, r, d], keys and values [s, b, g, d] of hidden states."""
         qkv = self.qkv(x)
-        if self.sharing is not None:
-            qkv = exchanged(qkv, self.sharing)
+        if self.exchanged is not None:
+            qkv = self.exchanged(qkv, self.sharing)
         qkv = qkv.view(*qkv.shape[:2], -1, self.queries_per_group + 2, self.head_size)  # [s, b, g, r + 2, d]
         normed = self.q_norm is not None and self.k_norm is not None
         split = _traced_split if torch.compiler.is_compiling() else _Split.apply
         q, k, v = split(qkv, None if normed else rotary, self.interleaved)  # [s, b, g, r, d] and [s, b, g, d]
         if self.q_norm is not None and self.k_norm is not None:
-            if self.group_of_heads is None:  # each on this rank's heads only
+            if self.norm_all_heads is None:  # each on this rank's heads only
                 q, k = self.q_norm(q), self.k_norm(k)
             else:
-                q, k = norm_all_heads(q, k, self.q_norm, self.k_norm, self.group_of_heads)
+                q, k = self.norm_all_heads(q, k, self.q_norm, self.k_norm, self.group_of_heads)
             if rotary is not None:
                 q, k = (rotate(part, rotary, self.interleaved) for part in (q, k))
         return q, k, v

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from megatron.attention.documents import Documents
+from megatron.config.imports import named
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.memory.recompute import recomputed
 from megatron.model.attention import Attention
 from megatron.model.dropout import Seeds, dropout
-from megatron.model.experts import Experts
-from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.latent_attention import LatentAttention
 from megatron.model.mlp import MLP
 from megatron.model.norms import Norm
 from megatron.parallel.random import DropoutKey
@@ -24,6 +23,11 @@ from megatron.parallel.scope import Scope
 from megatron.spec.layers import LatentAttentionSpec, LayerSpec
 from megatron.spec.mlps import ExpertsSpec, MLPSpec
 from megatron.tensor_parallel.linear import Remade
+
+if TYPE_CHECKING:
+    from megatron.model.experts import Experts
+    from megatron.model.key_value_cache import KeyValueCache
+    from megatron.model.latent_attention import LatentAttention
 
 _SITES = ("attention_output", "mlp_output")
 
@@ -52,7 +56,7 @@ class Block(nn.Module):
         self.attention_post_norm = norm("attention_post_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = _mlp_of(scope.child("mlp"), spec.mlp, layer, remakes_activation="mlp_act" in selective)
-        self.has_experts = isinstance(self.mlp, Experts)
+        self.has_experts = isinstance(spec.mlp, ExpertsSpec)
         self.mlp_post_norm = norm("mlp_post_norm")
         self.compiled: Callable[..., torch.Tensor] | None = None
         """Runs the layer in its place, where there is a backward (`megatron.model.compiled`)."""
@@ -125,7 +129,8 @@ class Block(nn.Module):
 def _mlp_of(scope: Scope, spec: MLPSpec | ExpertsSpec, layer: int, *, remakes_activation: bool) -> MLP | Experts:
     """An MLP, or experts."""
     if isinstance(spec, ExpertsSpec):
-        return Experts(scope, spec, layer, remakes_activation=remakes_activation)
+        experts: Experts = named("megatron.model.experts:Experts")(scope, spec, layer, remakes_activation=remakes_activation)
+        return experts
     return MLP(scope, spec, remakes_activation=remakes_activation)
 
 
@@ -136,5 +141,8 @@ def _attention_of(
     core, dropout = "core_attn" in selective, config.attention_dropout
     if isinstance(spec.attention, LatentAttentionSpec):
         remakes = "layernorm" in selective
-        return LatentAttention(scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core, remakes_norms=remakes)
+        latent: LatentAttention = named("megatron.model.latent_attention:LatentAttention")(
+            scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core, remakes_norms=remakes
+        )
+        return latent
     return Attention(scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.attention.largest import LargestScores
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ContextWay, ParallelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.model.compiled import BlockCompiler
 from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
 from megatron.model.output_layer import LossForm
-from megatron.moe.balance import Balance
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.overlap import Overlap, choose
 from megatron.parallel.params import ParamTable, materialize
@@ -28,6 +27,11 @@ from megatron.spec.layers import context_ways
 from megatron.spec.operations import loop
 from megatron.spec.schedules import SCHEDULES
 from megatron.spec.weights import model_weights
+
+if TYPE_CHECKING:
+    from megatron.attention.largest import LargestScores
+    from megatron.model.compiled import BlockCompiler
+    from megatron.moe.balance import Balance
 
 
 @dataclass
@@ -115,11 +119,17 @@ def model_of(
         materialized=False,
         loss=LossForm.of(config.memory, config.training),
         precision=config.precision,
-        compiler=BlockCompiler.of(config.speed, defers=SCHEDULES[config.parallel.schedule].splits_backward),
+        compiler=_compiler_of(config) if config.speed.compile else None,
         ways=context_ways(config.model, config.parallel.cp_comm_type),
         gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
         watches_scores=config.logging.log_max_attention_logit or config.optimizer.qk_clip,
     )
+
+
+def _compiler_of(config: Config) -> BlockCompiler | None:
+    defers = SCHEDULES[config.parallel.schedule].splits_backward
+    found: BlockCompiler | None = named("megatron.model.compiled:BlockCompiler").of(config.speed, defers=defers)
+    return found
 
 
 def build_model(
@@ -176,13 +186,14 @@ def build_model(
             materialize(module, params, context.device)
         for entry in params:
             initialize(entry.param, entry.record, context, seed)
-    largest = LargestScores.of(config, dtype, context.device) if watches_scores else None
-    if largest is not None:
+    largest: LargestScores | None = None
+    if watches_scores:
+        largest = named("megatron.attention.largest:LargestScores").of(config, dtype, context.device)
         for module in chunks.values():
             module.watch_scores(largest)
-    balance = None
+    balance: Balance | None = None
     if config.num_experts is not None:
-        balance = Balance(config, context.sequence_group, context.device)
+        balance = named("megatron.moe.balance:Balance")(config, context.sequence_group, context.device)
         for module in chunks.values():
             module.watch_routers(balance)
     return Model(

@@ -83,6 +83,9 @@ class Router(nn.Module):
 class ManyMLPs(nn.Module):
     """The experts of this rank: MLPs without biases, whose weights lie in one tensor each."""
 
+    holds_experts = True
+    """Marks the module for those that do not import it."""
+
     def __init__(self, scope: Scope, spec: MLPSpec) -> None:
         super().__init__()
         self.activation, self.gated = FUNCTIONS[spec.activation.name](spec), spec.activation.gated

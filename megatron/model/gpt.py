@@ -9,23 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from megatron.attention.largest import LargestScores, LayerScores
+from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.block import Block
 from megatron.model.dropout import dropout
-from megatron.model.experts import Experts, ManyMLPs
 from megatron.model.inputs import ModelInputs
-from megatron.model.multi_token import MultiTokenPrediction
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
 from megatron.model.treatment import Treatment, treatments
-from megatron.moe.balance import Balance
 from megatron.parallel.collectives import own_part
 from megatron.parallel.scope import Scope
 from megatron.pipeline_parallel.partition import Chunk
@@ -34,6 +32,11 @@ from megatron.spec.rotary import RotarySpec
 from megatron.spec.segments import Segment
 from megatron.spec.weights import score_row
 from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
+
+if TYPE_CHECKING:
+    from megatron.attention.largest import LargestScores
+    from megatron.model.multi_token import MultiTokenPrediction
+    from megatron.moe.balance import Balance
 
 
 class Embedding(nn.Module):
@@ -152,7 +155,8 @@ class GPTChunk(nn.Module):
         if self.final_norm is not None and self.output is not None and chunk.depths:
             scope = replace(scope, fp8=precision.fp8_of(config.num_layers - 1, config.num_layers))
             of_depths = [*zip(every, treated, strict=True)][len(segments) :]
-            self.mtp = MultiTokenPrediction(scope, config, self.final_norm, self.output, of_depths)
+            prediction = named("megatron.model.multi_token:MultiTokenPrediction")
+            self.mtp = prediction(scope, config, self.final_norm, self.output, of_depths)
 
     @property
     def recomputed(self) -> list[list[nn.Module]]:
@@ -178,11 +182,13 @@ class GPTChunk(nn.Module):
     def watch_routers(self, balance: Balance) -> None:
         """Let the routers of its layers give their choices."""
         for block in self.all_blocks:
-            if isinstance(block.mlp, Experts):
-                block.mlp.router.balance = balance
+            if block.has_experts:
+                block.mlp.router.balance = balance  # type: ignore[union-attr]
 
     def watch_scores(self, largest: LargestScores) -> None:
         """Let the attention of each layer give its largest scores."""
+        from megatron.attention.largest import LayerScores
+
         for block in self.blocks:
             block.attention.largest = LayerScores(largest, score_row(f"layers.{block.layer}"))
         for k, block in enumerate([] if self.mtp is None else self.mtp.blocks):
@@ -234,7 +240,7 @@ def _with_experts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Each of these, and behind it the experts in it."""
     for module in modules:
         yield module
-        yield from (inside for inside in module.modules() if isinstance(inside, ManyMLPs))
+        yield from (inside for inside in module.modules() if getattr(inside, "holds_experts", False))
 
 
 def residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:

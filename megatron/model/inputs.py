@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.attention.documents import Documents
-from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.random import DropoutKey
+
+if TYPE_CHECKING:
+    from megatron.model.key_value_cache import KeyValueCache
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ is a latent, not a hidden state.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.attention.documents import Documents
 from megatron.model.attention import CoreAttention
-from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
 from megatron.parallel.accumulate import through
@@ -26,6 +25,9 @@ from megatron.parallel.scope import Scope
 from megatron.spec.layers import LatentAttentionSpec, NormSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
+
+if TYPE_CHECKING:
+    from megatron.model.key_value_cache import KeyValueCache
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron.memory.offload import chosen_layer
 from megatron.memory.recompute import RegionFunction, recomputed
 from megatron.spec.segments import Segment
 
@@ -44,6 +43,8 @@ class Treatment:
         forward = partial(recomputed, function, modules=modules, ahead=self.ahead) if self.recomputed else function
         on_host = None
         if self.offloaded:
+            from megatron.memory.offload import chosen_layer
+
             on_host = chosen_layer(inputs[0], shared=shared, last=self.last_offloaded, remade_ahead=self.ahead)
         return forward(*inputs) if on_host is None else on_host.run(forward, *inputs)
 

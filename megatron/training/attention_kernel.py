@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.attention.backends import chosen_kernel, kernels_in_use, use_backend
 from megatron.attention.core import as_samples, one_kernel, shaped_kernel
-from megatron.attention.parts import kernel_in_words
-from megatron.attention.timing import KernelChoice, choose_on_device
 from megatron.config.checks.speed import attention_call
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.model.build import Model, model_dtype
-from megatron.model.compiled import separate_graphs
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
 from megatron.spec.attention_backends import kernels_to_time
 from megatron.spec.layers import context_ways, layers
 from megatron.training.failure import together
+
+if TYPE_CHECKING:
+    from megatron.attention.timing import KernelChoice
 
 
 def _attention_inputs(
@@ -49,6 +51,8 @@ def choose_attention(config: Config, context: ParallelContext) -> tuple[KernelCh
     if config.speed.attention_backend != "auto" or not kernels:
         return None, lambda: None
 
+    from megatron.attention.timing import choose_on_device
+
     def measure() -> KernelChoice | None:
         if context.rank:
             return None
@@ -58,7 +62,7 @@ def choose_attention(config: Config, context: ParallelContext) -> tuple[KernelCh
     choice: KernelChoice = broadcast_object(together(context, measure), context.world)
     bring_back = use_backend("auto" if choice.kernel == "flash" else choice.kernel)
     if config.speed.compile:
-        separate_graphs()  # a model that was built before has not been traced yet
+        named("megatron.model.compiled:separate_graphs")()  # a model that was built before has not been traced yet
     return choice, bring_back
 
 
@@ -81,7 +85,7 @@ def describe_attention(config: Config, model: Model, context: ParallelContext, c
         scores = spec.attention.scores
         own = kernel if one_kernel(scores, sizes.seq_length) else shaped_kernel(scores, head, head, dropout)
         if context.topology.cp > 1 and way != "a2a":
-            own = kernel_in_words(scores, head, head, dropout)
+            own = named("megatron.attention.parts:kernel_in_words")(scores, head, head, dropout)
         found[own] = found.get(own, 0) + 1
     words = [kernel if count == sizes.num_layers else f"{kernel} in {count} layers" for kernel, count in found.items()]
     allowed = dict.fromkeys((*kernels_in_use(), *(() if choice is None else choice.milliseconds)))

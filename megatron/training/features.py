@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.attention.timing import KernelChoice
 from megatron.config.config import Config
 from megatron.config.imports import named
 from megatron.config.outputs import run_folder
@@ -20,6 +20,9 @@ from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import TrainStep
 from megatron.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from megatron.attention.timing import KernelChoice
 
 
 @dataclass(frozen=True)

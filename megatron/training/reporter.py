@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -28,7 +28,6 @@ from megatron.metrics.output import Printer
 from megatron.metrics.run_warnings import LossWarnings
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
 from megatron.model.build import Model
-from megatron.moe.balance import BalanceResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.spec.counts import flops_per_step
@@ -38,6 +37,9 @@ from megatron.training.live_lines import LiveLines, Pace
 from megatron.training.own_metrics import METRICS
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
+
+if TYPE_CHECKING:
+    from megatron.moe.balance import BalanceResult
 
 
 @dataclass

@@ -11,12 +11,11 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.attention.backends import use_backend
-from megatron.attention.timing import KernelChoice
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig, run_folder
@@ -39,6 +38,9 @@ from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan, LearningSchedule
 from megatron.training.reporter import Reporter
+
+if TYPE_CHECKING:
+    from megatron.attention.timing import KernelChoice
 
 PICTURE, REPORT = "loss.png", "report.html"
 """Files in the folder of a run: the picture of its record, and the page that is made at its end."""

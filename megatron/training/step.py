@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from megatron.data_parallel.traffic import StepSums
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
-from megatron.moe.balance import BalanceResult
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
@@ -41,6 +40,9 @@ from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
 from megatron.training.nonfinite import raise_nonfinite
 from megatron.training.providers import make_providers
 from megatron.training.spikes import Spike
+
+if TYPE_CHECKING:
+    from megatron.moe.balance import BalanceResult
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def fp8_products(context: CheckContext) -> Outcome:
     from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe
     from megatron.parallel.context import Group
     from megatron.precision.device import why_not
-    from megatron.precision.products import Fp8Products
+    from megatron.precision.fp8_products import Fp8Products
 
     device, generator = torch_device(context.device), torch.Generator().manual_seed(1)
     figures, failures = list[str](), list[str]()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.attention.timing import KernelChoice
 from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.given import this_job
@@ -37,6 +37,9 @@ from megatron.training.step import TrainStep
 from megatron_lab.planner.advice import advice
 from megatron_lab.planner.attention_notes import describe_copies
 from megatron_lab.planner.state_report import describe_state, state_report
+
+if TYPE_CHECKING:
+    from megatron.attention.timing import KernelChoice
 
 
 def describe_context(config: Config, topology: Topology) -> Iterator[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.attention.blocks import BLOCK_BY_BLOCK
+from megatron.attention.backends import BLOCK_BY_BLOCK
 from megatron.attention.largest import LargestScores
 from megatron.config.data import DataConfig
 from megatron.config.lora import LoraTarget

@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import json
 import os
-import pkgutil
 import signal
 import sys
 import tempfile
@@ -43,16 +42,12 @@ from tests.support.cli import ROOT, command_words, fork_program
 from tests.support.shared_memory import SHARED_MEMORY
 
 # What a run imports late and works out once: here, not in every forked rank.
-for _package in (
-    "megatron_lab.audit",
-    "megatron_lab.flight",
-    "megatron_lab.monitoring",
-    "megatron.checkpoint",
-    "megatron.data_parallel",
-    "megatron.training",
-):
-    for _module in pkgutil.iter_modules([str(ROOT.joinpath(*_package.split(".")))]):
-        importlib.import_module(f"{_package}.{_module.name}")
+_LATE = ("audit", "flight", "monitoring", "node_memory", "planner", "tokenizers")
+for _folder in (ROOT / "megatron", *(ROOT / "megatron_lab" / _name for _name in _LATE)):
+    for _file in sorted(_folder.glob("*/*.py" if _folder.name == "megatron" else "*.py")):
+        _module = ".".join(_file.relative_to(ROOT).with_suffix("").parts)
+        if not _module.endswith(("__init__", "_child", ".writer_main", ".keeper", ".watcher")):
+            importlib.import_module(_module)
 flags()
 _versions()
 

@@ -75,7 +75,7 @@ def choice_of_rank(rank: int) -> tuple[KernelChoice | None, tuple[AttentionKerne
     patch = pytest.MonkeyPatch()
     patch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
     times: dict[AttentionKernel, float] = {"flash": 2.0 - rank, "cudnn": 1.0 + rank}
-    patch.setattr(attention_kernel, "choose_on_device", lambda kernels, *_: choose_kernel(kernels, times.__getitem__))
+    patch.setattr(timing, "choose_on_device", lambda kernels, *_: choose_kernel(kernels, times.__getitem__))
     before = kernels_in_use()
     choice, previous = attention_kernel.choose_attention(CONFIG, make_context(Topology(dp=2), rank, CPU))
     used = kernels_in_use()
@@ -89,7 +89,7 @@ def test_all_ranks_take_the_choice_of_the_first() -> None:
 
 
 def test_nothing_is_timed_on_a_cpu_nor_where_a_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "choose_on_device", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(timing, "choose_on_device", lambda *_: pytest.fail("timed"))
     context = make_context(Topology(), 0, CPU)
     assert attention_kernel.choose_attention(CONFIG, context)[0] is None
     monkeypatch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
@@ -99,7 +99,7 @@ def test_nothing_is_timed_on_a_cpu_nor_where_a_kernel_is_named(monkeypatch: pyte
 
 def test_graphs_are_of_the_choice_even_if_the_model_was_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
-    monkeypatch.setattr(attention_kernel, "choose_on_device", lambda *_: KernelChoice("cudnn", {"flash": 2.0, "cudnn": 1.0}, {}))
+    monkeypatch.setattr(timing, "choose_on_device", lambda *_: KernelChoice("cudnn", {"flash": 2.0, "cudnn": 1.0}, {}))
     BlockCompiler().compile([], CPU)
     compiled = Config(model=CONFIG.model, speed=SpeedConfig(compile=True))
     _, previous = attention_kernel.choose_attention(compiled, make_context(Topology(), 0, CPU))

@@ -11,7 +11,7 @@ from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe, PrecisionConfig
 from megatron.parallel.accumulate import GradSink
 from megatron.precision.device import check_device, why_not
 from megatron.precision.formats import E4M3
-from megatron.precision.products import Fp8Products
+from megatron.precision.fp8_products import Fp8Products
 from megatron.precision.scaled_product import scaled_product_into
 from megatron.precision.scaling import Grain, Quantised, magnitudes
 from megatron.tensor_parallel.linear import Form, linear_of
@@ -77,7 +77,7 @@ def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, (recipe, what, fault) in faults.items():
         with monkeypatch.context() as patch:
-            patch.setattr(f"megatron.precision.products.{what}", fault)
+            patch.setattr(f"megatron.precision.fp8_products.{what}", fault)
             assert max(distances(recipe, "hybrid", torch.float64)) > 1e-3, name
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.attention import core, documents, flash_parts
 from megatron.moe import grouped
 from megatron.parallel import products
-from megatron.precision.products import Fp8Products
+from megatron.precision.fp8_products import Fp8Products
 from megatron.spec.counts import attention_flops, count_parameters, flops_per_token
 from megatron.tensor_parallel import cross_entropy
 from megatron_lab.benchmarks import single
