@@ -50,11 +50,6 @@ class GlobalTensor:
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`; also for dtypes that checkpoints do not hold."""
-    return str(dtype).removeprefix("torch.")
-
-
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype with a name in a manifest."""
     return _BY_NAME[name]

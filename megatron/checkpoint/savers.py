@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.agreement import decide
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, dtype_name
+from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, RankPart, share_out, write_part
 from megatron.checkpoint.rank_writer import PATIENCE_S, RankWriter
@@ -29,6 +29,7 @@ from megatron.checkpoint.save_folder import Retention, checkpoint_name, commit, 
 from megatron.checkpoint.storage import Draft, Storage
 from megatron.checkpoint.writer_messages import Committed
 from megatron.parallel.context import Group
+from megatron.parallel.products import dtype_name
 
 
 class Assignment(NamedTuple):

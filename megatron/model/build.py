@@ -17,7 +17,6 @@ from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.init import initialize
 from megatron.model.output_layer import LossForm
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.overlap import Overlap, choose
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from megatron.attention.largest import LargestScores
     from megatron.model.compiled import BlockCompiler
     from megatron.moe.balance import Balance
+    from megatron.parallel.overlap import Overlap
 
 
 @dataclass
@@ -113,7 +113,9 @@ def model_of(
         dtype=model_dtype(config.precision) if dtype is None else dtype,
         vocab_size=vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
-        overlap=(overlap or choose(context.group("tp"), context.device)) if overlaps(config.parallel) else None,
+        overlap=(overlap or named("megatron.parallel.overlap:choose")(context.group("tp"), context.device))
+        if overlaps(config.parallel)
+        else None,
         seed=config.training.seed,
         table=table_of(config.model, config.parallel, vocab_size, config.memory),
         materialized=False,

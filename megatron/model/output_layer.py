@@ -13,9 +13,28 @@ from megatron.config.training import TrainingConfig
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.scope import Scope
 from megatron.spec.weights import WORD_EMBEDDING
-from megatron.tensor_parallel.chunked_loss import chosen_chunk, chunked_loss
 from megatron.tensor_parallel.cross_entropy import Columns, capped, vocab_parallel_cross_entropy
 from megatron.tensor_parallel.linear import InputMode, parallel_linear
+
+_MOST_LOGITS = 1 << 27
+_MULTIPLE = 128
+
+
+def chosen_chunk(tokens: int, columns: int) -> int:
+    """Tokens of a chunk where the user leaves it to us; 0 for the whole loss.
+
+    Logits of up to 2^27 elements (256 MiB in 16 bits) are made at once. Where a microbatch has more on a rank, chunks are as large
+    as that allows: so large that a product with the weight takes the device longer than reading it. The size is a multiple of 128,
+    which products like, unless the vocabulary is huge.
+
+    Args:
+        tokens: of a microbatch.
+        columns: of the vocabulary on this rank.
+    """
+    if tokens * columns <= _MOST_LOGITS:
+        return 0
+    most = max(1, _MOST_LOGITS // columns)
+    return most - most % _MULTIPLE if most > _MULTIPLE else most
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,8 @@ class OutputLayer(nn.Module):
         """
         x, columns = self._scaled(x), self.columns if z_loss else replace(self.columns, z_coeff=0.0)
         if size := self.form.chunk(labels.numel(), self.rows):
+            from megatron.tensor_parallel.chunked_loss import chunked_loss
+
             return chunked_loss(x, self.weight, labels, mask, columns, gathers=self.gather, size=size)
         return vocab_parallel_cross_entropy(self._logits(x), labels, mask, columns)
 

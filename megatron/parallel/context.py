@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from megatron.config.imports import named
 from megatron.config.launcher import launched, missing_rank
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.backends import check_error_handling, communicator, options, world_backend
-from megatron.parallel.meeting import meet
 from megatron.parallel.topology import AXES, DATA_AXES, EXPERT_AXES, GRADIENT_AXES, Topology
 
 # Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
@@ -233,7 +233,7 @@ def connect(config: ParallelConfig) -> ParallelContext:
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
         # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
-        store = meet(job, timeout.total_seconds(), config.init_method)
+        store = named("megatron.parallel.meeting:meet")(job, timeout.total_seconds(), config.init_method)
         dist.init_process_group(world_backend(backend), timeout=timeout, store=store, rank=job.rank, world_size=job.world_size)
     topology = Topology.of(config, job.world_size)
     return make_context(

@@ -22,6 +22,11 @@ _FEW_ROWS = 32
 """With fewer, widening the weight takes longer than a product in bfloat16."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`; also for dtypes that checkpoints do not hold."""
+    return str(dtype).removeprefix("torch.")
+
+
 def slow_half(tensor: torch.Tensor) -> bool:
     """Whether this device is slow in the tensor's dtype whatever it computes."""
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,9 +12,11 @@ from torch import nn
 from megatron.config.parallel import ContextWay
 from megatron.config.precision import Fp8
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.overlap import Overlap
 from megatron.parallel.params import ParamRecord, ParamTable
 from megatron.spec.weights import Weight
+
+if TYPE_CHECKING:
+    from megatron.parallel.overlap import Overlap
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
+from megatron.config.imports import named
 from megatron.config.layer_costs import read_layer_costs
 from megatron.config.memory import MemoryConfig, RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
-from megatron.pipeline_parallel.balance import balance
 from megatron.spec.counts import depth_flops, layer_flops, output_flops
 from megatron.spec.layers import layers
 from megatron.spec.schedules import placement
@@ -145,7 +145,7 @@ def layer_table(
             raise ValueError(f"costs are given for {len(layer_costs)} layers, but there are {num_layers}")
         least = _least_layers(num_layers, places, embedding_cost > 0, loss_cost > 0)
         least, most = _with_given_sizes(num_layers, places, least, first_stage_layers, last_stage_layers)
-        counts = balance(
+        counts = named("megatron.pipeline_parallel.balance:balance")(
             layer_costs,
             places,
             embedding_cost=embedding_cost,

@@ -23,26 +23,6 @@ from megatron.parallel.products import product_into
 from megatron.parallel.turns import turns
 from megatron.tensor_parallel.cross_entropy import Columns, RowGradients, Targets, joined, loss_sums, one_factor, write_gradient
 
-_MOST_LOGITS = 1 << 27
-_MULTIPLE = 128
-
-
-def chosen_chunk(tokens: int, columns: int) -> int:
-    """Tokens of a chunk where the user leaves it to us; 0 for the whole loss.
-
-    Logits of up to 2^27 elements (256 MiB in 16 bits) are made at once. Where a microbatch has more on a rank, chunks are as large
-    as that allows: so large that a product with the weight takes the device longer than reading it. The size is a multiple of 128,
-    which products like, unless the vocabulary is huge.
-
-    Args:
-        tokens: of a microbatch.
-        columns: of the vocabulary on this rank.
-    """
-    if tokens * columns <= _MOST_LOGITS:
-        return 0
-    most = max(1, _MOST_LOGITS // columns)
-    return most - most % _MULTIPLE if most > _MULTIPLE else most
-
 
 def _places(tokens: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -67,8 +67,10 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import Group
 from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS, Handles
-from megatron.parallel.overlap import Overlap
 from megatron.precision.products import PLAIN, Products
+
+if TYPE_CHECKING:
+    from megatron.parallel.overlap import Overlap
 
 InputMode = Literal["plain", "copy", "gather"]
 OutputMode = Literal["plain", "sum", "scatter", "share", "gather"]

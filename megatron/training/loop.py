@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from megatron.checkpoint.storage import Place
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.metrics.timers import Timers
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
@@ -21,7 +22,6 @@ from megatron.training.failure import AuditError, NonFiniteError
 from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches, RunBatches
 from megatron.training.life import LifeNote
-from megatron.training.model_norms import layer_norms, params_norm, places
 from megatron.training.own_metrics import METRICS
 from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress
 from megatron.training.reporter import Reporter
@@ -232,8 +232,10 @@ class Loop:
         found = {"goodput": self.goodput.share}
         shards, logging, model = self.step.counted_shards, self.config.logging, self.config.model
         if logging.log_params_norm:
-            found["params_norm"] = params_norm(shards, self.context)
+            found["params_norm"] = named("megatron.training.model_norms:params_norm")(shards, self.context)
         if logging.log_layer_norms and result is not None:
+            from megatron.training.model_norms import layer_norms, places
+
             parts = places(model.num_layers, model.tied, model.mtp_num_layers)
             found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
         if result is not None:

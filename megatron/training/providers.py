@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from megatron.config.imports import named
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.buckets import Buckets
-from megatron.data_parallel.frozen import FrozenParams
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Provider
 from megatron.model.build import Model
@@ -29,7 +29,9 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
 
     frozen = [entry for entry in model.params if entry.record.frozen]
     if config.sharding != "optim_grads_params":
-        fixed: list[Provider] = [FrozenParams(frozen, context, values)] if frozen else []
+        fixed: list[Provider] = []
+        if frozen:
+            fixed = [named("megatron.data_parallel.frozen:FrozenParams")(frozen, context, values)]
         return [*fixed, buckets([entry for entry in model.params if not entry.record.frozen], config.sharding)]
     assert not frozen, "refused beside LoRA"
     inside = [entry for entry in model.params if is_fully_sharded(entry, context)]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megatron.config.imports import named
 from megatron.config.outputs import LoggingConfig
 from megatron.data.history import tokens_read
 from megatron.memory.host import process_bytes
-from megatron.metrics.history import HistoryFile
 from megatron.metrics.log_line import (
     LineNumbers,
     megatron_line,
@@ -23,7 +23,6 @@ from megatron.metrics.log_line import (
     short_validation_line,
     validation_lines,
 )
-from megatron.metrics.loggers import MetricsFile, Sink, curve_sinks
 from megatron.metrics.output import Printer
 from megatron.metrics.run_warnings import LossWarnings
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
@@ -32,14 +31,16 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.spec.counts import flops_per_step
 from megatron.training.goodput import Use
-from megatron.training.gradient_noise import NoiseEstimate, noise_scale
 from megatron.training.live_lines import LiveLines, Pace
 from megatron.training.own_metrics import METRICS
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
 if TYPE_CHECKING:
+    from megatron.metrics.history import HistoryFile
+    from megatron.metrics.loggers import MetricsFile, Sink
     from megatron.moe.balance import BalanceResult
+    from megatron.training.gradient_noise import NoiseEstimate
 
 
 @dataclass
@@ -102,10 +103,16 @@ class Reporter:
         self._judges, self._quiet = judges, quiet
         self._config, self._model, self._context, self._timers = config, model, context, timers
         self._total_iterations, self._speaks, self._peak = total_iterations, speaks, peak
-        self._file = MetricsFile(config.metrics_file, append=resumed) if speaks and config.metrics_file else None
-        self._curves: list[Sink] = curve_sinks(config, settings) if speaks else []
+        self._file: MetricsFile | None = None
+        self._curves: list[Sink] = []
+        if speaks and config.metrics_file:
+            self._file = named("megatron.metrics.loggers:MetricsFile")(config.metrics_file, append=resumed)
+        if speaks and (config.tensorboard_dir is not None or config.wandb_project is not None):
+            self._curves = named("megatron.metrics.loggers:curve_sinks")(config, settings)
         self._sinks = [*self._curves, *([self._file] if self._file else [])]
-        self._history = HistoryFile(folder, model.config.seq_length) if speaks and folder is not None else None
+        self._history: HistoryFile | None = None
+        if speaks and folder is not None:
+            self._history = named("megatron.metrics.history:HistoryFile")(folder, model.config.seq_length)
         self._printer, self._pace, self._warnings = Printer(), Pace(total_samples), warnings
         terminal = speaks and not quiet and self._printer.on_terminal
         self._short = config.log_format == "short" or (config.log_format == "auto" and terminal)
@@ -279,7 +286,8 @@ class Reporter:
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
         loss, z_loss, mtp_loss = _mean(sums.losses), _mean(sums.z_losses), _mean(sums.mtp_losses)
         of_experts = _of_experts(sums.balances)
-        noise, imbalance = noise_scale(sums.noises), _mean(sums.imbalances)
+        noise = named("megatron.training.gradient_noise:noise_scale")(sums.noises) if sums.noises else None
+        imbalance = _mean(sums.imbalances)
         max_logit = max(sums.max_logits, default=None)
         tokens_per_s = sums.samples * self._model.config.seq_length / seconds
         mfu = None if self._peak is None else tflops * 1e12 / self._peak

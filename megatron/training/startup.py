@@ -17,6 +17,7 @@ import torch
 
 from megatron.attention.backends import use_backend
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import LoggingConfig, run_folder
 from megatron.config.precision import PrecisionConfig
@@ -25,7 +26,6 @@ from megatron.config.speed import SpeedConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.config.version import how_to_install
 from megatron.metrics.device_peaks import mixed_peak_flops
-from megatron.metrics.history import HISTORY, first_losses
 from megatron.metrics.run_warnings import STARTS, Corpus, LossWarnings
 from megatron.metrics.timers import Timers
 from megatron.model.build import Model
@@ -159,7 +159,9 @@ def make_reporter(
         SetupError: the metrics file or another sink cannot be opened.
     """
     folder = run_folder(config.checkpoint, config.logging)
-    first = first_losses(folder, STARTS) if resumed and folder is not None and context.rank == 0 else []
+    first: list[float] = []
+    if resumed and folder is not None and context.rank == 0:
+        first = named("megatron.metrics.history:first_losses")(folder, STARTS)
     return together(
         context,
         lambda: Reporter(
@@ -229,6 +231,8 @@ def describe_outputs(config: Config, *, draws: bool) -> Iterator[str]:
     if folder is None:
         yield f"no record of the run and no {PICTURE}: --save or --tensorboard-dir with a local folder would keep them there"
         return
+    from megatron.metrics.history import HISTORY
+
     if logging.tensorboard_dir is not None:
         yield f"TensorBoard: {tensorboard_command(logging.tensorboard_dir)}"
     lacks = missing_library() if logging.loss_picture and draws else None

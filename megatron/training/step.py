@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.provider import Inspect
@@ -36,13 +37,12 @@ from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
 from megatron.training.failure import raise_uncounted
-from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
-from megatron.training.nonfinite import raise_nonfinite
 from megatron.training.providers import make_providers
 from megatron.training.spikes import Spike
 
 if TYPE_CHECKING:
     from megatron.moe.balance import BalanceResult
+    from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,9 @@ class TrainStep:
         """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
         self._counted_grads = [shard.counted_grad for shard in self.counted_shards]
         self._copied_grads = [shard.copied_grad for shard in self.optimizer.shards if shard.copied]
-        self._noise = GradientNoise(self.providers, self.counted_shards, context) if gradient_noise else None
+        self._noise: GradientNoise | None = None
+        if gradient_noise:
+            self._noise = named("megatron.training.gradient_noise:GradientNoise")(self.providers, self.counted_shards, context)
         self._num_padding = sum(
             len(s.counted) - sum(placed.box.numel for placed in s.counted_boxes(context)) for s in self.counted_shards
         )
@@ -210,6 +212,8 @@ class TrainStep:
         loss, norm = sums.loss / sums.mask, math.sqrt(sums.squares) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
+            from megatron.training.nonfinite import raise_nonfinite
+
             raise_nonfinite(self, batch, iteration, float(loss_sum))
         spike = None if overflow else judge(loss, norm)
         skipped = overflow or (spike is not None and spike.skips)
@@ -247,6 +251,8 @@ class TrainStep:
         big = len(batch) * self.context.data_group.size * small
         if self._noise is None or big == small or not sums.first_mask or not math.isfinite(sums.squares):
             return None
+        from megatron.training.gradient_noise import NoiseEstimate
+
         alone = (sums.mask / sums.first_mask) ** 2  # its gradient was divided by the tokens of the whole batch
         return NoiseEstimate.of(sums.first_squares * alone / scale**2, sums.whole_squares / scale**2, small, big)
 

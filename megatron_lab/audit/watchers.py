@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.save import to_dict
 from megatron.model.gpt import ModelInputs
 from megatron.parallel.params import global_records
+from megatron.parallel.products import dtype_name
 from megatron.training.failure import together
 from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.global_tensor import bytes_of, dtype_name
+from megatron.checkpoint.global_tensor import bytes_of
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry, header_bytes, in_files
 from megatron.checkpoint.storage_kinds import open_storage
+from megatron.parallel.products import dtype_name
 from megatron_lab.checkpoints.exported import Export
 from megatron_lab.checkpoints.model_card import UNKNOWN, model_card
 from megatron_lab.foreign.huggingface.families import fitting

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.global_tensor import dtype_name
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import Entry
+from megatron.parallel.products import dtype_name
 from megatron.spec.weights import in_layer
 from megatron_lab.checkpoints.huggingface_writer import write_shard
 from megatron_lab.foreign.adapters import adapter_names, without_adapters

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.global_tensor import bytes_of, dtype_name
+from megatron.checkpoint.global_tensor import bytes_of
 from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, share_out, write_part
 from megatron.checkpoint.save_folder import checkpoint_name, commit, encoded, merged
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box
+from megatron.parallel.products import dtype_name
 from megatron_lab.foreign.source import TensorInfo
 
 _TOKEN = "0"

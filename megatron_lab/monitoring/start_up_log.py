@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.checkpoint.global_tensor import dtype_name
 from megatron.config.config import Config
 from megatron.config.given import this_job
 from megatron.metrics.run_warnings import rate_far_off
@@ -17,6 +16,7 @@ from megatron.model.gpt import residual_dtype
 from megatron.parallel import torch_private
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.products import dtype_name
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
 from megatron.pipeline_parallel.queues import describe_receives
@@ -29,7 +29,6 @@ from megatron.spec.layers import context_ways
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
 from megatron.training.attention_kernel import describe_attention
-from megatron.training.compiler_facts import compiler_facts, describe_differences
 from megatron.training.features import Feature, Run
 from megatron.training.progress import BatchSizePlan
 from megatron.training.startup import device_peak
@@ -91,7 +90,7 @@ def describe(
         *torch_private.missing_note(),
         describe_attention(config, model, context, kernel_choice),
         *describe_copies(config, on_cuda=context.device.type == "cuda"),
-        *(describe_differences(gather_objects(compiler_facts(context.device), context.world)) if config.speed.compile else ()),
+        *(_compilers(context) if config.speed.compile else ()),
         *describe_context(config, topology),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
@@ -115,6 +114,13 @@ def describe(
     lines += describe_rate(config, plan, model.vocab_size)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     return lines
+
+
+def _compilers(context: ParallelContext) -> list[str]:
+    """Lines on how the compilers of the ranks differ."""
+    from megatron.training.compiler_facts import compiler_facts, describe_differences
+
+    return [*describe_differences(gather_objects(compiler_facts(context.device), context.world))]
 
 
 def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_size: int) -> Iterator[str]:

@@ -13,13 +13,13 @@ from typing import get_args
 from megatron.config.checks.finding import Change, change, data_size, shown, without
 from megatron.config.config import Config
 from megatron.config.given import without_gaps
+from megatron.config.imports import named
 from megatron.config.parallel import ContextWay
 from megatron.config.rules import violations
 from megatron.pipeline_parallel.partition import recomputed_chunks, split_advice, table_of
 from megatron.spec.counts import count_parameters
 from megatron.spec.schedules import make_schedule, names_that_split_backward
 from megatron.spec.weights import padded_vocab_size
-from megatron_lab.planner.context_cost import sent_for_attention
 from megatron_lab.planner.costs import idle_share, loss_again
 
 MOST_IDLE = 0.2
@@ -149,7 +149,7 @@ def _context_ways(config: Config, world_size: int) -> Iterator[str]:
     itemsize = config.precision.itemsize
 
     def sent(changed: Config, ranks: int) -> float:
-        return float(sent_for_attention(changed, itemsize))
+        return float(named("megatron_lab.planner.context_cost:sent_for_attention")(changed, itemsize))
 
     if config.parallel.context_parallel_size == 1:
         return

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from megatron.config.imports import named
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.data_parallel.bucket import main_grad_dtype, travel_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
@@ -46,7 +47,6 @@ from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord
 from megatron.parallel.shards import DividedParam
 from megatron.parallel.topology import GRADIENT_AXES
-from megatron_lab.planner.passing import play_reductions, play_steps
 
 
 @dataclass(frozen=True)
@@ -364,11 +364,15 @@ def state_layout(
     reductions, main = [1] * len(plans), main_grad_dtype(dtype)
     narrow = [travel_dtype(plan, context, in_bf16=config.grad_reduce_in_bf16) for plan in plans]
     if sharding == "optim_grads":
-        played = play_steps(plans, writes, main, overlap=config.overlap_grad_reduce, narrow=narrow)
+        played = named("megatron_lab.planner.passing:play_steps")(
+            plans, writes, main, overlap=config.overlap_grad_reduce, narrow=narrow
+        )
         reductions = played.reductions
         buffers += Bytes(played.elements * main.itemsize)
     else:
-        played = play_reductions(plans, list(writes), num_microbatches, overlap=config.overlap_grad_reduce, narrow=narrow)
+        played = named("megatron_lab.planner.passing:play_reductions")(
+            plans, list(writes), num_microbatches, overlap=config.overlap_grad_reduce, narrow=narrow
+        )
     buffers += Bytes(played.narrow_elements * torch.bfloat16.itemsize)
     parts += [BucketPart(plan, sharding, plan.params[0].entry.param.dtype) for plan in plans]
     sent += bucket_traffic(plans, context, sharding, dtype, reductions, in_bf16=config.grad_reduce_in_bf16)

@@ -617,8 +617,8 @@ FAULTS = {
     "experts of a depth whose balance nobody minimises": Fault(
         (
             (
-                "in self.all_blocks:\n            if isinstance(block.mlp, Experts)",
-                "in self.blocks:\n            if isinstance(block.mlp, Experts)",
+                "in self.all_blocks:\n            if block.has_experts",
+                "in self.blocks:\n            if block.has_experts",
             ),
         ),
         f"--pipeline-model-parallel-size 2 --mtp-num-layers 1 {EXPERTS}",

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.model import output_layer
 from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import ParallelContext, make_context
@@ -19,7 +20,6 @@ from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import vocabulary
-from megatron.tensor_parallel import chunked_loss
 from megatron.tensor_parallel.cross_entropy import minimised
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank
@@ -204,20 +204,20 @@ def test_chunks_and_whole_are_within_rounding_in_fewer_bits(dtype: torch.dtype, 
 
 def test_the_chunk_that_is_chosen() -> None:
     """Whole as long as the logits are few; else few at a time, in a round number of tokens."""
-    most = chunked_loss._MOST_LOGITS
-    assert chunked_loss.chosen_chunk(4096, most // 4096) == 0
-    assert chunked_loss.chosen_chunk(4097, most // 4096) == 4096
-    assert chunked_loss.chosen_chunk(8192, 128_256) == 1024  # Llama 3
-    assert chunked_loss.chosen_chunk(8, most) == chunked_loss.chosen_chunk(8, 2 * most) == 1
+    most = output_layer._MOST_LOGITS
+    assert output_layer.chosen_chunk(4096, most // 4096) == 0
+    assert output_layer.chosen_chunk(4097, most // 4096) == 4096
+    assert output_layer.chosen_chunk(8192, 128_256) == 1024  # Llama 3
+    assert output_layer.chosen_chunk(8, most) == output_layer.chosen_chunk(8, 2 * most) == 1
     for tokens, columns in ((10_000, 50_304), (32_768, 151_936), (2048, 256_000)):
-        assert 0 < chunked_loss.chosen_chunk(tokens, columns) * columns <= most
+        assert 0 < output_layer.chosen_chunk(tokens, columns) * columns <= most
 
 
 def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the weight and its gradient: forward and backward take as much for 8,192 columns as for 65,536, in 16 bits too; the
     whole loss by all logits more."""
-    monkeypatch.setattr(chunked_loss, "_MOST_LOGITS", 1 << 16)
-    monkeypatch.setattr(chunked_loss, "_MULTIPLE", 1)
+    monkeypatch.setattr(output_layer, "_MOST_LOGITS", 1 << 16)
+    monkeypatch.setattr(output_layer, "_MULTIPLE", 1)
     monkeypatch.setattr("megatron.tensor_parallel.cross_entropy._BLOCK_ELEMENTS", 1 << 16)
     monkeypatch.setattr("megatron.parallel.products._BLOCK_ELEMENTS", 1 << 14)
 

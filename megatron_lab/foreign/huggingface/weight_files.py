@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.global_tensor import dtype_name
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.config.extras import optional
 from megatron.config.regular_file import read_text
+from megatron.parallel.products import dtype_name
 from megatron_lab.foreign.source import TensorInfo
 
 INDEX = ".index.json"

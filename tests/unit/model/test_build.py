@@ -28,7 +28,7 @@ def test_tensor_ranks_choose_together_how_products_overlap_with_their_messages(
         asked.append(group)
         return Pieces("a CPU")
 
-    monkeypatch.setattr(build, "choose", choose)
+    monkeypatch.setattr("megatron.parallel.overlap.choose", choose)
     context = lone_rank(Topology(tp=2, dp=2), 1)
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=overlap)
     build.model_of(Config(model=MODEL, parallel=parallel), context, 100)

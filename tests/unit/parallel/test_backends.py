@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel import context
+from megatron.parallel import context, meeting
 from megatron.parallel.backends import MESSAGE_CHANNELS, Communicator, communicator, options, world_backend
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
@@ -111,7 +111,7 @@ def test_a_job_on_cuda_makes_no_communicator_at_its_start(monkeypatch: pytest.Mo
     joined: dict[str, Any] = {}
     monkeypatch.setattr(context, "launched", lambda: SimpleNamespace(rank=1, local_rank=1, world_size=2))
     monkeypatch.setattr(context, "choose_device", lambda wanted, local_rank: torch.device("cuda", local_rank))
-    monkeypatch.setattr(context, "meet", lambda *_: None)
+    monkeypatch.setattr(meeting, "meet", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: joined.update(settings, backend=backend))
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings))

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
-from megatron.pipeline_parallel import partition
 from megatron.pipeline_parallel.partition import Chunk, format_layer_table, layer_table
 from megatron.spec.operations import loop, v_shape
 
@@ -245,7 +244,7 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("wrong", [[2, 3, 2], [3, 4, 2], [2, 2, 2, 2], [4, 4], [9, -1, 0]])
 def test_a_table_that_is_wrong_goes_no_further(wrong: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever went wrong in the search: one layer too few or too many, a chunk too many or too few, one of less than none."""
-    monkeypatch.setattr(partition, "balance", lambda *args, **kwargs: wrong)
+    monkeypatch.setattr("megatron.pipeline_parallel.balance.balance", lambda *args, **kwargs: wrong)
     with pytest.raises(RuntimeError, match="the layer table is wrong"):
         layer_table(8, loop(3))
 

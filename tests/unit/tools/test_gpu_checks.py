@@ -108,7 +108,7 @@ def test_an_error_of_one_kernel_does_not_hide_the_others(context: CheckContext, 
                 raise ValueError("Only bf16 high precision output types are supported")
             super().weight_gradient(*args, **options)
 
-    monkeypatch.setattr("megatron.precision.products.Fp8Products", Broken)
+    monkeypatch.setattr("megatron.precision.fp8_products.Fp8Products", Broken)
     with pytest.raises(CheckFailed, match=r"rowwise e4m3: ValueError: Only bf16.*tensorwise e4m3: \d"):
         kernels.fp8_products(context)
 
