@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 
 from megatron.config.checks.each import notes as effect_notes
 from megatron.config.checks.each import plan_notes
-from megatron.config.compat import KNOWN, TAKEN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.extras import missing_note, missing_packages, optional
 from megatron.config.flags import flag_of, flags
-from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, sort_given, split, take, without_gaps
-from megatron.config.imports import import_modules
+from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, of_megatron, sort_given, split, take, without_gaps
+from megatron.config.imports import import_modules, named
 from megatron.config.launcher import adopt_launcher, is_first_rank, launched
 from megatron.config.model_files import LIST, file_of, table
 from megatron.config.rules import is_harmless, violations
@@ -145,7 +144,7 @@ def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
     """The settings of a command line, its requests, and what was found with its problems."""
     stray, given = split(argv)
     if any(item.name in ("help", "h") for item in given):
-        from megatron.config.help import help_text
+        help_text = named("megatron_lab.pages.flag_help:help_text")
 
         _write_and_exit(help_text(PROGRAM))
     own, requests, problems = take(given)
@@ -193,12 +192,11 @@ def _assembled(
 
 def _explain_and_exit(names: Sequence[str], given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
     """Answer every --explain, whatever is missing or wrong for a run. An unknown flag is reported too."""
-    from megatron.config.help import explain  # this reads the settings' source, for which only this page has time
+    explain = named("megatron_lab.pages.flag_help:explain")  # this reads the settings' source, for which only this page has time
 
     problems = [problem for problem in problems if "--explain" in problem.flags]
-    problems += sort_given(
-        (), [item for item in given if flag_of(item.name) is None and item.name not in {**KNOWN, **TAKEN}]
-    ).problems
+    known = {**of_megatron().KNOWN, **of_megatron().TAKEN}
+    problems += sort_given((), [item for item in given if flag_of(item.name) is None and item.name not in known]).problems
     if problems:
         raise ConfigError(problems)
     _write_and_exit("\n".join(map(explain, names)))

@@ -7,6 +7,7 @@ A request (``--config``, ``--explain``, ``--dry-run``) sets nothing of the run: 
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.checks.each import LARGEST_WORLD
-from megatron.config.compat import CHOICES, KNOWN, NO_TABLE, TAKEN, NoEffect, Refused, find_family
 from megatron.config.config import Config
 from megatron.config.data import is_number, path_flags
 from megatron.config.errors import Violation
@@ -79,6 +79,10 @@ def _unquoted(words: Sequence[str]) -> Iterator[str]:
         yield word
 
 
+TAKEN_SETTINGS = ("eval-iters", "optimizer")
+"""Settings of which some values of Megatron-LM are taken as others."""
+NO_TABLE = "no-position-embedding"
+"""Megatron-LM takes it only beside rotary positions, where it does nothing."""
 _MOST_GUESSED = 20  # unknown flags for which near ones are looked for, which takes some milliseconds each
 
 
@@ -128,7 +132,7 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
     positions = None
     for item in _taken(given, found.notes):
         flag = flag_of(item.name)
-        known = None if flag is not None else KNOWN.get(item.name) or _family(item.name)
+        known = None if flag is not None else of_megatron().KNOWN.get(item.name) or _family(item.name)
         if flag is not None:
             try:
                 found.settings.append((flag, item, flag.read(item.name, item.values)))
@@ -137,7 +141,7 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
                 found.problems.append(_misused(item, flag.name, str(error), flag.choices))
         elif item.name == NO_TABLE and not item.values:
             positions = item
-        elif isinstance(known, NoEffect):
+        elif known is not None and known.is_accepted:
             if fault := known.fault(item.values):
                 found.problems.append(_misused(item, item.name, fault))
             else:
@@ -161,7 +165,8 @@ def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
 def _taken(given: Sequence[Given], notes: list[str]) -> Iterator[Given]:
     """The flags with those that are taken as others replaced by these; each is noted."""
     for item in given:
-        other = TAKEN.get(item.name)
+        is_ours = flag_of(item.name) is not None and item.name not in TAKEN_SETTINGS
+        other = None if is_ours else of_megatron().TAKEN.get(item.name)
         if other is None or not other.fits(item.values):
             yield item
             continue
@@ -171,9 +176,14 @@ def _taken(given: Sequence[Given], notes: list[str]) -> Iterator[Given]:
             yield replace(each, where=item.where)
 
 
-def _family(name: str) -> Refused | NoEffect | None:
+def of_megatron() -> Any:
+    """The module of Megatron-LM's flags that are no settings here. It is imported where a flag is no setting."""
+    return importlib.import_module("megatron_lab.migration.compat")
+
+
+def _family(name: str) -> Any:
     """The family of flags that a name belongs to, unless it is a setting that was spelled wrong."""
-    family = find_family(name)
+    family = of_megatron().find_family(name)
     return None if family is not None and difflib.get_close_matches(name, flags(), n=1, cutoff=0.85) else family
 
 
@@ -183,13 +193,14 @@ def _sort_positions(item: Given, found: Sorted, idle: dict[str, list[str]], refu
     if config.model.position_embedding_type == "learned_absolute" and not config.checkpoint.use_checkpoint_args:
         refused.setdefault("Use --position-embedding-type none, or rope.", []).append(item)
     else:
-        idle.setdefault(KNOWN[NO_TABLE].reason, []).append(str(item))
+        idle.setdefault(of_megatron().KNOWN[NO_TABLE].reason, []).append(str(item))
 
 
 def _misused(item: Given, name: str, fault: str, choices: Sequence[str] = ()) -> Violation:
     """The problem of a flag that cannot have these values."""
-    value = next((value for value in item.values if (name, value) in CHOICES), item.values[0] if len(item.values) == 1 else "")
-    if reason := CHOICES.get((name, value)):
+    reasons = of_megatron().CHOICES
+    value = next((value for value in item.values if (name, value) in reasons), item.values[0] if len(item.values) == 1 else "")
+    if reason := reasons.get((name, value)):
         return Violation((f"--{name}",), f"{item}: {value} {reason}.")
     nearest = tuple(f"--{name} {choice}" for choice in difflib.get_close_matches(value, choices, n=1))
     return Violation((f"--{name}",), f"{item}: --{name} {fault}.", nearest=nearest)
@@ -202,9 +213,9 @@ def _suggest(unknown: Sequence[Given], found: Sorted) -> None:
         names = nearest_names(name, _spellings())
         names = [near for near in names if _reads(near, item.values) is not None] or names[:1]
         advice = _perhaps(names) if names else "See --help for all flags."
-        if not names and (old := nearest_names(name, [*KNOWN, *TAKEN])):
-            known = KNOWN.get(old[0])
-            advice = known.reason if isinstance(known, Refused) else _perhaps(old[:1])
+        if not names and (old := nearest_names(name, [*of_megatron().KNOWN, *of_megatron().TAKEN])):
+            known = of_megatron().KNOWN.get(old[0])
+            advice = known.reason if known is not None and not known.is_accepted else _perhaps(old[:1])
         found.doubtful.update(f"--{name}" for name in names)
         problem = Violation((f"--{item.name}",), f"{item.place}{item.spelled} is not a flag.", advice)
         found.problems.append(problem)

@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from megatron.config.compat import KNOWN, TAKEN, Refused, TakenAs
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags, topics
-from megatron.config.given import REQUESTS, Given
+from megatron.config.given import REQUESTS, Given, of_megatron
 from megatron.config.param_groups import as_text
 
 _MAPPING = "settings"
@@ -217,10 +216,10 @@ def _setting(where: str, topic: str | None, key: yaml.Node, value: yaml.Node) ->
     texts: tuple[str, ...] = tuple(node.value for node in nodes)
     # Switches and flags of other programs know true and false, optional settings know null. What is quoted is a text.
     plain = texts[0] if isinstance(value, yaml.ScalarNode) and not value.style else None
-    known = KNOWN.get(name) or (TAKEN.get(name) if flag is None else None)
+    known = None if flag is not None else of_megatron().KNOWN.get(name) or of_megatron().TAKEN.get(name)
     if plain is not None and plain.lower() in ("true", "false") and (known is not None or (flag is not None and flag.kind is bool)):
         on, texts = plain.lower() == "true", ()
-        if isinstance(known, Refused | TakenAs) and not on:
+        if known is not None and not known.is_accepted and not on:
             return None  # it is not asked for
         if flag is not None:
             name = flag.name if on == (name == flag.name) else f"no-{flag.name}"

@@ -12,10 +12,11 @@ since the run began); NaN and infinity are null. The kinds, with what else they 
     steps       consecutive steps, each with its numbers; `iteration` is the last of them. `consumed_samples` and `tokens` after it,
                 `batch` (sequences of each of the steps), `seq_length`. Lists, an entry a step: `lm_loss`, `grad_norm` (null where
                 no update was made), `learning_rate`, `seconds`
-    log         what a log line tells, as --metrics-file has it (names in `megatron/metrics/loggers.py`), without what is of single
-                layers; means and sums are over the steps since the line before. Also `memory_bytes` (the most that rank 0 has held:
-                on CUDA on its device, else of the process), `host_bytes`, `spent` (seconds of the run up to now by use, whose sum
-                is the run's time: `megatron/training/goodput.py`), and with --timing-log-level `timers_ms` (the slowest rank's)
+    log         what a log line tells, as --metrics-file has it (names in `megatron_lab/monitoring/loggers.py`), without what is of
+                single layers; means and sums are over the steps since the line before. Also `memory_bytes` (the most that rank 0
+                has held: on CUDA on its device, else of the process), `host_bytes`, `spent` (seconds of the run up to now by use,
+                whose sum is the run's time: `megatron/training/goodput.py`), and with --timing-log-level `timers_ms` (the slowest
+                rank's)
     evaluation  `validation_loss` or `test_loss`, and the like with `_mtp_loss`
     measured    other numbers: memory of ranks by --log-memory, stragglers, ...
     event       `event` and `words`, what the log says of it. Events: warning, spike, rewind (`iteration` is the one that the run

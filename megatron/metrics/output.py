@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import UnsupportedOperation
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
+
+
+class Sink(Protocol):
+    """Takes numbers by name. Only the rank that logs opens one.
+
+    Names are those of the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert, dropped_share,
+    grad_norm, learning_rate, loss_scale, skipped, spikes, elapsed_ms, tokens_per_s, tflops_per_device, global_batch_size,
+    num_zeros, params_norm, gradient_noise, context_imbalance, max_attention_logit, validation_loss, validation_mtp_loss, test_loss,
+    test_mtp_loss, goodput, and any other.
+    """
+
+    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+        """Record values of step `iteration`, after `samples` sequences."""
+
+    def close(self) -> None:
+        """Write what is still in memory."""
 
 
 class Output:

@@ -23,7 +23,7 @@ from megatron.metrics.log_line import (
     short_validation_line,
     validation_lines,
 )
-from megatron.metrics.output import Printer
+from megatron.metrics.output import Printer, Sink
 from megatron.metrics.run_warnings import LossWarnings
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
 from megatron.model.build import Model
@@ -38,7 +38,6 @@ from megatron.training.step import StepResult
 
 if TYPE_CHECKING:
     from megatron.metrics.history import HistoryFile
-    from megatron.metrics.loggers import MetricsFile, Sink
     from megatron.moe.balance import BalanceResult
     from megatron.training.gradient_noise import NoiseEstimate
 
@@ -103,12 +102,12 @@ class Reporter:
         self._judges, self._quiet = judges, quiet
         self._config, self._model, self._context, self._timers = config, model, context, timers
         self._total_iterations, self._speaks, self._peak = total_iterations, speaks, peak
-        self._file: MetricsFile | None = None
+        self._file: Sink | None = None
         self._curves: list[Sink] = []
         if speaks and config.metrics_file:
-            self._file = named("megatron.metrics.loggers:MetricsFile")(config.metrics_file, append=resumed)
+            self._file = named("megatron_lab.monitoring.loggers:MetricsFile")(config.metrics_file, append=resumed)
         if speaks and (config.tensorboard_dir is not None or config.wandb_project is not None):
-            self._curves = named("megatron.metrics.loggers:curve_sinks")(config, settings)
+            self._curves = named("megatron_lab.monitoring.loggers:curve_sinks")(config, settings)
         self._sinks = [*self._curves, *([self._file] if self._file else [])]
         self._history: HistoryFile | None = None
         if speaks and folder is not None:

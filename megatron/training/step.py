@@ -212,9 +212,7 @@ class TrainStep:
         loss, norm = sums.loss / sums.mask, math.sqrt(sums.squares) / scale
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
-            from megatron.training.nonfinite import raise_nonfinite
-
-            raise_nonfinite(self, batch, iteration, float(loss_sum))
+            named("megatron_lab.audit.nonfinite:raise_nonfinite")(self, batch, iteration, float(loss_sum))
         spike = None if overflow else judge(loss, norm)
         skipped = overflow or (spike is not None and spike.skips)
         result = StepResult(

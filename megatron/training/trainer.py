@@ -22,6 +22,7 @@ from megatron.checkpoint.storage import Place
 from megatron.config.checks.speed import check_backend
 from megatron.config.cli import LoadedConfig
 from megatron.config.config import Config
+from megatron.config.imports import named
 from megatron.config.launcher import launched
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import run_record
@@ -352,9 +353,10 @@ class Trainer:
         """What takes the run back where it meets a loss spike, if that is asked for."""
         if self.config.spikes.spike_policy != "rewind":
             return None
-        from megatron.training.rewind import Rewinds  # few runs go back
-
-        return Rewinds.of(self.config, self.context, self.steps, resumed.schedule, self.data, resumed.path)
+        found: GoesBack | None = named("megatron_lab.resilience.rewind:Rewinds").of(
+            self.config, self.context, self.steps, resumed.schedule, self.data, resumed.path
+        )
+        return found
 
     def _batches_of(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:
         """The one step over these tokens."""

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.config.compat import KNOWN, TAKEN, NoEffect, find_family
 from megatron.config.flags import flag_of
 from megatron.config.given import REQUESTS
+from megatron_lab.migration.compat import KNOWN, TAKEN, NoEffect, find_family
 from megatron_lab.migration.line import Line, words_of
 
 

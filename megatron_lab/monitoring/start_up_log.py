@@ -118,7 +118,7 @@ def describe(
 
 def _compilers(context: ParallelContext) -> list[str]:
     """Lines on how the compilers of the ranks differ."""
-    from megatron.training.compiler_facts import compiler_facts, describe_differences
+    from megatron_lab.monitoring.compiler_facts import compiler_facts, describe_differences
 
     return [*describe_differences(gather_objects(compiler_facts(context.device), context.world))]
 

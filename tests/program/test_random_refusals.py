@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.cli import load
-from megatron.config.compat import KNOWN
 from megatron.config.errors import ConfigError
 from megatron.config.flags import Flag, flags
+from megatron_lab.migration.compat import KNOWN
 from tests.support.random_configs import CommandLine, command_lines
 from tests.support.random_draws import Draw, chance, number, one_of
 from tests.support.random_runs import check_refusal

@@ -20,13 +20,13 @@ import pytest
 
 from examples.make_corpus import write_corpus
 from megatron.config.cli import load
-from megatron.config.compat import FAMILIES, KNOWN, TAKEN, Refused
 from megatron.config.flags import flags
 from megatron.config.given import REQUESTS
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import one_f_one_b
 from megatron_lab.commands import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout
 from megatron_lab.data import input_flags
+from megatron_lab.migration.compat import FAMILIES, KNOWN, TAKEN, Refused
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.launched import SCRIPTS, words_of
 from tests.support.runs import arguments, run

@@ -12,7 +12,7 @@ import pytest
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
-from megatron.training.nonfinite import judged
+from megatron_lab.audit.nonfinite import judged
 from tests.support.runs import arguments, at_iteration, launch, report
 
 PACKED: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}

@@ -11,7 +11,7 @@ MODULES = (
     "megatron.spec.counts",
     "megatron.metrics.history",
     "megatron.metrics.log_line",
-    "megatron.metrics.loggers",
+    "megatron_lab.monitoring.loggers",
     "megatron.metrics.timers",
     "megatron.optimizer.lr_schedule",
 )

@@ -7,9 +7,10 @@ import shlex
 import pytest
 
 from megatron.config.cli import load, parse
-from megatron.config.compat import _NO_EFFECT, _REFUSED, CHOICES, FAMILIES, KNOWN, TAKEN, _entries, find_family
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flag_of, flags
+from megatron.config.given import TAKEN_SETTINGS
+from megatron_lab.migration.compat import _NO_EFFECT, _REFUSED, CHOICES, FAMILIES, KNOWN, TAKEN, _entries, find_family
 
 BASE = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
@@ -290,3 +291,9 @@ def test_a_pipeline_of_megatron_is_understood(split: str, schedule: str, chunks:
     """Eighty layers on eight stages, split in the ways of Megatron-LM."""
     parallel = load([*BASE, "--num-layers", "80", "--pipeline-model-parallel-size", "8", *split.split()], 8).config.parallel
     assert (parallel.schedule, parallel.chunks_per_stage(80)) == (schedule, chunks)
+
+
+def test_settings_that_are_taken_as_others_are_listed() -> None:
+    """A command line with settings alone does not import the table."""
+    assert [name for name in TAKEN if flag_of(name) is not None] == [*TAKEN_SETTINGS]
+    assert not [name for name in KNOWN if flag_of(name) is not None]

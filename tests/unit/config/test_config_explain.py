@@ -11,13 +11,13 @@ import pytest
 
 from megatron.config.checks.finding import out_of_range
 from megatron.config.cli import load
-from megatron.config.compat import KNOWN, TAKEN
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
 from megatron.config.given import REQUESTS
-from megatron.config.help import explain, field_docs, rules_about
 from megatron.config.rules import RULES
+from megatron_lab.migration.compat import KNOWN, TAKEN
+from megatron_lab.pages.flag_help import explain, field_docs, rules_about
 from tests.support.rule_cases import config_of
 from tests.unit.config import test_config_pipeline, test_config_rules, test_config_sharding
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.config.cli import load, parse
-from megatron.config.compat import _NO_EFFECT, _REFUSED, CHOICES, TAKEN, _entries
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags
 from megatron.config.given import REQUESTS
@@ -22,6 +21,7 @@ from megatron.config.save import run_record
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron_lab.commands.verify_layout import Own
 from megatron_lab.commands.verify_layout import settings as proof_settings
+from megatron_lab.migration.compat import _NO_EFFECT, _REFUSED, CHOICES, TAKEN, _entries
 from megatron_lab.proofs.verify import vocabulary_of
 from tests.support.random_configs import CommandLine, command_lines
 from tests.support.rule_cases import argv, every

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.config.outputs import LoggingConfig
-from megatron.metrics.loggers import MetricsFile, TensorBoard, WandB, curve_sinks
+from megatron_lab.monitoring.loggers import MetricsFile, TensorBoard, WandB, curve_sinks
 
 
 def strict_lines(path: Path) -> list[dict[str, Any]]:

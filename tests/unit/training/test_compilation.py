@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron.attention.backends import backend_in_use
 from megatron.model.compiled import BlockCompiler, cache_tag
-from megatron.training.compiler_facts import compiler_facts, describe_differences
+from megatron_lab.monitoring.compiler_facts import compiler_facts, describe_differences
 
 
 def test_a_graph_of_another_kernel_of_attention_is_not_taken_from_the_cache() -> None:

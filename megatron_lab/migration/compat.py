@@ -136,9 +136,6 @@ embed-layernorm: --embedding-layernorm
 """
 """Names, and values (behind =), of Megatron-LM that have others here, as which they are taken; {} stands for the given value."""
 
-NO_TABLE = "no-position-embedding"
-"""Megatron-LM takes it only beside rotary positions, where it does nothing."""
-
 _REFUSED = f"""
 batch-size: Use --micro-batch-size.
 model-parallel-size: Use --tensor-model-parallel-size.
@@ -271,6 +268,7 @@ class Refused:
     """A flag that is refused, and what to use instead."""
 
     reason: str
+    is_accepted = False
 
 
 @dataclass(frozen=True)
@@ -280,6 +278,7 @@ class NoEffect:
     reason: str
     values: tuple[str, ...] | None
     """The only values accepted, or empty for any; None for a switch. An ellipsis stands for any number of values."""
+    is_accepted = True
 
     def fault(self, values: Sequence[str]) -> str | None:
         """Why the flag may not be given with these values, or None."""
@@ -298,6 +297,8 @@ class NoEffect:
 class TakenAs:
     """A flag that is taken as others."""
 
+    is_accepted = False
+    """Not as it stands."""
     words: str
     """These, with {} for its value."""
     values: tuple[str, ...] | None

@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from megatron.config.compat import KNOWN, TAKEN, NoEffect, find_family
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.extras import is_missing, missing_note
@@ -20,6 +19,7 @@ from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
 from megatron.config.given import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
 from megatron.config.setting import typed
+from megatron_lab.migration.compat import KNOWN, TAKEN, NoEffect, find_family
 
 _WIDTH = 110  # of a page of --explain
 _DESCRIPTION = (

@@ -6,29 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megatron.config.extras import optional
 from megatron.config.outputs import LoggingConfig
 from megatron.config.version import how_to_install
 from megatron.metrics.log_line import perplexity
-from megatron.metrics.output import LineFile, Output
-
-
-class Sink(Protocol):
-    """Takes numbers by name. Only the rank that logs opens one.
-
-    Names are those of the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert, dropped_share,
-    grad_norm, learning_rate, loss_scale, skipped, spikes, elapsed_ms, tokens_per_s, tflops_per_device, global_batch_size,
-    num_zeros, params_norm, gradient_noise, context_imbalance, max_attention_logit, validation_loss, validation_mtp_loss, test_loss,
-    test_mtp_loss, goodput, and any other.
-    """
-
-    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
-        """Record values of step `iteration`, after `samples` sequences."""
-
-    def close(self) -> None:
-        """Write what is still in memory."""
+from megatron.metrics.output import LineFile, Output, Sink
 
 
 class MetricsFile:
