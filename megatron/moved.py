@@ -23,21 +23,45 @@ _MODULES = {
     ("megatron.data", "megatron_lab.data"): "preprocess",
     ("megatron.data.tokenizers", "megatron_lab.tokenizers"): "bpe_rules byte_bpe huggingface tokenizer_json vocabulary_files",
     ("megatron.training", "megatron_lab.monitoring"): (
-        "compilation loss_picture memory_report out_of_memory plan_report profiler rehearsal"
+        "compilation compiler_facts loss_picture memory_report out_of_memory plan_report profiler rehearsal"
     ),
-    ("megatron.training", "megatron_lab.audit"): "sentinel",
     ("megatron.training", "megatron_lab.flight"): "stragglers",
     ("megatron.training", "megatron_lab.node_memory"): "kept_state",
-    ("megatron.training", "megatron_lab.resilience"): "ahead",
     ("megatron.data_parallel", "megatron_lab.planner"): "passing state_layout",
     ("megatron.optimizer", "megatron_lab.planner"): "state_size",
     ("megatron.parallel", "megatron_lab.monitoring"): "forks",
+    ("megatron.metrics", "megatron_lab.monitoring"): "loggers",
+    ("megatron.training", "megatron_lab.audit"): "nonfinite sentinel",
+    ("megatron.training", "megatron_lab.resilience"): "ahead rewind",
+    ("megatron.config", "megatron_lab.migration"): "compat",
 }
 """Former and present package of modules that have kept their names, packages among them."""
+_JOINED = {
+    "megatron.config": "lora>model experts>model speed>precision batch_steps>training layer_costs>pipeline_layout "
+    "module_start>launcher",
+    "megatron.context_parallel": "travel>attention",
+    "megatron.data": "loss_mask>indexed_dataset mock>splits pieces>windows packed_dataset>gpt_dataset index_cache>indexed_writer",
+    "megatron.data.tokenizers": "simple_tokenizers>tokenizer",
+    "megatron.memory": "kept>recompute",
+    "megatron.model": "init>build dropout>block",
+    "megatron.moe": "capacity>dispatch choice>balance",
+    "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan",
+    "megatron.parallel": "backends>context vectors>handles",
+    "megatron.pipeline_parallel": "returns>executor",
+    "megatron.precision": "formats>scaling scaled_product>fp8_products device>products",
+    "megatron.tensor_parallel": "embedding>layers",
+    "megatron.training": "lost_contact>failure effective_model>resume own_metrics>watch goodput>progress attention_kernel>startup "
+    "model_norms>gradient_noise",
+}
+"""By package the modules that are a part of another one now."""
 MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.items() for name in names.split()} | {
     "megatron.training.foreign_run": "megatron_lab.foreign.runs",
     "megatron.context_parallel.cost": "megatron_lab.planner.context_cost",
+    "megatron.config.help": "megatron_lab.pages.flag_help",
+    "megatron.parallel.turns": "megatron.tensor_parallel.chunked_loss",
 }
+for _package, _names in _JOINED.items():
+    MOVED |= {f"{_package}.{old}": f"{_package}.{new}" for old, new in (pair.split(">") for pair in _names.split())}
 """The name of today for each former one. What lies within a package moves with it."""
 
 

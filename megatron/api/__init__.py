@@ -1,8 +1,6 @@
 """Train, watch and prove from a program or a notebook, with the very objects of the command line. docs/python.md shows how."""
 
-from megatron.api.proof import verify_layout
-from megatron.api.runs import build_model, connect, settings, write_dataset
-from megatron.api.trainer import Trainer
+from megatron.api.runs import Trainer, build_model, connect, settings, verify_layout, write_dataset
 from megatron.config.cli import LoadedConfig
 from megatron.config.errors import ConfigError, Violation
 from megatron.model.mlp import register_activation
@@ -11,10 +9,10 @@ from megatron.optimizer.rules import register_optimizer
 from megatron.parallel.context import ParallelContext, disconnect
 from megatron.training.failure import NonFiniteError, SetupError
 from megatron.training.inputs import RunData, open_data
-from megatron.training.own_metrics import register_metric
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher as Callback
+from megatron.training.watch import register_metric
 from megatron_lab.inference.generate import Sampling
 from megatron_lab.inference.language_model import LanguageModel
 

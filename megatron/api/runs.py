@@ -5,20 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from megatron.config.cli import LoadedConfig, load_values
 from megatron.config.data import DataConfig
+from megatron.config.errors import ConfigError
 from megatron.config.launcher import launched
+from megatron.config.rules import violations
 from megatron.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron.data.indexed_writer import write_dataset as writing
-from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.context import connect as join
-from megatron.training import startup
+from megatron.training import startup, trainer
+from megatron_lab.inference.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from megatron_lab.proofs.report import Proof
+    from megatron_lab.verification.prove import ReferenceKind
 
 
 def settings(
@@ -92,3 +100,73 @@ def build_model(run: LoadedConfig, context: ParallelContext, vocab_size: int) ->
         ValueError: the layers cannot be placed on the stages.
     """
     return model_of(run.config, context, vocab_size)
+
+
+# ---- A proof of a layout as a function.
+
+
+def verify_layout(
+    run: LoadedConfig,
+    world_size: int,
+    *,
+    steps: int = 4,
+    max_ranks: int = 8,
+    reference: ReferenceKind = "plain",
+    isolates: bool = False,
+) -> list[Proof]:
+    """Prove that a layout trains as one process does, as tools/verify_layout.py: the model is made small and trained in float64 on
+    processes that are forked from this one, and compared loss by loss, gradient by gradient, weight by weight.
+
+    Args:
+        run: settings of the run, of any size (`settings(..., world_size=N)`).
+        world_size: its ranks.
+        steps: iterations that are compared.
+        max_ranks: the most processes at once; larger layouts are reduced axis by axis.
+        reference: `plain`, a model that shares no code with this one, or `self`, a run of the same code in one process, which is
+            the one that knows parts of the user's own.
+        isolates: look for the settings with which a difference comes and goes, for a minute at most.
+
+    Returns:
+        a proof for each small layout that stands for the given one: `equal`, and `findings` in the order of cause.
+
+    Raises:
+        ConfigError: the settings do not fit so many ranks.
+        ValueError: the plain reference does not know a part of the model.
+        RuntimeError: this process has used a GPU, after which it cannot fork.
+    """
+    from megatron_lab.proofs.verify import Effort, vocabulary_of
+    from megatron_lab.proofs.verify import verify_layout as verify
+
+    if problems := violations(run.config, world_size):
+        raise ConfigError(problems)
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "this process has used a GPU, so that it cannot fork ranks: prove layouts before training, or in another"
+        )
+    effort = Effort(steps, max_ranks, isolates, reference)
+    return verify(run.config, world_size, vocabulary_of(run.config.data), effort)
+
+
+# ---- The trainer of programs and notebooks.
+
+
+class Trainer(trainer.Trainer):
+    __doc__ = trainer.Trainer.__doc__
+
+    def language_model(self, tokenizer: Tokenizer | None = None) -> LanguageModel:
+        """The model as it is now, for logits and texts. It has the trainer's weights, not a copy of them.
+
+        Args:
+            tokenizer: by default that of the settings.
+
+        Raises:
+            ValueError: this layout keeps no whole weights, or cuts sequences: save, and take `LanguageModel.load`.
+        """
+        self.steps.finish_publishing()
+        parallel = self.config.parallel
+        if parallel.sharding == "optim_grads_params" or self.model.sequence_parallel or self.context.topology.cp > 1:
+            raise ValueError(
+                "a model with --sequence-parallel, context ranks or optim_grads_params is made for whole sequences in training: "
+                "save it, and take LanguageModel.load"
+            )
+        return LanguageModel(self.model, self.context, tokenizer or build_tokenizer(self.config.data))

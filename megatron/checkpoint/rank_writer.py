@@ -32,7 +32,7 @@ from megatron.checkpoint.writer_messages import (
     Reply,
     Save,
 )
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron.parallel.boxes import Box
 
 _DIES_WITHIN_S = 2.0

@@ -10,8 +10,7 @@ from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.speed import SpeedConfig
+from megatron.config.precision import PrecisionConfig, SpeedConfig
 from megatron.config.training import OptimizerConfig, SpikeConfig, TrainingConfig
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.loss_mask import MARK_TYPE
+from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import UNMARKED, SamplePiece, SampleSource
 
 _HALF_BITS = 31

@@ -8,16 +8,14 @@ from dataclasses import dataclass, replace
 
 from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, split_words
 from megatron.data.blend import Blend, BlendedDataset
-from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.gpt_dataset import GPTDataset, PackedDataset
 from megatron.data.history import Blending, BlendPart, Phase, Stretch, read_before, readings
-from megatron.data.index_cache import cache_for
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
-from megatron.data.loss_mask import has_loss_mask, loss_mask_prefix, open_loss_mask
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint, has_loss_mask, loss_mask_prefix, open_loss_mask
+from megatron.data.indexed_writer import cache_for
 from megatron.data.megatron_order import GreedyBlend, requested_samples
-from megatron.data.packed_dataset import PackedDataset
 from megatron.data.samples import SampleSource
 from megatron.data.splits import DataSplit
-from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.windows import split_documents
 
 _log = logging.getLogger(__name__)

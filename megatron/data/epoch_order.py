@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.data.history import Stretch, merged
-from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_writer import IndexCache
 from megatron.data.order import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
 from megatron.data.windows import (
     DocumentLayout,

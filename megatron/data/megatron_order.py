@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES
 from megatron.data.blend import SampleDraw, check_weights
-from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import DatasetError
+from megatron.data.indexed_writer import IndexCache
 from megatron.data.order import index_dtype
 from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Selection, Windows, lay_out
 

@@ -13,7 +13,7 @@ stage has: until then copies hide behind computation, then computation waits for
 
 A layer comes back while backward goes through the chosen layer after it; the last one while the stage's operation before the
 microbatch's first backward operation computes (`Kept.fetch`). Where it would have to return before it has gone, it stays
-(`megatron.pipeline_parallel.returns`). The device's memory is given to it when its copy begins.
+(`megatron.pipeline_parallel.executor`). The device's memory is given to it when its copy begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.memory.host import HostBuffer, HostMemory, Mark
-from megatron.memory.kept import Kept, current, storage_key
+from megatron.memory.recompute import Kept, current, storage_key
 
 _LEAST_SHARE = 1 / 16
 """A storage is moved if it is larger than this share of the layer's input."""

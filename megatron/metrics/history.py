@@ -15,7 +15,7 @@ since the run began); NaN and infinity are null. The kinds, with what else they 
     log         what a log line tells, as --metrics-file has it (names in `megatron_lab/monitoring/loggers.py`), without what is of
                 single layers; means and sums are over the steps since the line before. Also `memory_bytes` (the most that rank 0
                 has held: on CUDA on its device, else of the process), `host_bytes`, `spent` (seconds of the run up to now by use,
-                whose sum is the run's time: `megatron/training/goodput.py`), and with --timing-log-level `timers_ms` (the slowest
+                whose sum is the run's time: `megatron/training/progress.py`), and with --timing-log-level `timers_ms` (the slowest
                 rank's)
     evaluation  `validation_loss` or `test_loss`, and the like with `_mtp_loss`
     measured    other numbers: memory of ranks by --log-memory, stragglers, ...

@@ -21,12 +21,11 @@ import torch
 from megatron.attention.backends import kernels_in_use
 from megatron.attention.core import one_kernel
 from megatron.attention.documents import Documents
-from megatron.config.speed import CompileBackend, SpeedConfig
-from megatron.model.block import Block
-from megatron.model.dropout import GraphSeeds
+from megatron.config.precision import CompileBackend, SpeedConfig
+from megatron.model.block import Block, GraphSeeds
+from megatron.parallel.handles import entered, vector_users
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.torch_private import compiler_mode_options, configure_compiler
-from megatron.parallel.vectors import entered, vector_users
 from megatron.tensor_parallel.layers import LinearLayer
 
 _MOST_COMPILATIONS = 64

@@ -12,10 +12,8 @@ from torch import nn
 from megatron.attention.documents import Documents
 from megatron.memory.recompute import decided, is_remade
 from megatron.model.mlp import FUNCTIONS, MLP
-from megatron.moe.balance import Balance
-from megatron.moe.capacity import padded, taken
-from megatron.moe.choice import choose, probabilities, scores_of
-from megatron.moe.dispatch import Apply, Dispatcher
+from megatron.moe.balance import Balance, choose, probabilities, scores_of
+from megatron.moe.dispatch import Apply, Dispatcher, padded, taken
 from megatron.moe.grouped import grouped_linear
 from megatron.parallel.accumulate import through
 from megatron.parallel.random import DropoutKey, seed_device

@@ -17,8 +17,7 @@ from torch import nn
 from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.model.block import Block
-from megatron.model.dropout import dropout
+from megatron.model.block import Block, dropout
 from megatron.model.inputs import ModelInputs
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
@@ -31,7 +30,7 @@ from megatron.spec.layers import layers, norm_of
 from megatron.spec.rotary import RotarySpec
 from megatron.spec.segments import Segment
 from megatron.spec.weights import score_row
-from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
+from megatron.tensor_parallel.layers import VocabParallelEmbedding, lookup
 
 if TYPE_CHECKING:
     from megatron.attention.largest import LargestScores

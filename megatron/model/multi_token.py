@@ -29,7 +29,7 @@ from megatron.parallel.scope import Scope
 from megatron.spec.layers import LayerSpec, depths, norm_of
 from megatron.spec.segments import Segment
 from megatron.spec.weights import WORD_EMBEDDING, outside_layers
-from megatron.tensor_parallel.embedding import VocabParallelEmbedding
+from megatron.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.tensor_parallel.linear import parallel_linear
 
 

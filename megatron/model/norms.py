@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.parallel.handles import VectorUser
 from megatron.parallel.scope import Scope
-from megatron.parallel.vectors import VectorUser
 from megatron.spec.layers import NormSpec
 from megatron.tensor_parallel.linear import Remade
 

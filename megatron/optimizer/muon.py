@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.matrix_exchange import LocalPiece, MatrixExchange
-from megatron.optimizer.matrix_plan import Matrix, MatrixPlan, by_kind, plan_matrices
+from megatron.optimizer.matrix_plan import LocalPiece, Matrix, MatrixExchange, MatrixPlan, by_kind, plan_matrices
 from megatron.optimizer.rule import StageSize, StageWork, Target, Update, Updater, UpdateRule
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shards import DividedParam

@@ -5,7 +5,7 @@ Backward starts from the gradient edge of a chunk's output, not from the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,14 +13,38 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.memory.host import HostMemory
-from megatron.memory.kept import BeforeRemake, Kept, keeping
+from megatron.memory.recompute import BeforeRemake, Kept, keeping
 from megatron.parallel.accumulate import Deferred, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import channels
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors
-from megatron.pipeline_parallel.returns import back_soon, fetched_during
 from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Message, Op, OpKind, Schedule
+
+# ---- When tensors that a microbatch has in host memory come back: it follows from the operations of its stage.
+
+_TAKES = (OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD)
+"""Operations that read what the forward has saved."""
+
+
+def back_soon(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
+    """(Chunk, microbatch) of each forward on a stage that is followed by the first of its backward operations, at once or after one
+    other operation.
+
+    What it moved last would have gone when that other one has run, and would come back while that one runs.
+    """
+    after = zip(ops, [*ops[1:], None], [*ops[2:], None, None], strict=False)
+    return frozenset(
+        (op.chunk, op.microbatch)
+        for op, *next_two in after
+        if op.kind is OpKind.FORWARD and any(one is not None and one[1:] == op[1:] and one.kind in _TAKES for one in next_two)
+    )
+
+
+def fetched_during(ops: Sequence[Op]) -> list[Op | None]:
+    """For each operation of a stage, the next one, if that takes what may be in host memory: it comes back meanwhile."""
+    return [op if op is not None and op.kind in _TAKES else None for op in [*ops[1:], None]] if ops else []
+
 
 ForwardFunction = Callable[[int, int, Tensors], Tensors]
 """Takes (chunk, microbatch, output of the chunk before) and returns the chunk's output; the last chunk returns the scalar loss."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
 from megatron.config.imports import named
-from megatron.config.layer_costs import read_layer_costs
 from megatron.config.memory import MemoryConfig, RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline_layout import LayoutChunk, parse_layout
+from megatron.config.pipeline_layout import LayoutChunk, parse_layout, read_layer_costs
 from megatron.spec.counts import depth_flops, layer_flops, output_flops
 from megatron.spec.layers import layers
 from megatron.spec.schedules import placement

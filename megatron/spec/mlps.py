@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.config.experts import Balancing, RouterDtype, ScoreFunction
-from megatron.config.model import ModelConfig
+from megatron.config.model import Balancing, ModelConfig, RouterDtype, ScoreFunction
 from megatron.spec.activations import Activation, activation_of
 from megatron.spec.layer_pattern import marked, read_pattern
 

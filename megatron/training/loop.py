@@ -19,16 +19,14 @@ from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import AuditError, NonFiniteError
-from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches, RunBatches
 from megatron.training.life import LifeNote
-from megatron.training.own_metrics import METRICS
-from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress
+from megatron.training.progress import BatchSizePlan, Goodput, LearningSchedule, Progress
 from megatron.training.reporter import Reporter
 from megatron.training.signals import ExitSignals
 from megatron.training.spikes import SpikeError, SpikeJudge, remembered
 from megatron.training.step import Evaluated, StepResult, TrainStep
-from megatron.training.watch import Watcher
+from megatron.training.watch import METRICS, Watcher
 
 if TYPE_CHECKING:
     from megatron.training.saver import Saver
@@ -232,9 +230,9 @@ class Loop:
         found = {"goodput": self.goodput.share}
         shards, logging, model = self.step.counted_shards, self.config.logging, self.config.model
         if logging.log_params_norm:
-            found["params_norm"] = named("megatron.training.model_norms:params_norm")(shards, self.context)
+            found["params_norm"] = named("megatron.training.gradient_noise:params_norm")(shards, self.context)
         if logging.log_layer_norms and result is not None:
-            from megatron.training.model_norms import layer_norms, places
+            from megatron.training.gradient_noise import layer_norms, places
 
             parts = places(model.num_layers, model.tied, model.mtp_num_layers)
             found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)

@@ -7,11 +7,13 @@ question is answered from the list of stages, however long the run is.
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from megatron.checkpoint.storage import COUNTS, RECENT, Place
 from megatron.config.training import OptimizerConfig, TrainingConfig
@@ -194,3 +196,71 @@ class Resumed:
     notes: Sequence[str] = ()
     account: Any = None
     """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
+
+
+# ---- Goodput: the share of a run's time that went into steps that count, since its first start. docs/spikes.md has the definition.
+
+Use = Literal["steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts"]
+USES: tuple[Use, ...] = ("steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts")
+_MOST_S = 1e10
+
+
+class Goodput:
+    """An account of the time of a run, in which each moment has one use.
+
+    Args:
+        saved: what `to_json` returned for the checkpoint that the run goes on from; None for a run that begins.
+        began: when this start began, by the clock.
+        clock: seconds since an epoch that all starts share.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None, began: float | None = None, clock: Callable[[], float] = time.time):
+        self._clock = clock
+        self._since = clock() if began is None else began
+        self.seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
+        """By use. Their sum is the time since the first start."""
+        if saved is not None and _is_sound(saved):
+            self.seconds |= {use: float(saved["seconds"][use]) for use in USES}
+            self.seconds["between starts"] += max(0.0, self._since - saved["at"])
+
+    def spent(self, use: Use) -> None:
+        """All time since the last call had this use."""
+        now = self._clock()
+        self.seconds[use] += max(0.0, now - self._since)  # clocks are set back at times
+        self._since = now
+
+    def went_back(self, saved: Mapping[str, Any] | None) -> None:
+        """The run went back to a checkpoint: steps made since do not count, nor does the time since the last call.
+
+        Args:
+            saved: what `to_json` returned for that checkpoint.
+        """
+        self.spent("steps that do not count")
+        if saved is not None and _is_sound(saved):
+            lost = max(0.0, self.seconds["steps"] - saved["seconds"]["steps"])
+            self.seconds["steps"] -= lost
+            self.seconds["steps that do not count"] += lost
+
+    @property
+    def share(self) -> float:
+        """The goodput, from 0 to 1; 0 where no time is accounted for."""
+        total = math.fsum(self.seconds.values())
+        return self.seconds["steps"] / total if total else 0.0
+
+    def words(self) -> str:
+        """A line for the log."""
+        total = math.fsum(self.seconds.values())
+        parts = [f"{use} {seconds / total:.1%}" for use, seconds in self.seconds.items() if use != "steps" and seconds > 0]
+        return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(parts)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The account as a checkpoint holds it."""
+        return {"at": self._since, "seconds": dict(self.seconds)}
+
+
+def _is_sound(saved: Any) -> bool:
+    """Whether an account has the types and ranges that `to_json` gives it. One that has not is left out: no step depends on it."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("seconds"), dict):
+        return False
+    numbers = [saved.get("at"), *(saved["seconds"].get(use) for use in USES)]
+    return all(type(each) in (int, float) and 0 <= each <= _MOST_S for each in numbers)

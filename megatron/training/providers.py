@@ -10,8 +10,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.buckets import Buckets
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Provider
-from megatron.model.build import Model
-from megatron.model.init import fill
+from megatron.model.build import Model, fill
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 

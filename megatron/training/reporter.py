@@ -30,11 +30,10 @@ from megatron.model.build import Model
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.spec.counts import flops_per_step
-from megatron.training.goodput import Use
 from megatron.training.live_lines import LiveLines, Pace
-from megatron.training.own_metrics import METRICS
-from megatron.training.progress import Progress
+from megatron.training.progress import Progress, Use
 from megatron.training.step import StepResult
+from megatron.training.watch import METRICS
 
 if TYPE_CHECKING:
     from megatron.metrics.history import HistoryFile

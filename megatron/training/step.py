@@ -24,8 +24,8 @@ from megatron.metrics.timers import Timers
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
-from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
+from megatron.optimizer.statistics import count_zeros, square_sums
 from megatron.parallel.collectives import Pending, all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.executor import Executor

@@ -30,14 +30,13 @@ from megatron.data.samples import SamplePiece, SampleSource
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
-from megatron.training.attention_kernel import choose_attention
 from megatron.training.failure import Explanations
 from megatron.training.features import PICTURES, Features, Run
-from megatron.training.goodput import Goodput
 from megatron.training.inputs import Batches, RunData, open_data
 from megatron.training.loop import GoesBack, Loop, NoSaver, evaluate
-from megatron.training.progress import BatchSizePlan, Progress, Resumed
+from megatron.training.progress import BatchSizePlan, Goodput, Progress, Resumed
 from megatron.training.signals import ExitSignals
+from megatron.training.startup import choose_attention
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
 

@@ -19,12 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.data import DataOrder
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron.data.blend import Blend
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index_cache import MIN_ENTRIES, cache_for
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
-from megatron.data.indexed_writer import write_dataset
+from megatron.data.indexed_writer import MIN_ENTRIES, cache_for, write_dataset
 from megatron.data.megatron_order import greedy_choices
 
 MAX_BUILD_S = 10.0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron_lab.benchmarks.shapes import Shape
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron_lab.data.preprocess.engines import Engine
 from megatron_lab.data.preprocess.job import preprocess
 from megatron_lab.data.preprocess.shard_work import PreprocessJob

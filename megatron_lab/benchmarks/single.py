@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.metrics.device_peaks import peak_flops

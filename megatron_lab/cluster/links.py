@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.backends import world_backend
-from megatron.parallel.context import choose_device
+from megatron.parallel.context import choose_device, world_backend
 
 _BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
 _REPEATS = 5

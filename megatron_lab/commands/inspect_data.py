@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.config.data import DataConfig
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.samples import SamplePiece
-    from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+    from megatron.data.tokenizers.tokenizer import Tokenizer
     from megatron_lab.data.dataset_check import DatasetProblem, LengthBin
 
 _SHOWN_PROBLEMS = 20
@@ -123,8 +123,7 @@ def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
 
 
 def _sizes(dataset: IndexedDataset) -> str:
-    from megatron.data.indexed_dataset import fingerprint
-    from megatron.data.loss_mask import has_loss_mask, loss_mask_prefix
+    from megatron.data.indexed_dataset import fingerprint, has_loss_mask, loss_mask_prefix
 
     tokens = dataset.num_tokens(range(dataset.num_documents))
     masked = f", with a loss mask ({loss_mask_prefix(dataset.prefix)})" if has_loss_mask(dataset.prefix) else ""
@@ -137,7 +136,7 @@ def _sizes(dataset: IndexedDataset) -> str:
 def _show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, most: int) -> None:
     if not 0 <= number < dataset.num_documents:
         raise ValueError(f"--document {number}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}.")
-    from megatron.data.loss_mask import has_loss_mask, open_loss_mask
+    from megatron.data.indexed_dataset import has_loss_mask, open_loss_mask
     from megatron.data.samples import LEARNED
 
     ids = dataset.document(number).tolist()

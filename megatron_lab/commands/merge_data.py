@@ -35,7 +35,7 @@ def prefixes(words: list[str]) -> list[str]:
     Raises:
         ValueError: a folder or pattern without a dataset, or a dataset named twice.
     """
-    from megatron.data.loss_mask import loss_mask_prefix
+    from megatron.data.indexed_dataset import loss_mask_prefix
 
     found: list[str] = []
     for word in words:
@@ -57,8 +57,8 @@ def prefixes(words: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool; returns the exit code: 0, or 1 if nothing was written."""
     given = parser().parse_args(arguments)
+    from megatron.data.indexed_dataset import has_loss_mask, loss_mask_prefix
     from megatron.data.indexed_writer import join  # numpy only after --help
-    from megatron.data.loss_mask import has_loss_mask, loss_mask_prefix
     from megatron_lab.data.preprocess.storage import told_where_no_room
 
     try:

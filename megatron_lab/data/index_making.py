@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron.config.data import SPLIT_NAMES, DataOrder
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_writer import IndexCache, cache_for
 from megatron.data.windows import SampleOrder, split_documents
 
 

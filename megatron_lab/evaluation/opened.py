@@ -22,7 +22,7 @@ from megatron_lab.data.tokenizer_flags import add_tokenizer_flags
 if TYPE_CHECKING:
     import torch
 
-    from megatron.data.tokenizers.simple_tokenizers import Tokenizer
+    from megatron.data.tokenizers.tokenizer import Tokenizer
     from megatron.model.build import Model
     from megatron.parallel.context import ParallelContext
     from megatron_lab.foreign.source import WeightSource

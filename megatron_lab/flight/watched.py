@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext

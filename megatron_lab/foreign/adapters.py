@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.config.lora import LoraFields
-from megatron.config.model import ModelConfig
+from megatron.config.model import LoraFields, ModelConfig
 from megatron.parallel.boxes import Box
 from megatron.spec.weights import LORA_A, LORA_B
 from megatron_lab.foreign.source import OtherModel, TensorInfo, WeightSource

@@ -22,9 +22,8 @@ from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.params import materialize
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.topology import Topology
-from megatron.training.attention_kernel import choose_attention
 from megatron.training.inputs import BatchMaker
-from megatron.training.startup import set_numerics
+from megatron.training.startup import choose_attention, set_numerics
 from megatron.training.step import TrainStep
 
 _DOCUMENTS_PER_SAMPLE = 8

@@ -272,8 +272,8 @@ def fp8_products(context: CheckContext) -> Outcome:
     """Compute a layer's three products in 8 bits by each recipe of the device, against the emulation on the host."""
     from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe
     from megatron.parallel.context import Group
-    from megatron.precision.device import why_not
     from megatron.precision.fp8_products import Fp8Products
+    from megatron.precision.products import why_not
 
     device, generator = torch_device(context.device), torch.Generator().manual_seed(1)
     figures, failures = list[str](), list[str]()

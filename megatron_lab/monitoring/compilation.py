@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch._dynamo.utils import calculate_time_spent, counters
 
-from megatron.config.speed import SpeedConfig
+from megatron.config.precision import SpeedConfig
 from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron.config.outputs import run_folder
 from megatron.training.features import Feature, Run
 from megatron.training.startup import PICTURE, REPORT, missing_library

@@ -19,8 +19,8 @@ from torch import nn
 
 from megatron.config.config import Config
 from megatron.config.launcher import launched
-from megatron.config.layer_costs import LayerCosts
 from megatron.config.outputs import LoggingConfig
+from megatron.config.pipeline_layout import LayerCosts
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.torch_private import dump_snapshot, record_memory_history

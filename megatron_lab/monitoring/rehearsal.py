@@ -24,8 +24,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun, this_job
 from megatron.config.imports import import_modules
-from megatron.config.launcher import launched
-from megatron.config.module_start import module_start
+from megatron.config.launcher import launched, module_start
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext

@@ -22,16 +22,15 @@ from megatron.pipeline_parallel.partition import describe_offload, describe_reco
 from megatron.pipeline_parallel.queues import describe_receives
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
-from megatron.precision.device import describe_precision
+from megatron.precision.products import describe_precision
 from megatron.spec.counts import flops_per_step, kept_per_token
 from megatron.spec.groups import describe_groups
 from megatron.spec.layers import context_ways
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
-from megatron.training.attention_kernel import describe_attention
 from megatron.training.features import Feature, Run
 from megatron.training.progress import BatchSizePlan
-from megatron.training.startup import device_peak
+from megatron.training.startup import describe_attention, device_peak
 from megatron.training.step import TrainStep
 from megatron_lab.planner.advice import advice
 from megatron_lab.planner.attention_notes import describe_copies

@@ -33,7 +33,7 @@ from megatron.checkpoint.owner import process_of
 from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, find_checkpoint, iteration_of, latest_in, manifest_in
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage
 from megatron.checkpoint.storage_kinds import LOCATION, open_storage
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron_lab.node_memory.node_link import CHUNK_BYTES, serve
 from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.parallel.backends import MESSAGE_CHANNELS
+from megatron.parallel.context import MESSAGE_CHANNELS
 from megatron_lab.planner.state_report import amount
 
 _MIB = 2**20

@@ -21,15 +21,14 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.attention.backends import BLOCK_BY_BLOCK
 from megatron.attention.largest import LargestScores
 from megatron.config.data import DataConfig
-from megatron.config.lora import LoraTarget
 from megatron.config.memory import RecomputeModule
-from megatron.config.model import ModelConfig
+from megatron.config.model import LoraTarget, ModelConfig
 from megatron.config.parallel import ContextWay
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.traffic import axes_in_words
 from megatron.memory.host import HostBuffer, HostMemory
-from megatron.memory.kept import Kept, keeping
+from megatron.memory.recompute import Kept, keeping
 from megatron.model.build import Model
 from megatron.model.experts import Experts
 from megatron.model.gpt import GPTChunk
@@ -38,12 +37,12 @@ from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, materialize
 from megatron.parallel.scope import Scope
-from megatron.parallel.turns import few_turns
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind
 from megatron.spec.segments import Segment
 from megatron.spec.weights import LORA_B, model_weights
+from megatron.tensor_parallel.chunked_loss import few_turns
 from megatron.tensor_parallel.cross_entropy import minimised
 from megatron_lab.planner.cpu_kernels import CpuKernels
 from megatron_lab.planner.kernel_memory import CudaKernels

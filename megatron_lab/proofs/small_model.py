@@ -12,11 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.batch_steps import BatchStep, as_words, readable_steps
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.param_groups import as_text, entry_of
-from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.config.training import BatchStep, OptimizerConfig, TrainingConfig, as_words, readable_steps
 from megatron.spec.layer_pattern import pattern_text, read_pattern, read_window
 from megatron.spec.rotary import original_context
 from megatron.spec.weights import model_weights

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.config import Config
-from megatron.config.experts import Balancing
-from megatron.config.model import ModelConfig, SoftmaxType
+from megatron.config.model import Balancing, ModelConfig, SoftmaxType
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.spec.activations import ActivationName, activation_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.loss_mask import MARK_TYPE
+from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import ENDS_IF_EOD, LEARNED, SamplePiece
 
 _DOCUMENTS = 3

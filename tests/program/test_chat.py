@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loss_mask import loss_mask_prefix, open_loss_mask
-from megatron.data.packed_dataset import PackedDataset
+from megatron.data.gpt_dataset import GPTDataset, PackedDataset
+from megatron.data.indexed_dataset import IndexedDataset, loss_mask_prefix, open_loss_mask
 from megatron.data.samples import LEARNED
 from megatron_lab.commands.inspect_data import main as inspect
 from megatron_lab.commands.merge_data import main as merge

@@ -39,7 +39,7 @@ from megatron.checkpoint.writer_messages import (
     Save,
     part_file,
 )
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron_lab.node_memory import keeper
 from tests.support.checkpoint_worlds import (
     Layout,

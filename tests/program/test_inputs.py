@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import pytest
 
-from megatron.data.loss_mask import loss_mask_prefix
+from megatron.data.indexed_dataset import loss_mask_prefix
 from megatron_lab.commands import preprocess_data, train_tokenizer
 from megatron_lab.data.preprocess import storage
 from megatron_lab.data.preprocess.job import preprocess

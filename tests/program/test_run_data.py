@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.data.mock import MockDataset
 from megatron.data.samples import DocumentRules
+from megatron.data.splits import MockDataset
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import placement
 from megatron.training.inputs import reads_samples

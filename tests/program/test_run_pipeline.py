@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.layer_costs import LayerCosts, read_layer_costs
+from megatron.config.pipeline_layout import LayerCosts, read_layer_costs
 from megatron_lab.monitoring import start_up_log
 from megatron_lab.planner.advice import advice
 from tests.support.runs import arguments, launch, report, run, saved_tensors

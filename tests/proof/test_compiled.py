@@ -21,15 +21,14 @@ from torch._inductor import config as inductor_config
 
 from megatron.attention.documents import Documents
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.speed import CompileMode
+from megatron.config.precision import CompileMode, PrecisionConfig
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler, CompiledBlock
 from megatron.model.inputs import ModelInputs
 from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import deferring
+from megatron.parallel.handles import VectorUser
 from megatron.parallel.random import DropoutKey
-from megatron.parallel.vectors import VectorUser
 from megatron.spec.layers import layers
 from megatron.tensor_parallel import linear
 from megatron.tensor_parallel.layers import LinearLayer

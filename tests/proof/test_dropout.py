@@ -15,11 +15,11 @@ from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data.mock import MockDataset
 from megatron.data.samples import DocumentRules
-from megatron.model import dropout as dropout_module
+from megatron.data.splits import MockDataset
+from megatron.model import block as dropout_module
+from megatron.model.block import dropout
 from megatron.model.build import build_model
-from megatron.model.dropout import dropout
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.random import DropoutKey, seed_device

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
-from megatron.config.lora import LoraTarget
+from megatron.config.model import LoraTarget
 from megatron.data.tokenizers.tokenizer import planned_rows
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext

@@ -21,7 +21,7 @@ from megatron.parallel.products import add_rows
 from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import WORD_EMBEDDING, Init, padded_vocab_size, vocabulary
-from megatron.tensor_parallel.embedding import VocabParallelEmbedding, lookup
+from megatron.tensor_parallel.layers import VocabParallelEmbedding, lookup
 from megatron_lab.planner.kernel_memory import CudaKernels
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank

@@ -12,8 +12,7 @@ import megatron.data_parallel.fsdp  # noqa: F401
 from megatron.config.config import Config
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.speed import SpeedConfig
+from megatron.config.precision import PrecisionConfig, SpeedConfig
 from megatron.model.build import model_of
 from megatron.model.inputs import ModelInputs
 from megatron.model.mlp import MLP

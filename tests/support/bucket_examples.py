@@ -12,8 +12,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data_parallel.buckets import Buckets
-from megatron.model.build import Model, build_model
-from megatron.model.init import fill
+from megatron.model.build import Model, build_model, fill
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry

@@ -18,9 +18,8 @@ from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.data_parallel.fsdp import FullyShardedParams
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
 from megatron.data_parallel.provider import Inspect
-from megatron.memory.kept import Kept, keeping
-from megatron.model.build import Model, build_model
-from megatron.model.init import fill
+from megatron.memory.recompute import Kept, keeping
+from megatron.model.build import Model, build_model, fill
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology

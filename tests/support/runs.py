@@ -33,7 +33,7 @@ from megatron.config.flags import flags
 from megatron.config.save import _versions
 from megatron.parallel import context
 from megatron.parallel.accumulate import GradSink, sink_of
-from megatron.parallel.backends import world_backend
+from megatron.parallel.context import world_backend
 from megatron.training.step import TrainStep
 from megatron_lab.monitoring import start_up_log
 from megatron_lab.verification.local_ranks import kill_group

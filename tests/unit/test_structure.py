@@ -334,11 +334,11 @@ def test_parallel_state_is_passed_on() -> None:
             if isinstance(node, ast.Global) and file.parts[1] != "data":
                 found.add(f"{file} global {', '.join(node.names)}")
     assert found == {
-        "megatron/memory/kept.py global _kept",
+        "megatron/memory/recompute.py global _kept",
         "megatron/memory/recompute.py global _remaking",
         "megatron/memory/recompute.py global _running",
         "megatron/parallel/accumulate.py global _deferred",
-        "megatron/parallel/turns.py global _repeats",
+        "megatron/tensor_parallel/chunked_loss.py global _repeats",
         "megatron/training/failure.py get_world_size",  # when all is lost, the context too
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.config.batch_steps import BatchStep, as_words, batch_steps, readable_steps
 from megatron.config.checks.finding import (
     RANKS,
     Change,
@@ -18,6 +17,7 @@ from megatron.config.checks.finding import (
     without,
 )
 from megatron.config.config import Config
+from megatron.config.training import BatchStep, as_words, batch_steps, readable_steps
 
 
 @rule("step_batch_size_schedule")

@@ -19,9 +19,8 @@ from megatron.config.checks.finding import (
     without,
 )
 from megatron.config.config import Config
-from megatron.config.layer_costs import read_layer_costs
 from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline_layout import LayoutChunk, layout_problems, read_layout
+from megatron.config.pipeline_layout import LayoutChunk, layout_problems, read_layer_costs, read_layout
 from megatron.spec.schedules import SCHEDULES, default_schedule
 
 PP, LAYOUT = "pipeline_model_parallel_size", "pipeline_model_parallel_layout"

@@ -26,7 +26,7 @@ from jinja2 import nodes
 from numpy.typing import NDArray
 
 from megatron.config.extras import optional
-from megatron.data.loss_mask import MARK_TYPE
+from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import LEARNED
 from megatron_lab.data.preprocess.errors import BadRecordError
 from megatron_lab.data.preprocess.text_records import check_encodable

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from megatron.data.indexed_dataset import loss_mask_prefix
 from megatron.data.indexed_writer import join, write_shuffled
-from megatron.data.loss_mask import loss_mask_prefix
 from megatron_lab.data.preprocess import storage
 from megatron_lab.data.preprocess.engines import Engine
 from megatron_lab.data.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources

@@ -13,12 +13,12 @@ from megatron.attention.backends import kernels_in_use
 from megatron.attention.timing import AttentionStep, KernelChoice, choose_kernel
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.speed import SpeedConfig
+from megatron.config.precision import SpeedConfig
 from megatron.model.compiled import BlockCompiler, cache_tag
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.attention_backends import AttentionKernel
-from megatron.training import attention_kernel
+from megatron.training import startup
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 
@@ -73,11 +73,11 @@ def choice_of_rank(rank: int) -> tuple[KernelChoice | None, tuple[AttentionKerne
     """Return the choice of a rank, the kernels it then uses, and whether those of before come back. The first rank measures that
     cuDNN's kernel is faster, and the other would find the opposite."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
+    patch.setattr(startup, "kernels_to_time", lambda call: BOTH)
     times: dict[AttentionKernel, float] = {"flash": 2.0 - rank, "cudnn": 1.0 + rank}
     patch.setattr(timing, "choose_on_device", lambda kernels, *_: choose_kernel(kernels, times.__getitem__))
     before = kernels_in_use()
-    choice, previous = attention_kernel.choose_attention(CONFIG, make_context(Topology(dp=2), rank, CPU))
+    choice, previous = startup.choose_attention(CONFIG, make_context(Topology(dp=2), rank, CPU))
     used = kernels_in_use()
     previous()
     return choice, used, kernels_in_use() == before
@@ -91,18 +91,18 @@ def test_all_ranks_take_the_choice_of_the_first() -> None:
 def test_nothing_is_timed_on_a_cpu_nor_where_a_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "choose_on_device", lambda *_: pytest.fail("timed"))
     context = make_context(Topology(), 0, CPU)
-    assert attention_kernel.choose_attention(CONFIG, context)[0] is None
-    monkeypatch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
+    assert startup.choose_attention(CONFIG, context)[0] is None
+    monkeypatch.setattr(startup, "kernels_to_time", lambda call: BOTH)
     named = Config(model=CONFIG.model, speed=SpeedConfig(attention_backend="math"))
-    assert attention_kernel.choose_attention(named, context)[0] is None
+    assert startup.choose_attention(named, context)[0] is None
 
 
 def test_graphs_are_of_the_choice_even_if_the_model_was_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernel, "kernels_to_time", lambda call: BOTH)
+    monkeypatch.setattr(startup, "kernels_to_time", lambda call: BOTH)
     monkeypatch.setattr(timing, "choose_on_device", lambda *_: KernelChoice("cudnn", {"flash": 2.0, "cudnn": 1.0}, {}))
     BlockCompiler().compile([], CPU)
     compiled = Config(model=CONFIG.model, speed=SpeedConfig(compile=True))
-    _, previous = attention_kernel.choose_attention(compiled, make_context(Topology(), 0, CPU))
+    _, previous = startup.choose_attention(compiled, make_context(Topology(), 0, CPU))
     tag, expected = torch.compiler.config.cache_key_tag, cache_tag()
     previous()
     assert tag == expected != cache_tag()

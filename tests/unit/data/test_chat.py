@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.loss_mask import MARK_TYPE, loss_mask_prefix, open_loss_mask
 from megatron.data.samples import ENDS, LEARNED, UNMARKED, DocumentRules, read_microbatch
 from megatron_lab.data.preprocess.chat import ChatEncoder, ChatTemplate, told_of_named
 from megatron_lab.data.preprocess.errors import BadRecordError

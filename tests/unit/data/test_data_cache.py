@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data import index_cache
+from megatron.data import indexed_writer
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import Stretch
-from megatron.data.index_cache import IndexCache, cache_for
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import write_dataset
+from megatron.data.indexed_writer import IndexCache, cache_for, write_dataset
 from megatron_lab.data.index_making import build_index
 
 NAMES = ("order", "starts")
@@ -109,7 +108,9 @@ def test_a_file_under_the_name_of_another_array_is_made_again(tmp_path: Path, no
 def test_small_indexes_and_a_cache_of_no_folder_touch_no_file(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path / "c")
     check(
-        cache.get("index", NAMES, lambda: pytest.fail("a key needs a digest of the dataset"), index_cache.MIN_ENTRIES - 1, arrays)
+        cache.get(
+            "index", NAMES, lambda: pytest.fail("a key needs a digest of the dataset"), indexed_writer.MIN_ENTRIES - 1, arrays
+        )
     )
     check(get(IndexCache(None)))
     assert not [*tmp_path.iterdir()]
@@ -143,7 +144,7 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_is_taken_for_an_in
     tmp_path: Path, notes: list[str], written: int, whole_files: int
 ) -> None:
     def work(_: int) -> None:
-        write, count = index_cache.write_array, 0
+        write, count = indexed_writer.write_array, 0
 
         def write_and_die(file: BinaryIO, digest: bytes, array: NDArray) -> None:
             nonlocal count
@@ -154,7 +155,7 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_is_taken_for_an_in
                 os.truncate(file.name, min(written, os.path.getsize(file.name)))
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        index_cache.write_array = write_and_die  # type: ignore[assignment]
+        indexed_writer.write_array = write_and_die  # type: ignore[assignment]
         get(IndexCache(tmp_path))
 
     assert in_children(work) == [-signal.SIGKILL]
@@ -268,7 +269,7 @@ def test_without_locks_or_without_a_folder_the_arrays_are_in_memory(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(index_cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(indexed_writer.fcntl, "flock", refuse)
     check(get(IndexCache(tmp_path / "c", notes.append)))
     assert ["Not a directory" in notes[0], os.strerror(errno.ENOLCK) in notes[1], len(notes)] == [True, True, 2]
     assert files(tmp_path / "c") == []
@@ -277,7 +278,7 @@ def test_without_locks_or_without_a_folder_the_arrays_are_in_memory(
 @pytest.fixture
 def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IndexedDataset:
     """A dataset whose indexes count as large."""
-    monkeypatch.setattr(index_cache, "MIN_ENTRIES", 2)
+    monkeypatch.setattr(indexed_writer, "MIN_ENTRIES", 2)
     with write_dataset(str(tmp_path / "d"), np.uint16) as writer:
         writer.add_documents(np.arange(400), [7, 13] * 20)
     return IndexedDataset(str(tmp_path / "d"))

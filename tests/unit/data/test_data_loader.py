@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.loader import StepLoader
-from megatron.data.mock import MockDataset
 from megatron.data.samples import DocumentRules, Microbatch, SamplePiece, SampleSource
+from megatron.data.splits import MockDataset
 from tests.support.cli import spawn_cli
 
 RULES = DocumentRules(eod=6)

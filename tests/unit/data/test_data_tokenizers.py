@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron.data.tokenizers.tokenizer import (
+    ByteTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    embedding_rows,
+)
 from megatron_lab.commands.train_tokenizer import main as train_tokenizer
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron_lab.tokenizers.vocabulary_files import read_gpt2_bpe

@@ -12,10 +12,10 @@ import pytest
 import xxhash
 
 from megatron.config.data import DataConfig
-from megatron.data import index_cache
+from megatron.data import indexed_writer
 from megatron.data.history import Phase
 from megatron.data.splits import open_datasets
-from megatron.data.tokenizers.simple_tokenizers import ByteTokenizer
+from megatron.data.tokenizers.tokenizer import ByteTokenizer
 from megatron_lab.data.preprocess import storage
 from megatron_lab.data.preprocess.job import preprocess
 from megatron_lab.data.preprocess.shard_work import PreprocessJob
@@ -32,7 +32,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
         archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(index_cache, "MIN_ENTRIES", 1)
+    monkeypatch.setattr(indexed_writer, "MIN_ENTRIES", 1)
     monkeypatch.setattr(storage, "normal", lambda path: path)
     return tmp_path
 

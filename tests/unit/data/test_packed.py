@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from megatron.data.blend import Blend, BlendedDataset
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.gpt_dataset import PackedDataset, best_fit, parts_of
+from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.loss_mask import MARK_TYPE, loss_mask_prefix, open_loss_mask
-from megatron.data.packed_dataset import PackedDataset, best_fit, parts_of
 from megatron.data.samples import ENDS, LEARNED, DocumentRules, read_microbatch
 
 EOD, LENGTH = 0, 9

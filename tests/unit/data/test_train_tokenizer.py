@@ -11,8 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.simple_tokenizers import SentencePieceTokenizer
-from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizers.tokenizer import SentencePieceTokenizer, build_tokenizer
 from megatron_lab.commands import train_tokenizer
 from megatron_lab.commands.train_tokenizer import main, parser
 from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron.config.module_start import module_start
+from megatron.config.launcher import module_start
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import make_schedule
 from megatron_lab.flight import watched, watcher

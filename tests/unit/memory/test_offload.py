@@ -17,13 +17,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.memory.host import HostBuffer, HostMemory, buffer_size
-from megatron.memory.kept import Kept, keeping
 from megatron.memory.offload import chosen_layer
-from megatron.memory.recompute import recomputed
+from megatron.memory.recompute import Kept, keeping, recomputed
 from megatron.parallel.accumulate import through
-from megatron.pipeline_parallel.executor import Executor, Tensors
+from megatron.pipeline_parallel.executor import Executor, Tensors, back_soon, fetched_during
 from megatron.pipeline_parallel.p2p import TensorSpec
-from megatron.pipeline_parallel.returns import back_soon, fetched_during
 from megatron.spec.operations import Op, OpKind, Schedule, with_recompute
 from megatron.spec.schedules import SCHEDULES as SCHEDULES_BY_NAME
 from megatron.spec.schedules import gpipe, make_schedule, one_f_one_b

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.memory.kept import Kept, keeping
-from megatron.memory.recompute import recomputed
+from megatron.memory.recompute import Kept, keeping, recomputed
 from megatron.parallel.context import make_context
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology

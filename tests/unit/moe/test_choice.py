@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.moe.choice import balance_scores, choose, probabilities, scores_of
+from megatron.moe.balance import balance_scores, choose, probabilities, scores_of
 from megatron.spec.mlps import RouterSpec
 
 SPEC = RouterSpec(4, 2, "softmax", False, 1.0, 1, 1, None, "none", 0.0, 0.0)

@@ -15,8 +15,8 @@ import torch
 
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer import placement
-from megatron.optimizer.norms import count_zeros, square_sums
 from megatron.optimizer.optimizer import ShardedOptimizer
+from megatron.optimizer.statistics import count_zeros, square_sums
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.shards import DividedParam, Shard, ShardGroup

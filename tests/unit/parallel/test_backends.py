@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel import context, meeting
-from megatron.parallel.backends import MESSAGE_CHANNELS, Communicator, communicator, options, world_backend
-from megatron.parallel.context import make_context
+from megatron.parallel.context import MESSAGE_CHANNELS, Communicator, communicator, make_context, options, world_backend
 from megatron.parallel.topology import Topology
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron.model.all_heads_norm
-import megatron.model.dropout
+import megatron.model.block
 import megatron.tensor_parallel.linear  # noqa: F401 (registers operations, as the two above)
 from megatron.parallel.handles import Handles
 from tests.support.lone_rank import CPU

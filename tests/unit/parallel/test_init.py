@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.model import ModelConfig
-from megatron.model import init
-from megatron.model.build import Model, build_model
-from megatron.model.init import initialize, tile_size, tile_values
+from megatron.model import build as building
+from megatron.model.build import Model, build_model, initialize, tile_size, tile_values
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.random import DropoutKey, stable_seed
 from megatron.parallel.topology import Topology
@@ -134,8 +133,8 @@ def test_slices_fit_together_whatever_the_tiles(case: tuple[ParamRecord, int, in
     """Tiles smaller than a row, of several rows, across the halves of a gated weight, larger than the parameter."""
     record, ranks, elements, columns = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(init, "_TILE_ELEMENTS", elements)
-        patch.setattr(init, "_TILE_COLUMNS", columns)
+        patch.setattr(building, "_TILE_ELEMENTS", elements)
+        patch.setattr(building, "_TILE_COLUMNS", columns)
         full = whole_parameter(record)
         for rank in range(ranks):
             part, place = rank_part(record, ranks, rank)
@@ -151,8 +150,8 @@ CUT = {
 
 def differing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Cuts, tensor sizes and ranks at which a part is not that of the whole."""
-    monkeypatch.setattr(init, "_TILE_ELEMENTS", 21)
-    monkeypatch.setattr(init, "_TILE_COLUMNS", 7)  # divides no part
+    monkeypatch.setattr(building, "_TILE_ELEMENTS", 21)
+    monkeypatch.setattr(building, "_TILE_COLUMNS", 7)  # divides no part
     return [
         (name, ranks, rank)
         for name, record in CUT.items()
@@ -176,11 +175,11 @@ def test_tensor_sizes_1_2_3_and_8_have_the_same_values(monkeypatch: pytest.Monke
     ],
 )
 def test_a_planted_wrong_tile_offset_is_found(right: str, wrong: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(init._fill_box)
+    source = inspect.getsource(building._fill_box)
     assert source.count(right) == 1
-    faulty: dict[str, Any] = dict(vars(init))
+    faulty: dict[str, Any] = dict(vars(building))
     exec(source.replace(right, wrong), faulty)
-    monkeypatch.setattr(init, "_fill_box", faulty["_fill_box"])
+    monkeypatch.setattr(building, "_fill_box", faulty["_fill_box"])
     assert found in {name for name, _, _ in differing(monkeypatch)}
 
 
@@ -191,9 +190,9 @@ def test_a_rank_draws_only_the_tiles_that_it_needs(monkeypatch: pytest.MonkeyPat
         drawn.append((down, across))
         return tile_values(record, seed, down, across)
 
-    monkeypatch.setattr(init, "_TILE_ELEMENTS", 16)
-    monkeypatch.setattr(init, "_TILE_COLUMNS", 8)
-    monkeypatch.setattr(init, "tile_values", noted)
+    monkeypatch.setattr(building, "_TILE_ELEMENTS", 16)
+    monkeypatch.setattr(building, "_TILE_COLUMNS", 8)
+    monkeypatch.setattr(building, "tile_values", noted)
     record = ParamRecord("w", (2, 16, 8), (Split(1, "tp"),), init=Init(1.0))  # tiles of 2 rows, 8 a half
     initialize(torch.empty(2, 4, 8), record, lone_rank(Topology(tp=4), 1), SEED)
     assert drawn == [(2, 0), (3, 0), (10, 0), (11, 0)]

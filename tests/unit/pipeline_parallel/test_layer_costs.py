@@ -11,9 +11,9 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.layer_costs import LayerCosts, read_layer_costs
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline_layout import LayerCosts, read_layer_costs
 from megatron.pipeline_parallel.partition import table_of
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import Op, OpKind

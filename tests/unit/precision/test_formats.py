@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.precision.formats import E4M3, E5M2, Format, rounded_into
-from megatron.precision.scaling import BLOCK, Grain, magnitudes, quantised
+from megatron.precision.scaling import BLOCK, E4M3, E5M2, Format, Grain, magnitudes, quantised, rounded_into
 from megatron_lab.planner.storages import StorageLedger
 from megatron_lab.verification.reference.eight_bits import on_grid, scaled_to_grid
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron.parallel.backends import check_error_handling
+from megatron.parallel.context import check_error_handling
 from megatron.training import failure
-from megatron.training.failure import Explanations
-from megatron.training.lost_contact import lost_contact
+from megatron.training.failure import Explanations, lost_contact
 
 STACK = """
 Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:632 (most recent call first):

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.config import Config
 from megatron.config.precision import PrecisionConfig
-from megatron.precision.device import describe_precision
+from megatron.precision.products import describe_precision
 from megatron.training.startup import set_numerics
 
 

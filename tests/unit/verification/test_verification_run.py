@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import megatron.model.init
+import megatron.model.build
 import megatron.training.loop
 from megatron.config.cli import load
 from megatron.config.config import Config
@@ -159,7 +159,7 @@ def test_a_wrong_learning_rate_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_initial_weights_that_depend_on_the_layout_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = megatron.model.init.fill
+    right = megatron.model.build.fill
 
     def by_box(flat, record, boxes, seed):  # type: ignore[no-untyped-def]
         right(flat, record, boxes, seed + sum(box.box.offsets[0] for box in boxes))
