@@ -77,7 +77,7 @@ def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
 
     What is told comes before what is written: a full disk does not take the plan away.
     """
-    from megatron.data.tokenizers.tokenizer import planned_rows
+    from megatron.data.tokenizer import planned_rows
     from megatron.parallel.topology import Topology
     from megatron_lab.planner.dry_run import Planner
     from megatron_lab.planner.fit import with_fit_advice, with_least_layers

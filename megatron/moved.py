@@ -21,7 +21,7 @@ _MODULES = {
     ),
     ("megatron.checkpoint", "megatron_lab.node_memory"): "keeper node_link node_storage",
     ("megatron.data", "megatron_lab.data"): "preprocess",
-    ("megatron.data.tokenizers", "megatron_lab.tokenizers"): "bpe_rules byte_bpe huggingface tokenizer_json vocabulary_files",
+    ("megatron.data", "megatron_lab"): "tokenizers",
     ("megatron.training", "megatron_lab.monitoring"): (
         "compilation compiler_facts loss_picture memory_report out_of_memory plan_report profiler rehearsal"
     ),
@@ -40,24 +40,28 @@ _JOINED = {
     "megatron.config": "lora>model experts>model speed>precision batch_steps>training layer_costs>pipeline_layout "
     "module_start>launcher",
     "megatron.context_parallel": "travel>attention",
+    "megatron.checkpoint": "agreement>savers",
     "megatron.data": "loss_mask>indexed_dataset mock>splits pieces>windows packed_dataset>gpt_dataset index_cache>indexed_writer",
-    "megatron.data.tokenizers": "simple_tokenizers>tokenizer",
+    "megatron.data_parallel": "frozen>buckets",
     "megatron.memory": "kept>recompute",
+    "megatron.metrics": "output>log_line",
     "megatron.model": "init>build dropout>block",
     "megatron.moe": "capacity>dispatch choice>balance",
     "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan",
-    "megatron.parallel": "backends>context vectors>handles",
+    "megatron.parallel": "backends>context vectors>handles shards>params",
     "megatron.pipeline_parallel": "returns>executor",
-    "megatron.precision": "formats>scaling scaled_product>fp8_products device>products",
+    "megatron.precision": "formats>fp8_products scaling>fp8_products scaled_product>fp8_products device>products",
     "megatron.tensor_parallel": "embedding>layers",
     "megatron.training": "lost_contact>failure effective_model>resume own_metrics>watch goodput>progress attention_kernel>startup "
-    "model_norms>gradient_noise",
+    "model_norms>gradient_noise spikes>progress saved_schedule>progress life>signals",
 }
 """By package the modules that are a part of another one now."""
 MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.items() for name in names.split()} | {
     "megatron.training.foreign_run": "megatron_lab.foreign.runs",
     "megatron.context_parallel.cost": "megatron_lab.planner.context_cost",
     "megatron.config.help": "megatron_lab.pages.flag_help",
+    "megatron.data.tokenizers.tokenizer": "megatron.data.tokenizer",
+    "megatron.data.tokenizers.simple_tokenizers": "megatron.data.tokenizer",
     "megatron.parallel.turns": "megatron.tensor_parallel.chunked_loss",
 }
 for _package, _names in _JOINED.items():

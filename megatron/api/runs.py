@@ -17,7 +17,7 @@ from megatron.config.launcher import launched
 from megatron.config.rules import violations
 from megatron.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron.data.indexed_writer import write_dataset as writing
-from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.context import connect as join

@@ -20,13 +20,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from megatron.checkpoint.agreement import decide
 from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed, ranks_named
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, torch_dtype
 from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
 from megatron.checkpoint.save_folder import manifest_in
+from megatron.checkpoint.savers import decide
 from megatron.checkpoint.storage import Place, Storage
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes

@@ -7,8 +7,6 @@ from enum import IntEnum
 from typing import Any
 
 from megatron.config.checks import (
-    batch_steps,
-    context,
     data,
     each,
     experts,
@@ -29,7 +27,7 @@ from megatron.config.errors import Violation
 from megatron.config.setting import typed
 
 RULES = rules_in(
-    *(each, model, parallel, context, experts, pipeline, sharding, memory, speed, training, batch_steps, groups, precision),
+    *(each, model, parallel, experts, pipeline, sharding, memory, speed, training, groups, precision),
     *(data, lora),
 )
 """All rules. None depends on another: each is evaluated whatever the others say."""

@@ -15,7 +15,7 @@ from megatron.data.indexed_writer import cache_for
 from megatron.data.megatron_order import GreedyBlend, requested_samples
 from megatron.data.samples import SampleSource
 from megatron.data.splits import DataSplit
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.data.windows import split_documents
 
 _log = logging.getLogger(__name__)

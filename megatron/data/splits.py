@@ -14,7 +14,7 @@ from megatron.config.imports import named
 from megatron.data.history import Blending, BlendPart, Phase
 from megatron.data.order import MOCK_RULE, MOCK_SAMPLE, permutation, random_numbers
 from megatron.data.samples import SamplePiece, SampleSource
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 
 # ---- Made-up tokens from which a model can learn, for trying things out without a dataset.
 

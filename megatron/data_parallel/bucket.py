@@ -22,8 +22,7 @@ from megatron.parallel.accumulate import GradSink
 from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.params import ParamRecord, Shard, ShardGroup
 
 # With one microbatch's reductions as long as its forward and backward, which is the most that can be hidden, fewer than four in
 # flight make backward wait: at 9 buckets and 4 microbatches a step takes (simulated) 1.25 times the computation with 2, 1.17 with

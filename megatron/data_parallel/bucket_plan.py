@@ -14,8 +14,7 @@ import torch
 
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamEntry
 
 
 def default_bucket_size(data_size: int) -> int:

@@ -38,8 +38,7 @@ from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, chec
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup
 from megatron.parallel.torch_private import foreach_copy_
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamEntry
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from megatron.parallel.accumulate import GradSink
-from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup
 
 Inspect = Callable[[ParamEntry, torch.Tensor], None]
 """Receives a parameter and one gradient of it on this rank: that of one use in one microbatch, in the parameter's local shape."""

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.metrics.output import LineFile
+from megatron.metrics.log_line import LineFile
 
 HISTORY = "history.jsonl"
 FORMAT = 1

@@ -37,8 +37,7 @@ from megatron.optimizer.matrices import (
 from megatron.optimizer.rule import KeptState, Target, Update, Updater, UpdateRule
 from megatron.optimizer.statistics import Rounds, Statistic
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamRecord
 from megatron.parallel.state_shape import COLUMNS, ROWS
 
 _ROWS, _COLUMNS, _FIRST, _SECOND = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg", "exp_avg_sq"

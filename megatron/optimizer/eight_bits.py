@@ -23,8 +23,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer.rule import KeptState, Target, Update, Updater, UpdateRule
 from megatron.optimizer.statistics import Rounds, Statistic
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamRecord
 from megatron.parallel.state_shape import BlockRun, Blocks
 from megatron.spec.groups import ParamGroup
 

@@ -15,7 +15,7 @@ from megatron.optimizer.matrices import add_squares, counted_parts, parts_of, un
 from megatron.optimizer.rule import Target, Update, Updater, UpdateRule
 from megatron.optimizer.statistics import Rounds, Statistic
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam
 
 
 class Lamb(UpdateRule):

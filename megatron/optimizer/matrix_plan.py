@@ -24,8 +24,7 @@ import torch
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.collectives import Pending, start_exchange
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamRecord
 from megatron.parallel.topology import STAGE_AXES
 
 MOST_ELEMENTS = 2**24

@@ -24,7 +24,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer.matrix_plan import LocalPiece, Matrix, MatrixExchange, MatrixPlan, by_kind, plan_matrices
 from megatron.optimizer.rule import StageSize, StageWork, Target, Update, Updater, UpdateRule
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam
 from megatron.parallel.torch_private import foreach_lerp_, foreach_mul_
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)

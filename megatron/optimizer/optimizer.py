@@ -22,7 +22,7 @@ from megatron.optimizer.rule import Update, UpdateRule
 from megatron.optimizer.rules import rules_of
 from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import DividedParam, Shard, ShardGroup
+from megatron.parallel.params import DividedParam, Shard, ShardGroup
 from megatron.spec.groups import RUN_ENDS, RateEnds, groups_of
 
 if TYPE_CHECKING:

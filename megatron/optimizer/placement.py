@@ -25,7 +25,7 @@ from megatron.optimizer.statistics import WholeNumbers
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.params import Shard, ShardGroup
 from megatron.parallel.state_shape import ELEMENTS
 from megatron.parallel.torch_private import foreach_copy_, foreach_lerp_
 from megatron.spec.groups import GroupOf

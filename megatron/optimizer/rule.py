@@ -28,8 +28,7 @@ import torch
 from megatron.optimizer.statistics import Rounds
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamRecord
 from megatron.parallel.state_shape import ELEMENTS, StateShape
 from megatron.parallel.torch_private import foreach_mul_
 from megatron.spec.groups import RUN_ENDS, ParamGroup, RateEnds

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.parallel.boxes import aligned
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.parallel.torch_private import foreach_norm
 

@@ -21,8 +21,8 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.life import DIVERGED, LIFE_FILE, LOST_CONTACT, REFUSED, tell_end
-from megatron.training.spikes import SpikeError
+from megatron.training.progress import SpikeError
+from megatron.training.signals import DIVERGED, LIFE_FILE, LOST_CONTACT, REFUSED, tell_end
 
 # ---- What gloo, NCCL and torch's store say when another rank has gone or does not come, and the part of it that helps a reader.
 #

@@ -24,7 +24,7 @@ from megatron.optimizer.statistics import square_sums
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import all_reduce, reduce_scatter
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.shards import Shard
+from megatron.parallel.params import Shard
 from megatron.parallel.topology import DATA_AXES
 from megatron.spec.weights import in_layer
 

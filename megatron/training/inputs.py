@@ -22,7 +22,7 @@ from megatron.data.history import Phase, describe_phases, go_on, pass_over
 from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
 from megatron.data.splits import Datasets, open_datasets
-from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron.data.tokenizer import build_tokenizer, embedding_rows
 from megatron.metrics.run_warnings import Corpus
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import Group, ParallelContext

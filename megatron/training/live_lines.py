@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.metrics.log_line import LineNumbers, progress_bar, short_line
-from megatron.metrics.output import Printer
+from megatron.metrics.log_line import LineNumbers, Printer, progress_bar, short_line
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 

@@ -20,11 +20,9 @@ from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_deca
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import AuditError, NonFiniteError
 from megatron.training.inputs import Batches, RunBatches
-from megatron.training.life import LifeNote
-from megatron.training.progress import BatchSizePlan, Goodput, LearningSchedule, Progress
+from megatron.training.progress import BatchSizePlan, Goodput, LearningSchedule, Progress, SpikeError, SpikeJudge, remembered
 from megatron.training.reporter import Reporter
-from megatron.training.signals import ExitSignals
-from megatron.training.spikes import SpikeError, SpikeJudge, remembered
+from megatron.training.signals import ExitSignals, LifeNote
 from megatron.training.step import Evaluated, StepResult, TrainStep
 from megatron.training.watch import METRICS, Watcher
 

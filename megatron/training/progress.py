@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Literal
 
+from megatron.checkpoint.errors import MismatchError
 from megatron.checkpoint.storage import COUNTS, RECENT, Place
-from megatron.config.training import OptimizerConfig, TrainingConfig
+from megatron.config.config import Config
+from megatron.config.training import OptimizerConfig, SpikeConfig, TrainingConfig
 from megatron.data.history import Phase
-from megatron.optimizer.lr_schedule import ScheduleLengths
+from megatron.optimizer.lr_schedule import ScheduleLengths, learning_rate
 
 
 @dataclass
@@ -264,3 +267,148 @@ def _is_sound(saved: Any) -> bool:
         return False
     numbers = [saved.get("at"), *(saved["seconds"].get(use) for use in USES)]
     return all(type(each) in (int, float) and 0 <= each <= _MOST_S for each in numbers)
+
+
+# ---- Loss spikes (--spike-policy): steps whose loss or gradient norm stands far above those before.
+#
+# A step is judged by two numbers that every rank has on the host before the update, the same on all. docs/spikes.md has the
+# definition, and says where it comes from.
+
+_LEAST_SPREAD = 1e-3
+"""Least robust standard deviation, as a share of the median: where steps are nearly alike, rounding is no spike."""
+
+
+class SpikeError(RuntimeError):
+    """Spikes come again wherever the run goes on."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step that stands out, and what it stands out from."""
+
+    loss: float
+    grad_norm: float
+    median_loss: float
+    median_norm: float
+    skips: bool
+    """Whether its update is not made."""
+
+    def words(self, iteration: int, samples: range) -> str:
+        """A line for the log.
+
+        Args:
+            samples: the numbers of those of the step.
+        """
+        return (
+            f"loss spike at iteration {iteration}: loss {self.loss:.6g} (median {self.median_loss:.6g}), "
+            f"gradient norm {self.grad_norm:.6g} (median {self.median_norm:.6g}), "
+            f"samples {samples.start:,} to {samples.stop - 1:,}{'; no update is made' if self.skips else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class SpikeJudge:
+    """Compares a step with the steps before.
+
+    Args:
+        recent: loss and gradient norm of the steps before, the last ones behind; may be longer than the window.
+    """
+
+    config: SpikeConfig
+    recent: Sequence[tuple[float, float]]
+
+    def __call__(self, loss: float, grad_norm: float) -> Spike | None:
+        """What the step stands out from; None if it is no spike, or too few steps are known to say so."""
+        window = self.recent[-self.config.spike_window :]
+        if self.config.spike_policy == "none" or len(window) < self.config.spike_window // 2:
+            return None
+        losses, norms = zip(*window, strict=True)
+        if not (self._stands_out(loss, losses) or self._stands_out(grad_norm, norms)):
+            return None
+        skips = self.config.spike_policy != "warn"
+        return Spike(loss, grad_norm, statistics.median(losses), statistics.median(norms), skips)
+
+    def _stands_out(self, value: float, before: Sequence[float]) -> bool:
+        middle = statistics.median(before)
+        spread = 1.4826 * statistics.median(abs(one - middle) for one in before)
+        return value > middle + self.config.spike_threshold * max(spread, _LEAST_SPREAD * abs(middle))
+
+
+def remembered(
+    recent: Sequence[tuple[float, float]], loss: float, grad_norm: float, config: SpikeConfig
+) -> list[tuple[float, float]]:
+    """The window after a step. A spike enters it too: so a run that stays at another level is judged by that, once half of the
+    window has it. A step that overflowed does not: its norm is no number."""
+    if config.spike_policy == "none" or not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        return list(recent)
+    return [*recent, (loss, grad_norm)][-config.spike_window :]
+
+
+# ---- With which schedules of learning rate and weight decay a run goes on: its command line's, or those of its checkpoint.
+
+_FLAGS = (
+    *("train_iters", "train_samples", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
+    *("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init"),
+    *("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    *("lr_rewarm_start_iters", "lr_rewarm_start_samples", "lr_rewarm_iters", "lr_rewarm_samples", "lr_rewarm_factor"),
+    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "decoupled_lr", "decoupled_min_lr"),
+)
+"""Settings that the schedules follow from."""
+
+
+def flags_that_differ(saved: Config, here: Config) -> list[str]:
+    """The settings of the schedules that differ from those of a checkpoint, in words of the command line."""
+    found = []
+    for name in _FLAGS:
+        there, this = ({**vars(config.training), **vars(config.optimizer)}.get(name) for config in (saved, here))
+        if there != this:
+            was, now = ("not given" if value is None else value for value in (there, this))
+            found.append(f"--{name.replace('_', '-')} {was} in the checkpoint, {now} here")
+    return found
+
+
+def agreed_schedule(
+    here: LearningSchedule, saved: dict[str, Any], path: Place, flags: Sequence[str] = (), updated_samples: int = 0
+) -> LearningSchedule:
+    """The schedule to continue with.
+
+    Args:
+        here: that of the command line.
+        saved: that of the checkpoint.
+        flags: what `flags_that_differ` found.
+        updated_samples: the place in the schedules from which the run goes on.
+
+    Raises:
+        MismatchError: the two differ and no flag says which one counts.
+    """
+    if here.optimizer.takes_schedules == "saved":
+        return here.with_saved(saved)
+    mine, saved = here.to_json(), with_defaults(saved)
+    if here.optimizer.takes_schedules == "new" or mine == saved:
+        return here
+    flat_mine, flat_saved = ({**d, **d["lengths"]} for d in (mine, saved))
+    idle = {"lengths"}  # the run may be longer or shorter where no schedule depends on its length
+    if here.optimizer.weight_decay_incr_style == "constant":
+        idle.add("total_samples")
+    if here.optimizer.lr_decay_style == "constant":
+        idle.add("decay_samples")
+    elif here.lengths.rewarm_start is not None:
+        idle.discard("total_samples")  # at which the second course ends
+    differing = [
+        f"{name}: {flat_saved[name]} there, {flat_mine[name]} here"
+        for name in flat_mine
+        if name not in idle and flat_mine[name] != flat_saved[name]
+    ]
+    if not differing:
+        return here
+    old = here.with_saved(saved)
+    then, now = (learning_rate(updated_samples, one.optimizer, one.lengths) for one in (old, here))
+    raise MismatchError(
+        f"the schedules of learning rate or weight decay differ from those of {path}:\n  "
+        + "\n  ".join([*flags, *differing])
+        + "\n  Say which count, by one word:\n"
+        f"    --resume-schedule new    those of this command line: the learning rate goes on with {now:.3g}\n"
+        f"    --resume-schedule saved  those of the checkpoint: it goes on with {then:.3g}\n"
+        "  (In Megatron-LM's words: --override-opt-param-scheduler, --use-checkpoint-opt-param-scheduler.)"
+    )

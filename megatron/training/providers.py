@@ -30,7 +30,7 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
     if config.sharding != "optim_grads_params":
         fixed: list[Provider] = []
         if frozen:
-            fixed = [named("megatron.data_parallel.frozen:FrozenParams")(frozen, context, values)]
+            fixed = [named("megatron.data_parallel.buckets:FrozenParams")(frozen, context, values)]
         return [*fixed, buckets([entry for entry in model.params if not entry.record.frozen], config.sharding)]
     assert not frozen, "refused beside LoRA"
     inside = [entry for entry in model.params if is_fully_sharded(entry, context)]

@@ -18,12 +18,13 @@ from megatron.data.history import tokens_read
 from megatron.memory.host import process_bytes
 from megatron.metrics.log_line import (
     LineNumbers,
+    Printer,
+    Sink,
     megatron_line,
     short_line,
     short_validation_line,
     validation_lines,
 )
-from megatron.metrics.output import Printer, Sink
 from megatron.metrics.run_warnings import LossWarnings
 from megatron.metrics.timers import Timers, format_times, times_of_ranks
 from megatron.model.build import Model

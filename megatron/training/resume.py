@@ -27,8 +27,7 @@ from megatron.spec.layer_pattern import pattern_text
 from megatron.spec.mlps import experts_of, has_experts
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
-from megatron.training.progress import LearningSchedule, Progress, Resumed
-from megatron.training.saved_schedule import agreed_schedule, flags_that_differ
+from megatron.training.progress import LearningSchedule, Progress, Resumed, agreed_schedule, flags_that_differ
 from megatron.training.saver import ACCOUNT, global_tensors
 
 # ---- The settings of a model with defaults filled in, so that two spellings of one model are equal.

@@ -33,7 +33,7 @@ from megatron.model.build import Model, model_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, broadcast_object
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shards import Shard
+from megatron.parallel.params import Shard
 from megatron.parallel.topology import Topology
 from megatron.precision.products import check_device
 from megatron.spec.attention_backends import kernels_to_time

@@ -37,8 +37,8 @@ from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
 from megatron.training.failure import raise_uncounted
+from megatron.training.progress import Spike
 from megatron.training.providers import make_providers
-from megatron.training.spikes import Spike
 
 if TYPE_CHECKING:
     from megatron.moe.balance import BalanceResult

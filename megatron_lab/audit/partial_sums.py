@@ -15,8 +15,7 @@ import torch
 from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Shard
+from megatron.parallel.params import ParamRecord, Shard
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron_lab.audit.signature import placed_signature
 from megatron_lab.audit.trace_file import SIGNATURE_SIZE

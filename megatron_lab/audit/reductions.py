@@ -19,8 +19,7 @@ from megatron.checkpoint.manifest import tiles
 from megatron.parallel.boxes import Box
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import Shard
+from megatron.parallel.params import ParamEntry, ParamRecord, Shard
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 from megatron_lab.audit.digests import rounding_band
 from megatron_lab.audit.partial_sums import LEFT_OUT, PartialSums, summed_axes

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from megatron.parallel.boxes import Box
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.params import ParamEntry, ParamTable
+from megatron.parallel.params import ParamEntry, ParamTable, Shard
 from megatron.parallel.random import stable_seed
-from megatron.parallel.shards import Shard
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 from megatron.training.failure import AuditError
 from megatron_lab.audit.digests import bit_digest

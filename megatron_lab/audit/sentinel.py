@@ -25,8 +25,7 @@ from megatron.model.inputs import ModelInputs
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import all_reduce, gather_objects, passed_object, passed_tensor
 from megatron.parallel.cut import Cut
-from megatron.parallel.params import ParamEntry
-from megatron.parallel.shards import Shard
+from megatron.parallel.params import ParamEntry, Shard
 from megatron.spec.operations import OpKind
 from megatron.training.features import Feature, Run
 from megatron.training.progress import Progress

@@ -18,9 +18,8 @@ import torch
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord
+from megatron.parallel.params import ParamRecord, Shard
 from megatron.parallel.random import stable_seed
-from megatron.parallel.shards import Shard
 from megatron_lab.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE, Signature
 
 _BLOCK = 1 << 20

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.metrics.output import LineFile
+from megatron.metrics.log_line import LineFile
 
 VERSION = 1
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.given import DryRun
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.spec.counts import flops_per_token, output_flops
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.memory.measure import Measured, measure, prepare

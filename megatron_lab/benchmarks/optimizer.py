@@ -18,8 +18,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext, make_context
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.params import ParamRecord, Shard, ShardGroup
 from megatron.parallel.topology import Topology
 from megatron_lab.verification.local_ranks import run_ranks
 

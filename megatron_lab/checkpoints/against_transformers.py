@@ -14,7 +14,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.config.data import DataConfig
 from megatron.config.extras import optional
 from megatron.config.model import ModelConfig
-from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--peft-base {args.peft_base} acts only with --format peft: leave it out, or add that")
     import torch
 
-    from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.checkpoints.exported import Export
     from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
     from megatron_lab.checkpoints.model_card import UNKNOWN, Trained, model_card, next_steps

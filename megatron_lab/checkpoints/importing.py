@@ -155,7 +155,7 @@ def _content(source: WeightSource, data: DataConfig, *, weights_only: bool) -> _
 
 def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
     """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
-    from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.foreign.adapters import merged
     from megatron_lab.foreign.megatron_source import MegatronSource
     from megatron_lab.foreign.opening import open_source

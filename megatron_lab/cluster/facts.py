@@ -20,7 +20,7 @@ from megatron.checkpoint.storage import is_url
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, split_words
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron.data.tokenizer import build_tokenizer, embedding_rows
 from megatron.spec.counts import count_parameters
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.config.launcher import launched
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.model.build import model_of
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.context import Group, ParallelContext, connect, disconnect, make_context

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.memory.measure import prepare
 from megatron_lab.planner.cluster import Cluster, load_cluster

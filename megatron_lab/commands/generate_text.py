@@ -29,7 +29,7 @@ from megatron_lab.commands.parser import ToolParser
 from megatron_lab.evaluation.opened import Opened, add_computing_flags, add_model_flags, check_layout, opened, tell
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizers.tokenizer import Tokenizer
+    from megatron.data.tokenizer import Tokenizer
     from megatron.parallel.context import ParallelContext
     from megatron_lab.inference.continuation import Continuation
     from megatron_lab.inference.generate import Sampling

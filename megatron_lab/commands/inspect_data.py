@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.config.data import DataConfig
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.samples import SamplePiece
-    from megatron.data.tokenizers.tokenizer import Tokenizer
+    from megatron.data.tokenizer import Tokenizer
     from megatron_lab.data.dataset_check import DatasetProblem, LengthBin
 
 _SHOWN_PROBLEMS = 20
@@ -102,7 +102,7 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
     from megatron.data.indexed_dataset import IndexedDataset
-    from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.data.dataset_check import length_histogram, verify
 
     tokenizer = build_tokenizer(config) if config.tokenizer_type else None

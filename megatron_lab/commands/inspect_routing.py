@@ -137,7 +137,7 @@ def used(
     import torch
 
     from megatron.data.splits import open_datasets
-    from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.inference.forward import inputs_of, last_hidden_states
     from megatron_lab.inference.model_from_source import model_from
 

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(own: argparse.Namespace, words: Sequence[str]) -> int:
-    from megatron.data.tokenizers.tokenizer import planned_rows
+    from megatron.data.tokenizer import planned_rows
     from megatron_lab.planner.search import AXES, LayoutSearch, Limits
     from megatron_lab.planner.state_report import amount
 

@@ -210,7 +210,7 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 
 def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
-    from megatron.data.tokenizers.tokenizer import required_tokenizer_json
+    from megatron.data.tokenizer import required_tokenizer_json
     from megatron_lab.data.preprocess.chat import ChatTemplate, told_of_named
     from megatron_lab.data.preprocess.engines import Engine
     from megatron_lab.data.preprocess.job import preprocess

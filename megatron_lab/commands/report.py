@@ -26,7 +26,7 @@ def plan_of_run(history: History) -> tuple[str, str]:
 
     from megatron.config.given import DryRun
     from megatron.config.save import from_dict
-    from megatron.data.tokenizers.tokenizer import planned_rows
+    from megatron.data.tokenizer import planned_rows
     from megatron.parallel.topology import Topology
     from megatron_lab.pages.plan_page import grid_of, memory_bars
     from megatron_lab.planner.dry_run import make_plan

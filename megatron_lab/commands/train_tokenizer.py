@@ -91,7 +91,7 @@ def _run(given: argparse.Namespace) -> None:
 def _report(given: argparse.Namespace, files: list[Path], sample: TextSample) -> None:
     """How well the vocabulary does, and the flags that use it."""
     from megatron.config.data import DataConfig
-    from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron.data.tokenizer import build_tokenizer
 
     config: DataConfig
     if given.kind == "byte-bpe":

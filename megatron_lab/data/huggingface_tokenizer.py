@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, required_tokenizer_json
+from megatron.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, required_tokenizer_json
 from megatron_lab.data.sentencepiece_json import (
     SentencePieceFile,
     added_token,

@@ -18,7 +18,7 @@ from megatron.data.history import Phase
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
 from megatron.data.samples import SamplePiece, SampleSource
 from megatron.data.splits import open_datasets
-from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.progress import BatchSizePlan, Progress
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config.extras import optional
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron_lab.evaluation.scores import Scorer

@@ -22,7 +22,7 @@ from megatron_lab.data.tokenizer_flags import add_tokenizer_flags
 if TYPE_CHECKING:
     import torch
 
-    from megatron.data.tokenizers.tokenizer import Tokenizer
+    from megatron.data.tokenizer import Tokenizer
     from megatron.model.build import Model
     from megatron.parallel.context import ParallelContext
     from megatron_lab.foreign.source import WeightSource
@@ -110,7 +110,7 @@ def opened(
     Raises:
         ValueError: there is no such model, it cannot be split so, or its tokenizer is not known or not its own.
     """
-    from megatron.data.tokenizers.tokenizer import build_tokenizer
+    from megatron.data.tokenizer import build_tokenizer
     from megatron.parallel.context import connect, disconnect
     from megatron_lab.foreign.opening import open_source
     from megatron_lab.inference.model_from_source import model_from

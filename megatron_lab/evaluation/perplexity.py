@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron_lab.evaluation.scores import Scorer
 from megatron_lab.evaluation.texts import Document, begins_with
 

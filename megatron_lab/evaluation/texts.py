@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules, SamplePiece, read_microbatch
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.model.build import Model, model_of
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect

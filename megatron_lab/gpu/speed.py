@@ -309,7 +309,7 @@ _STATE = ("parameters", "gradients", "main_params", "moments", "averages")
 def _state_on_cpu(context: CheckContext) -> Outcome:
     """The state of a small model, in a run of pretrain_gpt.py, to the byte."""
     from megatron.config.cli import load
-    from megatron.data.tokenizers.tokenizer import planned_rows
+    from megatron.data.tokenizer import planned_rows
     from megatron_lab.gpu.runs import TINY, losses, metrics
 
     flags = {"bf16": True, "train_iters": 2}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron.config.model import ModelConfig
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron_lab.inference.generate import GenerationRequest, generate

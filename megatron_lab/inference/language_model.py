@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.storage import Place
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron_lab.foreign.opening import open_source

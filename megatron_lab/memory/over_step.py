@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.parallel.topology import Topology
 from megatron_lab.memory.figure import Panel
 from megatron_lab.memory.measure import measure

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from megatron.config.extras import optional
 from megatron.config.outputs import LoggingConfig
 from megatron.config.version import how_to_install
-from megatron.metrics.log_line import perplexity
-from megatron.metrics.output import LineFile, Output, Sink
+from megatron.metrics.log_line import LineFile, Output, Sink, perplexity
 
 
 class MetricsFile:

@@ -25,7 +25,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun, this_job
 from megatron.config.imports import import_modules
 from megatron.config.launcher import launched, module_start
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import together

@@ -44,8 +44,7 @@ from megatron.data_parallel.fsdp_plan import (
 )
 from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.params import ParamEntry, ParamRecord
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamEntry, ParamRecord
 from megatron.parallel.topology import GRADIENT_AXES
 
 

@@ -18,8 +18,7 @@ from megatron.optimizer.rules import rules_of
 from megatron.optimizer.statistics import plan_numbers
 from megatron.parallel.boxes import aligned
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import global_records
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, global_records
 from megatron.parallel.topology import STAGE_AXES
 from megatron_lab.planner.state_layout import Bytes, ShardSize, StateMemory
 

@@ -14,7 +14,7 @@ import torch
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.config.save import to_dict
-from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron.data.tokenizer import build_tokenizer, embedding_rows
 from megatron.pipeline_parallel.partition import table_of
 from megatron_lab.audit.signature import named, signature_of
 from megatron_lab.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, TraceWriter

@@ -5,10 +5,9 @@ from __future__ import annotations
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.config.checks.finding import data_size
 from megatron.config.config import Config
-from megatron.data.tokenizers.tokenizer import planned_rows
-from megatron.training.progress import BatchSizePlan, Progress
+from megatron.data.tokenizer import planned_rows
+from megatron.training.progress import BatchSizePlan, Progress, agreed_schedule
 from megatron.training.resume import ChosenCheckpoint, check_may_lack, look_at_base, look_in
-from megatron.training.saved_schedule import agreed_schedule
 from megatron.training.startup import make_learning_schedule, with_batch_size
 
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 from megatron.config.cli import PROGRAM, load
 from megatron.config.errors import ConfigError
-from megatron.training.life import REFUSED
+from megatron.training.signals import REFUSED
 from megatron_lab.resilience import layouts
 from megatron_lab.resilience.book import Book, StoreAway, update
 from megatron_lab.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish

@@ -147,7 +147,7 @@ def pinned(argv: Sequence[str], batch: int | None) -> Config:
 def fits_memory(config: Config, world_size: int, per_node: int) -> str | None:
     """`Fits` by a dry run, where the memory of a device is known. Never called in a process that forks ranks: it may open CUDA."""
     from megatron.config.given import DryRun, without_gaps
-    from megatron.data.tokenizers.tokenizer import planned_rows
+    from megatron.data.tokenizer import planned_rows
     from megatron_lab.planner.dry_run import Planner
     from megatron_lab.planner.fit import memory_limit, usable, with_least_layers
     from megatron_lab.planner.state_report import amount

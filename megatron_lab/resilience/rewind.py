@@ -21,10 +21,9 @@ from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.training.inputs import RunData
 from megatron.training.loop import NoSaver, Rewound
-from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, Resumed
+from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, Resumed, SpikeError
 from megatron.training.resume import ChosenCheckpoint, continued, fill, fitting
 from megatron.training.saver import Saver
-from megatron.training.spikes import SpikeError
 from megatron.training.step import TrainStep
 
 

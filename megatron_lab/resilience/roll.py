@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron.training.life import LOST_CONTACT
+from megatron.training.signals import LOST_CONTACT
 
 Phase = Literal["gathering", "running", "over"]
 Kind = Literal["done", "stopped", "refused", "failed"]

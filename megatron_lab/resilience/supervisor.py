@@ -27,7 +27,7 @@ from contextlib import suppress
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.training.life import LIFE_FILE, REFUSED, read_life
+from megatron.training.signals import LIFE_FILE, REFUSED, read_life
 from megatron_lab.resilience.command import settings
 from megatron_lab.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish
 from megatron_lab.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.training.life import DIVERGED, LOST_CONTACT, REFUSED
+from megatron.training.signals import DIVERGED, LOST_CONTACT, REFUSED
 from megatron_lab.resilience.roll import Life, NodeReport
 
 HANG = 86

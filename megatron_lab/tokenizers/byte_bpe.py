@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.extras import optional
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import ByteVocabulary, NotExactError, pieces
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.extras import optional
-from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import NotExactError
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
 from megatron_lab.tokenizers.tokenizer_json import (

@@ -13,7 +13,7 @@ from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
 from megatron.config.param_groups import entry_of
 from megatron.config.training import SpikeConfig
 from megatron.data.samples import DocumentRules
-from megatron.data.tokenizers.tokenizer import build_tokenizer, embedding_rows
+from megatron.data.tokenizer import build_tokenizer, embedding_rows
 from megatron.model.build import build_model, overlaps
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
-from megatron.parallel.shards import Shard
+from megatron.parallel.params import Shard
 from megatron.spec.operations import Op, OpKind
 from megatron.training.step import StepResult, TrainStep
 from megatron_lab.verification.observation import EVALUATED_STEPS, RankStep, TensorPart

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.tokenizers.tokenizer import ByteTokenizer, build_tokenizer
+from megatron.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_lab.checkpoints.model_card import without_folders
 from megatron_lab.commands.checkpoint import main
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder

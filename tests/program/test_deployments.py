@@ -16,7 +16,7 @@ import yaml
 
 from megatron.config.cli import load
 from megatron.config.training import TrainingConfig
-from megatron.training.life import DIVERGED, REFUSED
+from megatron.training.signals import DIVERGED, REFUSED
 from megatron_lab.resilience.command import settings
 from tests.support.cli import ROOT
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data.tokenizers.tokenizer import ByteTokenizer
+from megatron.data.tokenizer import ByteTokenizer
 from megatron_lab.checkpoints.huggingface_writer import export
 from megatron_lab.commands import evaluate
 from megatron_lab.evaluation.scores import Window, windows

@@ -18,7 +18,7 @@ import pytest
 from megatron.checkpoint.save_folder import LATEST
 from megatron.config.cli import load
 from megatron.config.model_files import launch_words, names
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron_lab.planner.dry_run import make_plan
 from megatron_lab.planner.plan import plan_to_json
 from tests.support.cli import ROOT

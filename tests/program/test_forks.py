@@ -63,7 +63,7 @@ def fails(*_): raise AssertionError("CUDA before the fork")
 for name in {RUNTIME}: setattr(torch.cuda, name, fails)
 bad = torch.cuda._is_in_bad_fork
 import megatron.training.trainer, megatron_lab.resilience.supervisor, megatron_lab.node_memory.keeper, megatron_lab.flight.watcher
-import megatron.checkpoint.writer_main, megatron.data.tokenizers.tokenizer
+import megatron.checkpoint.writer_main, megatron.data.tokenizer
 from megatron_lab.resilience.ranks import import_what_runs_need
 import megatron_lab.resilience.envoy
 import_what_runs_need()

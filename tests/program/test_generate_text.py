@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from examples.make_corpus import write_corpus
-from megatron.data.tokenizers.tokenizer import ByteTokenizer
+from megatron.data.tokenizer import ByteTokenizer
 from megatron_lab.commands import checkpoint, generate_text
 from megatron_lab.verification.local_ranks import run_ranks
 from megatron_lab.verification.reference.model import logits

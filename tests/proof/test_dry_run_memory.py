@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
 from megatron.config.model import LoraTarget
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology

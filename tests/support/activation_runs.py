@@ -16,7 +16,7 @@ from megatron.attention.backends import backend_in_use, use_backend
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.memory.host import HostMemory
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.tokenizers.tokenizer import ByteTokenizer
+from megatron.data.tokenizer import ByteTokenizer
 
 FLAGS: dict[str, Any] = {
     "mock_data": None,

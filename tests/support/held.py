@@ -10,8 +10,7 @@ import torch
 
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket import WholeBucket
-from megatron.data_parallel.buckets import Buckets
-from megatron.data_parallel.frozen import FrozenParams
+from megatron.data_parallel.buckets import Buckets, FrozenParams
 from megatron.data_parallel.fsdp import FullyShardedParams
 from megatron.data_parallel.provider import Provider
 from megatron.optimizer.optimizer import ShardedOptimizer

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.config import Config
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.overlap import Overlap

@@ -81,7 +81,7 @@ WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/optimizer/lr_schedule.py",
     "megatron/training/progress.py",
-    "megatron/training/life.py",
+    "megatron/training/signals.py",
     *(
         f"megatron_lab/resilience/{name}.py"
         for name in ("roll", "verdict", "layouts", "ranks", "command", "messages", "supervisor")

@@ -18,7 +18,7 @@ from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
 from megatron.data.indexed_dataset import MARK_TYPE, loss_mask_prefix, token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.samples import ENDS
-from megatron.data.tokenizers.tokenizer import Tokenizer, build_tokenizer, required_tokenizer_json
+from megatron.data.tokenizer import Tokenizer, build_tokenizer, required_tokenizer_json
 from megatron_lab.data.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
 from megatron_lab.data.preprocess.errors import BadRecordError, DamagedFileError
 from megatron_lab.data.preprocess.input_shards import InputShard

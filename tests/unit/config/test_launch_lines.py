@@ -18,7 +18,7 @@ from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flag_of, flags
 from megatron.config.given import REQUESTS
 from megatron.config.save import run_record
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron_lab.commands.verify_layout import Own
 from megatron_lab.commands.verify_layout import settings as proof_settings
 from megatron_lab.migration.compat import _NO_EFFECT, _REFUSED, CHOICES, TAKEN, _entries

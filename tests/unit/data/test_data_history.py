@@ -20,7 +20,7 @@ from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.megatron_order import GreedyBlend
 from megatron.data.splits import open_datasets
-from megatron.data.tokenizers.tokenizer import NullTokenizer
+from megatron.data.tokenizer import NullTokenizer
 
 A, B, C = (BlendPart(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
 

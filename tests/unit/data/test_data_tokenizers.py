@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.tokenizer import (
+from megatron.data.tokenizer import (
     ByteTokenizer,
     NullTokenizer,
     SentencePieceTokenizer,

@@ -15,7 +15,7 @@ from megatron.config.data import DataConfig
 from megatron.data import indexed_writer
 from megatron.data.history import Phase
 from megatron.data.splits import open_datasets
-from megatron.data.tokenizers.tokenizer import ByteTokenizer
+from megatron.data.tokenizer import ByteTokenizer
 from megatron_lab.data.preprocess import storage
 from megatron_lab.data.preprocess.job import preprocess
 from megatron_lab.data.preprocess.shard_work import PreprocessJob

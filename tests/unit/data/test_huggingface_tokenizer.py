@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron_lab.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
 from megatron_lab.data.sentencepiece_json import SentencePieceFile
 from tests.support.vocabularies import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.support.vocabularies import BPE, TEXT, tokenizer_json, write_json
 

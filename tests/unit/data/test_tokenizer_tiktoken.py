@@ -14,7 +14,7 @@ import tiktoken
 from hypothesis import given
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.tokenizer import build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron_lab.tokenizers import vocabulary_files
 from megatron_lab.tokenizers.vocabulary_files import PATTERNS, KnownFile
 from tests.support.vocabularies import BPE, LLAMA3_PATTERN, TEXT, any_text, rank_lines, rank_list, ranked_tokens

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizers.tokenizer import SentencePieceTokenizer, build_tokenizer
+from megatron.data.tokenizer import SentencePieceTokenizer, build_tokenizer
 from megatron_lab.commands import train_tokenizer
 from megatron_lab.commands.train_tokenizer import main, parser
 from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.data.tokenizer import ByteTokenizer, NullTokenizer
 from megatron_lab.inference.continuation import TextStream
 
 TEXT = "Fünf 中文 \U0001f600 Ende."
@@ -48,7 +48,7 @@ def test_words_with_blanks_between() -> None:
 def test_a_sentencepiece_model(tmp_path: Path, length: int) -> None:
     """Its first blank is dropped at the beginning of a text, and only there."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    from megatron.data.tokenizers.tokenizer import SentencePieceTokenizer
+    from megatron.data.tokenizer import SentencePieceTokenizer
 
     words = [f"word{i} other{i}" for i in range(200)]
     sentencepiece.SentencePieceTrainer.train(

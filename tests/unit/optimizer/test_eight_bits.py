@@ -7,8 +7,7 @@ import torch
 
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.eight_bits import EightBitAdamW, _coded, _table, dynamic_codes
-from megatron.parallel.params import ParamRecord, Split
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamRecord, Split
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron_lab.verification.reference.update_rules import rounded
 from tests.support.lone_rank import lone_rank

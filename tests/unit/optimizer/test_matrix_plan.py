@@ -9,8 +9,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer import matrix_plan
 from megatron.optimizer.matrix_plan import Matrix, plan_matrices
 from megatron.optimizer.muon import flops, newton_schulz
-from megatron.parallel.params import ParamRecord, Split
-from megatron.parallel.shards import DividedParam
+from megatron.parallel.params import DividedParam, ParamRecord, Split
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron_lab.planner.kinds import Links
 from megatron_lab.planner.storages import StorageLedger

@@ -16,8 +16,7 @@ from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.placement import Link, choose_offloaded
 from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.collectives import Pending
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.params import ParamRecord, Shard, ShardGroup
 from tests.support import lazy_streams
 from tests.support.held import state_held_by
 from tests.support.lone_rank import lone_rank

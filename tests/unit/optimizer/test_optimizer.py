@@ -18,8 +18,7 @@ from megatron.optimizer import placement
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.statistics import count_zeros, square_sums
 from megatron.parallel.boxes import FlatPiece
-from megatron.parallel.params import ParamRecord
-from megatron.parallel.shards import DividedParam, Shard, ShardGroup
+from megatron.parallel.params import DividedParam, ParamRecord, Shard, ShardGroup
 from tests.support.held import state_held_by
 from tests.support.lone_rank import CPU, lone_rank
 

@@ -17,8 +17,7 @@ from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.rule import Target, Update, Updater, UpdateRule, by_torch, param_groups
 from megatron.optimizer.rules import RULES, RuleOf, for_all
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamEntry, ParamRecord, Split
-from megatron.parallel.shards import Shard, ShardGroup
+from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup, Split
 from megatron.parallel.topology import Topology
 from tests.support.lone_rank import lone_rank
 

@@ -14,7 +14,7 @@ from megatron.config.checks.finding import Change, change
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.given import DryRun
 from megatron.config.rules import violations
-from megatron.data.tokenizers.tokenizer import planned_rows
+from megatron.data.tokenizer import planned_rows
 from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron_lab.planner.cluster import load_cluster

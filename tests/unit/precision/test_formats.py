@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.precision.scaling import BLOCK, E4M3, E5M2, Format, Grain, magnitudes, quantised, rounded_into
+from megatron.precision.fp8_products import BLOCK, E4M3, E5M2, Format, Grain, magnitudes, quantised, rounded_into
 from megatron_lab.planner.storages import StorageLedger
 from megatron_lab.verification.reference.eight_bits import on_grid, scaled_to_grid
 
@@ -51,7 +51,7 @@ SHARING: dict[Grain, tuple[int, int]] = {
 @pytest.mark.parametrize("grain", SHARING)
 def test_those_that_share_a_scale_are_scaled_alike(grain: Grain, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of zeros among them; also of a matrix that lies turned in memory, and in parts."""
-    monkeypatch.setattr("megatron.precision.scaling._ELEMENTS_AT_ONCE", 3 * BLOCK * BLOCK)
+    monkeypatch.setattr("megatron.precision.fp8_products._ELEMENTS_AT_ONCE", 3 * BLOCK * BLOCK)
     x = torch.randn(2 * BLOCK, 3 * BLOCK, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x *= torch.logspace(-6, 6, 3 * BLOCK, dtype=torch.float64)
     x[:BLOCK, :BLOCK] = 0.0
@@ -70,7 +70,7 @@ def test_those_that_share_a_scale_are_scaled_alike(grain: Grain, dtype: torch.dt
 @pytest.mark.parametrize("grain", SHARING)
 def test_a_larger_matrix_takes_no_more_memory_beside_the_result(grain: Grain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more rows, or of longer ones: it is quantised in parts."""
-    monkeypatch.setattr("megatron.precision.scaling._ELEMENTS_AT_ONCE", 4 * BLOCK * BLOCK)
+    monkeypatch.setattr("megatron.precision.fp8_products._ELEMENTS_AT_ONCE", 4 * BLOCK * BLOCK)
     beside = set()
     for rows, columns in ((8, 2), (16, 2), (8, 4)):
         with StorageLedger() as ledger:

@@ -9,9 +9,8 @@ import torch
 
 from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe, PrecisionConfig
 from megatron.parallel.accumulate import GradSink
-from megatron.precision.fp8_products import Fp8Products, scaled_product_into
+from megatron.precision.fp8_products import E4M3, Fp8Products, Grain, Quantised, magnitudes, scaled_product_into
 from megatron.precision.products import check_device, why_not
-from megatron.precision.scaling import E4M3, Grain, Quantised, magnitudes
 from megatron.tensor_parallel.linear import Form, linear_of
 from megatron_lab.planner.kernel_memory import CudaKernels
 from megatron_lab.planner.storages import StorageLedger

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from megatron.training.life import LOST_CONTACT
+from megatron.training.signals import LOST_CONTACT
 from megatron_lab.resilience.roll import Life
 from megatron_lab.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge
 

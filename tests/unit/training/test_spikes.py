@@ -13,8 +13,7 @@ import pytest
 from megatron.checkpoint.save_folder import check_counts
 from megatron.config.training import SpikeConfig
 from megatron.data.history import Phase, describe_phases, go_on, pass_over, read_before, readings
-from megatron.training.progress import Progress
-from megatron.training.spikes import SpikeJudge, remembered
+from megatron.training.progress import Progress, SpikeJudge, remembered
 from tests.unit.data.test_data_history import A, phase
 
 CONFIG = SpikeConfig(spike_policy="skip", spike_window=8, spike_threshold=6.0)

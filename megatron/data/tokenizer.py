@@ -1,4 +1,4 @@
-"""Builds the tokenizer that the flags ask for, and says how many rows the word embedding has."""
+"""Tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from megatron.config.data import DataConfig, TokenizerType
 from megatron.config.extras import optional
 from megatron.config.imports import named
+
+# ---- Builds the tokenizer that the flags ask for, and says how many rows the word embedding has.
 
 # ---- The base class of tokenizers, and the plain ones: raw bytes, ids written as numbers, sentencepiece's models.
 

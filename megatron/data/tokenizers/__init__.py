@@ -1,1 +1,0 @@
-"""Tokenizers: text to token ids and back."""
