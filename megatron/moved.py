@@ -20,7 +20,7 @@ _MODULES = {
         "legacy_checkpoint legacy_files legacy_optimizer legacy_settings megatron_source source torch_file"
     ),
     ("megatron.checkpoint", "megatron_lab.node_memory"): "keeper node_link node_storage",
-    ("megatron.data", "megatron_lab.data"): "preprocess",
+    ("megatron.data", "megatron_lab.data"): "megatron_order preprocess",
     ("megatron.data", "megatron_lab"): "tokenizers",
     ("megatron.training", "megatron_lab.monitoring"): (
         "compilation compiler_facts loss_picture memory_report out_of_memory plan_report profiler rehearsal"
@@ -34,23 +34,25 @@ _MODULES = {
     ("megatron.training", "megatron_lab.audit"): "nonfinite sentinel",
     ("megatron.training", "megatron_lab.resilience"): "ahead rewind",
     ("megatron.config", "megatron_lab.migration"): "compat",
+    ("megatron.checkpoint", "megatron_lab.migration"): "checkpoint_args",
 }
 """Former and present package of modules that have kept their names, packages among them."""
 _JOINED = {
     "megatron.config": "lora>model experts>model speed>precision batch_steps>training layer_costs>pipeline_layout "
-    "module_start>launcher",
+    "module_start>launcher settle>rules",
     "megatron.context_parallel": "travel>attention",
-    "megatron.checkpoint": "agreement>savers",
+    "megatron.checkpoint": "agreement>savers content_sums>manifest",
     "megatron.data": "loss_mask>indexed_dataset mock>splits pieces>windows packed_dataset>gpt_dataset index_cache>indexed_writer",
     "megatron.data_parallel": "frozen>buckets",
     "megatron.memory": "kept>recompute",
-    "megatron.metrics": "output>log_line",
-    "megatron.model": "init>build dropout>block",
+    "megatron.metrics": "output>log_line timers>measures device_peaks>measures",
+    "megatron.model": "init>build dropout>block treatment>block shared_heads>all_heads_norm",
     "megatron.moe": "capacity>dispatch choice>balance",
-    "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan",
-    "megatron.parallel": "backends>context vectors>handles shards>params",
-    "megatron.pipeline_parallel": "returns>executor",
+    "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan qk_clip>matrices elementwise>rules",
+    "megatron.parallel": "backends>context vectors>handles shards>params scope>params",
+    "megatron.pipeline_parallel": "returns>executor queues>exchange",
     "megatron.precision": "formats>fp8_products scaling>fp8_products scaled_product>fp8_products device>products",
+    "megatron.spec": "registered>activations",
     "megatron.tensor_parallel": "embedding>layers",
     "megatron.training": "lost_contact>failure effective_model>resume own_metrics>watch goodput>progress attention_kernel>startup "
     "model_norms>gradient_noise spikes>progress saved_schedule>progress life>signals",

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import DamagedCheckpointError, TruncatedError
 from megatron.checkpoint.global_tensor import torch_dtype
-from megatron.checkpoint.manifest import Manifest, StoredBox
+from megatron.checkpoint.manifest import Checksum, Manifest, StoredBox, matches
 from megatron.checkpoint.safetensors_file import Entry, Header
 from megatron.checkpoint.storage import Storage
 from megatron.parallel.boxes import Box, flat_range_boxes

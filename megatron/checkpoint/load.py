@@ -20,11 +20,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed, ranks_named
 from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, torch_dtype
-from megatron.checkpoint.manifest import Manifest, StoredBox, StoredTensor, tiles
+from megatron.checkpoint.manifest import NO_SUMS, Manifest, StoredBox, StoredTensor, Sums, content_sums, tiles
 from megatron.checkpoint.save_folder import manifest_in
 from megatron.checkpoint.savers import decide
 from megatron.checkpoint.storage import Place, Storage

@@ -14,9 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.checkpoint.content_sums import NO_SUMS, Checksum, Sums, content_sums
 from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, box_key, joined, tiles
+from megatron.checkpoint.manifest import (
+    NO_SUMS,
+    Checksum,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    Sums,
+    box_key,
+    content_sums,
+    joined,
+    tiles,
+)
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, header_bytes, in_files
 from megatron.checkpoint.storage import Draft, Writing
 from megatron.parallel.boxes import Box

@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.content_sums import Checksum, matches
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.manifest import Manifest, StoredFile, joined, part_from_json
+from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile, joined, matches, part_from_json
 from megatron.checkpoint.storage import CONFIG, COUNTS, MANIFEST, RECENT, STATE, Draft, Place, Storage
 from megatron.checkpoint.storage_kinds import open_storage
 

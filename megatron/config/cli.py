@@ -25,9 +25,8 @@ from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, of_
 from megatron.config.imports import import_modules, named
 from megatron.config.launcher import adopt_launcher, is_first_rank, launched
 from megatron.config.model_files import LIST, file_of, table
-from megatron.config.rules import is_harmless, violations
+from megatron.config.rules import is_harmless, settled, violations, with_vocabulary
 from megatron.config.save import to_yaml
-from megatron.config.settle import settled, with_vocabulary
 
 PROGRAM = "pretrain_gpt.py"
 
@@ -181,7 +180,8 @@ def _assembled(
     config = found.config()
     contradictions: list[Violation] = []
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        from megatron.checkpoint.checkpoint_args import set_by_checkpoint, take_from_checkpoint  # this imports numpy
+        set_by_checkpoint = named("megatron_lab.migration.checkpoint_args:set_by_checkpoint")  # its module imports numpy
+        take_from_checkpoint = named("megatron_lab.migration.checkpoint_args:take_from_checkpoint")
 
         found.fixed.update(set_by_checkpoint())
         config, contradictions = take_from_checkpoint(config, found.explicit)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from megatron.config.config import Config
 from megatron.config.setting import SettingFacts
-from megatron.spec.registered import added
+from megatron.spec.activations import added
 
 _KINDS = {int: "whole number", float: "number", str: "text"}
 _LARGEST = 10**15

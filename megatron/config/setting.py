@@ -86,7 +86,7 @@ class SettingFacts:
     """With these it changes nothing, or little, although its condition holds. It is then accepted, and the start-up log gives the
     reason."""
     opens: bool = False
-    """Whether modules of the user's own add to its choices, see `megatron/spec/registered.py`."""
+    """Whether modules of the user's own add to its choices, see `megatron/spec/activations.py`."""
 
 
 def setting(

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, split_words
+from megatron.config.imports import named
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, PackedDataset
 from megatron.data.history import Blending, BlendPart, Phase, Stretch, read_before, readings
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint, has_loss_mask, loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import cache_for
-from megatron.data.megatron_order import GreedyBlend, requested_samples
 from megatron.data.samples import SampleSource
 from megatron.data.splits import DataSplit
 from megatron.data.tokenizer import Tokenizer
@@ -182,10 +182,13 @@ class SplitData(DataSplit):
                     f"of each dataset: {num_samples:,}.\n"
                     "  Give weights (--data-path WEIGHT PREFIX ...), read less, or use --data-order epoch."
                 )
-        counts: Sequence[int | None] = [None] * len(weights) if by_size else requested_samples(weights, num_samples)
+        counts: Sequence[int | None] = [None] * len(weights)
+        if not by_size:
+            counts = named("megatron_lab.data.megatron_order:requested_samples")(weights, num_samples)
         sources = [self._dataset(each, num_samples=count) for each, count in zip(self.components, counts, strict=True)]
         cache = cache_for(self.components[0].dataset.prefix, self.config.data_cache_path, note=_log.info)
-        return BlendedDataset(sources, GreedyBlend(weights, num_samples, cache, by_size=by_size))
+        greedy = named("megatron_lab.data.megatron_order:GreedyBlend")(weights, num_samples, cache, by_size=by_size)
+        return BlendedDataset(sources, greedy)
 
     def _dataset(
         self, component: Component, *, num_samples: int | None = None, earlier: Sequence[Stretch] = ()

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES, DataOrder
+from megatron.config.imports import named
 from megatron.data.epoch_order import EpochOrder
 from megatron.data.history import Stretch
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.megatron_order import MegatronOrder
 from megatron.data.order import DOCUMENTS, WINDOWS, permutation
 from megatron.data.samples import ENDS, LEARNED, SamplePiece, SampleSource
 from megatron.data.windows import PassIndex, SampleOrder, Selection, SequencePieces, TokenReader, joined, lay_out, pieces_of
@@ -71,7 +71,8 @@ class GPTDataset(SampleSource):
                 "  Keep --seq-length, or train with --data-order epoch."
             )
         else:
-            self.order = MegatronOrder(self.selection, num_samples=num_samples, cache=cache)
+            make = named("megatron_lab.data.megatron_order:MegatronOrder")
+            self.order = make(self.selection, num_samples=num_samples, cache=cache)
         self._passes = KeptPasses(self.order.index)
         self._tokens = TokenReader(dataset, vocab_size)
 

@@ -10,7 +10,6 @@ Buffers are allocated at their first use and kept. Their sizes are powers of two
 from __future__ import annotations
 
 import functools
-import resource
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -114,8 +113,3 @@ class HostMemory:
     def allocate(self, size: int) -> torch.Tensor:
         """New memory of so many bytes."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
-
-
-def process_bytes() -> int:
-    """The most host memory that this process had at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

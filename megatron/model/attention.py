@@ -21,8 +21,8 @@ from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
 from megatron.parallel.accumulate import through
 from megatron.parallel.collectives import all_gather
+from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey
-from megatron.parallel.scope import Scope
 from megatron.spec.layers import AttentionSpec, NormSpec, ScoreSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
@@ -30,8 +30,8 @@ from megatron.tensor_parallel.linear import Remade
 if TYPE_CHECKING:
     from megatron.attention.largest import LayerScores
     from megatron.context_parallel.attention import Sharers
+    from megatron.model.all_heads_norm import Sharing
     from megatron.model.key_value_cache import KeyValueCache
-    from megatron.model.shared_heads import Sharing
 
 
 class _Split(torch.autograd.Function):
@@ -178,11 +178,11 @@ class Attention(CoreAttention):
     ) -> None:
         sharing: Sharing | None = None
         if spec.kv_heads < scope.tp.size:  # else each rank has key-value heads of its own
-            sharing = named("megatron.model.shared_heads:Sharing").of(scope.tp, spec.heads, spec.kv_heads, spec.head_size)
+            sharing = named("megatron.model.all_heads_norm:Sharing").of(scope.tp, spec.heads, spec.kv_heads, spec.head_size)
         queries = spec.heads // spec.kv_heads // (1 if sharing is None else sharing.ranks)
         super().__init__(scope, spec.scores, queries, layer, dropout, recomputes_core=recomputes_core)
         self.head_size, self.sharing = spec.head_size, sharing
-        self.exchanged = None if sharing is None else named("megatron.model.shared_heads:exchanged")
+        self.exchanged = None if sharing is None else named("megatron.model.all_heads_norm:exchanged")
         self.interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.qkv = ColumnParallelLinear(scope.child("qkv"))
         sizes = [heads * spec.head_size if spec.qk_norm == "all_heads" else spec.head_size for heads in (spec.heads, spec.kv_heads)]

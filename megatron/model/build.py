@@ -19,9 +19,8 @@ from megatron.model.gpt import GPTChunk, residual_dtype
 from megatron.model.output_layer import LossForm
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamRecord, ParamTable, materialize
+from megatron.parallel.params import ParamRecord, ParamTable, Scope, materialize
 from megatron.parallel.random import stable_seed
-from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
 from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of, with_depths

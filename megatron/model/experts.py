@@ -16,8 +16,8 @@ from megatron.moe.balance import Balance, choose, probabilities, scores_of
 from megatron.moe.dispatch import Apply, Dispatcher, padded, taken
 from megatron.moe.grouped import grouped_linear
 from megatron.parallel.accumulate import through
+from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey, seed_device
-from megatron.parallel.scope import Scope
 from megatron.spec.mlps import ExpertsSpec, MLPSpec, RouterSpec
 from megatron.tensor_parallel.linear import Remade
 

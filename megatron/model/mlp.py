@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import Scope
 from megatron.spec.activations import register
 from megatron.spec.mlps import MLPSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

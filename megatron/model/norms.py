@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.parallel.handles import VectorUser
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import Scope
 from megatron.spec.layers import NormSpec
 from megatron.tensor_parallel.linear import Remade
 

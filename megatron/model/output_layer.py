@@ -11,7 +11,7 @@ from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.parallel.collectives import all_gather
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import Scope
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron.tensor_parallel.cross_entropy import Columns, capped, vocab_parallel_cross_entropy
 from megatron.tensor_parallel.linear import InputMode, parallel_linear

@@ -26,7 +26,7 @@ from megatron.parallel.params import DividedParam, Shard, ShardGroup
 from megatron.spec.groups import RUN_ENDS, RateEnds, groups_of
 
 if TYPE_CHECKING:
-    from megatron.optimizer.qk_clip import QKClip
+    from megatron.optimizer.matrices import QKClip
 
 
 class ShardedOptimizer:
@@ -73,7 +73,7 @@ class ShardedOptimizer:
         self._clip: QKClip | None = None
         if config.qk_clip:
             assert largest is not None, "they were watched"
-            self._clip = named("megatron.optimizer.qk_clip:QKClip")(
+            self._clip = named("megatron.optimizer.matrices:QKClip")(
                 largest, config.qk_clip_threshold, config.qk_clip_alpha, context
             )
         self._placements: list[list[StatePlacement]] = []

@@ -31,7 +31,7 @@ from megatron.parallel.torch_private import foreach_copy_, foreach_lerp_
 from megatron.spec.groups import GroupOf
 
 if TYPE_CHECKING:
-    from megatron.optimizer.qk_clip import QKClip
+    from megatron.optimizer.matrices import QKClip
 
 # Elements that a thread updates before it rounds them to the model's dtype: so few that `main` is then still in its cache (Adam
 # touches 4 MiB), so many that the calls cost little. In one thread in bfloat16 the whole step takes so many times the update alone:

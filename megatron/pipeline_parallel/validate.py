@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
-from megatron.pipeline_parallel.exchange import ReceivePlan, deliveries, plan_exchanges
-from megatron.pipeline_parallel.queues import choose_receives, stuck
+from megatron.pipeline_parallel.exchange import ReceivePlan, choose_receives, deliveries, plan_exchanges, stuck
 from megatron.pipeline_parallel.simulate import walk
 from megatron.spec.operations import Message, Op, OpKind, Schedule
 

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.parallel.accumulate import accumulate_rows, grad_dtype
 from megatron.parallel.collectives import reduce_scatter_forward, sum_forward
 from megatron.parallel.handles import VectorUser
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import Scope
 from megatron.precision.products import PLAIN, products_of
 from megatron.tensor_parallel.linear import LAYERS, Form, InputMode, OutputMode, Remade, linear_by_handle, linear_of
 

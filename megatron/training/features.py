@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.config.config import Config
 from megatron.config.imports import named
 from megatron.config.outputs import run_folder
-from megatron.memory.host import process_bytes
+from megatron.metrics.measures import process_bytes
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import Explanations, is_out_of_memory
 from megatron.training.progress import BatchSizePlan, Progress

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from megatron.checkpoint.storage import Place
 from megatron.config.config import Config
 from megatron.config.imports import named
-from megatron.metrics.timers import Timers
+from megatron.metrics.measures import Timers
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay

@@ -15,7 +15,6 @@ import torch
 from megatron.config.imports import named
 from megatron.config.outputs import LoggingConfig
 from megatron.data.history import tokens_read
-from megatron.memory.host import process_bytes
 from megatron.metrics.log_line import (
     LineNumbers,
     Printer,
@@ -25,8 +24,8 @@ from megatron.metrics.log_line import (
     short_validation_line,
     validation_lines,
 )
+from megatron.metrics.measures import Timers, format_times, process_bytes, times_of_ranks
 from megatron.metrics.run_warnings import LossWarnings
-from megatron.metrics.timers import Timers, format_times, times_of_ranks
 from megatron.model.build import Model
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext

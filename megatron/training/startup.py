@@ -17,7 +17,7 @@ import torch
 
 from megatron.attention.backends import chosen_kernel, kernels_in_use, use_backend
 from megatron.attention.core import as_samples, one_kernel, shaped_kernel
-from megatron.config.checks.speed import attention_call
+from megatron.config.checks.memory import attention_call
 from megatron.config.config import Config
 from megatron.config.imports import named
 from megatron.config.model import ModelConfig
@@ -26,9 +26,8 @@ from megatron.config.precision import PrecisionConfig, SpeedConfig
 from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.config.version import how_to_install
-from megatron.metrics.device_peaks import mixed_peak_flops
+from megatron.metrics.measures import Timers, mixed_peak_flops
 from megatron.metrics.run_warnings import STARTS, Corpus, LossWarnings
-from megatron.metrics.timers import Timers
 from megatron.model.build import Model, model_dtype
 from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, broadcast_object

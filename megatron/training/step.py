@@ -20,7 +20,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.provider import Inspect
 from megatron.data_parallel.traffic import StepSums
-from megatron.metrics.timers import Timers
+from megatron.metrics.measures import Timers
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.checkpoint.storage import Place
-from megatron.config.checks.speed import check_backend
+from megatron.config.checks.memory import check_backend
 from megatron.config.cli import LoadedConfig
 from megatron.config.config import Config
 from megatron.config.imports import named

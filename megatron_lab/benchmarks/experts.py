@@ -29,8 +29,7 @@ from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.accumulate import GradSink, sink_of
 from megatron.parallel.context import ParallelContext, make_context
-from megatron.parallel.params import ParamTable, materialize
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import flops_per_token
 from megatron.spec.mlps import ExpertsSpec, experts_of

@@ -23,7 +23,7 @@ import torch
 from megatron.config.launcher import module_start
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.measures import peak_flops
 from megatron.model.build import build_model
 from megatron.model.compiled import BlockCompiler
 from megatron.model.inputs import ModelInputs

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from megatron.parallel import overlap
 from megatron.parallel.context import make_context
 from megatron.parallel.overlap import Overlap, Pieces
-from megatron.parallel.params import ParamTable, materialize
+from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.products import product_into
-from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.precision.products import PLAIN, Products
 from megatron.spec.weights import column, row

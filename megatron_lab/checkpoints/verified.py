@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.content_sums import NO_SUMS, content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.global_tensor import bytes_of, torch_dtype
-from megatron.checkpoint.manifest import StoredTensor, tiles
+from megatron.checkpoint.manifest import NO_SUMS, StoredTensor, content_sums, tiles
 from megatron.checkpoint.save_folder import faults_of_files, manifest_in, read_json
 from megatron.checkpoint.storage import CONFIG, STATE, Storage
 from megatron.parallel.boxes import Box

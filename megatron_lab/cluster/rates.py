@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.measures import peak_flops
 from megatron_lab.cluster.measurement import Measured
 from megatron_lab.cluster.probes import Beside, Seconds, Sent, Timed
 from megatron_lab.planner.cluster import Cluster, Reached

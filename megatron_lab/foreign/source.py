@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.checkpoint.content_sums import content_sums
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, bytes_of, torch_dtype
+from megatron.checkpoint.manifest import content_sums
 from megatron.checkpoint.save_folder import manifest_in, read_json
 from megatron.checkpoint.storage import CONFIG, STATE, Place
 from megatron.checkpoint.storage_kinds import open_storage

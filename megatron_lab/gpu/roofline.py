@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron.config.extras import PACKAGES, is_missing
-from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.measures import peak_flops
 from megatron.parallel import torch_private
 from megatron_lab.gpu.context import CheckContext, Outcome
 from megatron_lab.gpu.jobs import torch_device

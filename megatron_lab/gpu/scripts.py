@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.config.given import DryRun
-from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.measures import peak_flops
 from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.counts import flops_per_step
 from megatron_lab.gpu.context import ROOT, CheckContext, CheckFailed, DoesNotFit, Outcome

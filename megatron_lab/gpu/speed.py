@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from megatron.config.given import DryRun
-from megatron.metrics.device_peaks import mixed_peak_flops
+from megatron.metrics.measures import mixed_peak_flops
 from megatron.spec.counts import count_parameters, flops_in_8_bits, flops_per_step
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, plain_step
 from megatron_lab.benchmarks.shapes import SHAPES, Shape, command_line

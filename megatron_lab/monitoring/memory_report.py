@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.config.config import Config
-from megatron.memory.host import process_bytes
+from megatron.metrics.measures import process_bytes
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.training.features import Feature, Run

@@ -18,8 +18,8 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.products import dtype_name
 from megatron.parallel.topology import Topology
+from megatron.pipeline_parallel.exchange import describe_receives
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
-from megatron.pipeline_parallel.queues import describe_receives
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
 from megatron.precision.products import describe_precision

@@ -9,7 +9,7 @@ import torch
 
 from megatron.attention.core import one_kernel
 from megatron.attention.documents import bytes_copied_for_groups
-from megatron.config.checks.speed import attention_call
+from megatron.config.checks.memory import attention_call
 from megatron.config.config import Config
 from megatron.spec.attention_backends import kernels_of, kernels_to_time
 from megatron.spec.layers import context_ways, layers

@@ -35,8 +35,7 @@ from megatron.model.gpt import GPTChunk
 from megatron.moe.balance import Balance
 from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import ParamTable, materialize
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.layers import LayerSpec, alike, layers
 from megatron.spec.operations import OpKind

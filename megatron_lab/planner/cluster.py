@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.extras import optional
 from megatron.config.regular_file import read_text
-from megatron.metrics.device_peaks import peak_flops
+from megatron.metrics.measures import peak_flops
 
 _FOLDER = "clusters"
 DEFAULT = "h100"

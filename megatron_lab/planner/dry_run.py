@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from megatron.attention.backends import backend_in_use
-from megatron.config.checks.speed import check_backend
+from megatron.config.checks.memory import check_backend
 from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data_parallel.traffic import NUM_SCALARS, noise_traffic

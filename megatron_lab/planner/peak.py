@@ -14,9 +14,8 @@ from megatron.config.config import Config
 from megatron.memory.host import buffer_size
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.exchange import ReceivePlan, plan_exchanges
+from megatron.pipeline_parallel.exchange import ReceivePlan, choose_receives, plan_exchanges
 from megatron.pipeline_parallel.executor import back_soon, fetched_during
-from megatron.pipeline_parallel.queues import choose_receives
 from megatron.spec.operations import Message, Op, OpKind, Schedule
 from megatron_lab.planner.chunk_trace import ChunkTrace
 from megatron_lab.planner.planned_inputs import PlaceOfDocuments, input_bytes

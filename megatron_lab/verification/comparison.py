@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.spec.registered import read_with
+from megatron.spec.activations import read_with
 from megatron_lab.verification.joined import AXES, JoinedTensor, Measured, join, joint_norm, measure
 from megatron_lab.verification.observation import Observation, PlainStep, RankObservation, RankStep, TensorPart
 from megatron_lab.verification.wording import NEGLIGIBLE, ROUNDING, Factor, layout_factors, place_words, stages_of

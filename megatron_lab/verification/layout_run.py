@@ -10,7 +10,7 @@ import torch
 
 from megatron.attention.backends import backend_in_use
 from megatron.config.config import Config
-from megatron.metrics.timers import Timers
+from megatron.metrics.measures import Timers
 from megatron.model.build import model_of
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, connect

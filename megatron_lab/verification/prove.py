@@ -18,8 +18,8 @@ from megatron.model.build import build_model, overlaps
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import table_of
+from megatron.spec.activations import added, read_with
 from megatron.spec.attention_backends import kernels_of
-from megatron.spec.registered import added, read_with
 from megatron_lab.verification.layout_run import observe_rank
 from megatron_lab.verification.local_ranks import run_ranks
 from megatron_lab.verification.observation import Observation, ProofTask

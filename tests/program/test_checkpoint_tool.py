@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.data_files import DataFiles
 from megatron.checkpoint.local_storage import LocalStorage
+from megatron.checkpoint.manifest import content_digest
 from megatron.parallel.boxes import Box
 from megatron_lab.checkpoints import compare
 from megatron_lab.checkpoints.compare import difference

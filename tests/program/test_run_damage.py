@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.content_sums import Checksum
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.manifest import Manifest, StoredFile
+from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile
 from megatron.checkpoint.save_folder import LATEST, manifest_in, note_damaged
 from megatron.checkpoint.storage import MANIFEST
 from megatron.checkpoint.storage_kinds import open_storage

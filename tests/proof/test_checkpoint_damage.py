@@ -13,11 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.content_sums import Checksum
 from megatron.checkpoint.data_files import BoxRead, DataFiles
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.manifest import Checksum, Manifest, StoredBox, StoredFile, StoredTensor
 from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state
 from megatron.parallel.boxes import Box
 from megatron_lab.verification.local_ranks import run_ranks

@@ -16,8 +16,7 @@ from megatron.model import output_layer
 from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import ParallelContext, make_context
-from megatron.parallel.params import ParamTable, materialize
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import vocabulary
 from megatron.tensor_parallel.cross_entropy import minimised

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.model import ModelConfig
 from megatron.parallel.context import ParallelContext, make_context
-from megatron.parallel.params import ParamTable, materialize
+from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.products import add_rows
-from megatron.parallel.scope import Scope
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import WORD_EMBEDDING, Init, padded_vocab_size, vocabulary
 from megatron.tensor_parallel.layers import VocabParallelEmbedding, lookup

@@ -19,10 +19,9 @@ from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel import p2p
 from megatron.pipeline_parallel import validate as validating
-from megatron.pipeline_parallel.exchange import plan_as_sent
+from megatron.pipeline_parallel.exchange import Chosen, plan_as_sent
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors, TensorSpec
-from megatron.pipeline_parallel.queues import Chosen
 from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
 from megatron.spec.schedules import gpipe, make_schedule, one_f_one_b
 from megatron.tensor_parallel.linear import parallel_linear

@@ -17,8 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
 from megatron.parallel.overlap import Pieces
-from megatron.parallel.params import ParamTable, materialize
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
 from megatron.precision.products import PLAIN
 from megatron.spec.weights import column, row

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 MODULES = (
-    "megatron.metrics.device_peaks",
+    "megatron.metrics.measures",
     "megatron.spec.counts",
     "megatron.metrics.history",
     "megatron.metrics.log_line",
     "megatron_lab.monitoring.loggers",
-    "megatron.metrics.timers",
+    "megatron.metrics.measures",
     "megatron.optimizer.lr_schedule",
 )
 

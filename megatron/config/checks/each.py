@@ -24,7 +24,7 @@ from megatron.config.checks.sharding import left_to_buckets
 from megatron.config.config import Config
 from megatron.config.flags import flags
 from megatron.config.param_groups import entry_of
-from megatron.spec.registered import added
+from megatron.spec.activations import added
 
 LARGEST_WORLD = 1_048_576
 """The most ranks: no machine has as many."""

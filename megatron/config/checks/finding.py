@@ -14,7 +14,7 @@ from typing import Any
 from megatron.config.config import Config
 from megatron.config.flags import Flag, flag_for, flags
 from megatron.config.setting import Beside
-from megatron.spec.registered import read_with
+from megatron.spec.activations import read_with
 
 
 @dataclass(frozen=True)

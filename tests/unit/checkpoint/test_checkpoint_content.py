@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.content_sums import NO_SUMS, Sums, content_digest, content_sums
 from megatron.checkpoint.global_tensor import bytes_of, torch_dtype
+from megatron.checkpoint.manifest import NO_SUMS, Sums, content_digest, content_sums
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.boxes import Box
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_world

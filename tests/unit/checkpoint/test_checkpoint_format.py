@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 import xxhash
 
-from megatron.checkpoint.content_sums import content_digest
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.manifest import content_digest
 from megatron.checkpoint.safetensors_file import Entry, Header
 from megatron.checkpoint.save_folder import read_state
 from megatron.checkpoint.storage_kinds import open_storage

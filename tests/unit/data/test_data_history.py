@@ -18,9 +18,9 @@ from megatron.data.datasets import SplitData
 from megatron.data.history import BlendPart, Phase, Stretch, describe_phases, go_on, read_before, readings
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.megatron_order import GreedyBlend
 from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import NullTokenizer
+from megatron_lab.data.megatron_order import GreedyBlend
 
 A, B, C = (BlendPart(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.data import megatron_order
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import Stretch
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.megatron_order import GreedyBlend, MegatronPlan, requested_samples
+from megatron_lab.data import megatron_order
+from megatron_lab.data.megatron_order import GreedyBlend, MegatronPlan, requested_samples
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.metrics.device_peaks import mixed_peak_flops, peak_flops
+from megatron.metrics.measures import mixed_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.metrics.timers import Timers, TimingOption, format_times, times_of_ranks
+from megatron.metrics.measures import Timers, TimingOption, format_times, times_of_ranks
 
 
 class Clock:

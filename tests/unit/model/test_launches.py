@@ -14,8 +14,7 @@ from megatron.model.block import Block
 from megatron.model.output_layer import LossForm, OutputLayer, chosen_chunk
 from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import GradSink
-from megatron.parallel.params import ParamTable
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import ParamTable, Scope
 from megatron.spec.layers import layers
 from megatron.spec.weights import model_weights, vocabulary
 from megatron_lab.planner.kernel_memory import CudaKernels

@@ -7,8 +7,7 @@ import torch
 
 from megatron.config.model import Normalization
 from megatron.model.norms import Norm
-from megatron.parallel.params import ParamTable, materialize
-from megatron.parallel.scope import Scope
+from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.spec.layers import NormSpec
 from megatron.spec.weights import norm as norm_weights
 from tests.support.lone_rank import CPU, lone_rank

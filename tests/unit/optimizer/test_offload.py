@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer import elementwise, placement, rules
+from megatron.optimizer import placement, rules
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.placement import Link, choose_offloaded
 from megatron.parallel.boxes import FlatPiece
@@ -40,7 +40,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     def both(config: OptimizerConfig) -> rules.RuleOf:
-        adam, sgd = elementwise.AdamW(config), elementwise.SGD(config)
+        adam, sgd = rules.AdamW(config), rules.SGD(config)
         return lambda record: adam if record.decay else sgd
 
     monkeypatch.setitem(rules.RULES, "both", both)

@@ -12,10 +12,9 @@ from torch import nn
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
-from megatron.optimizer.elementwise import SGD, AdamW
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.optimizer.rule import Target, Update, Updater, UpdateRule, by_torch, param_groups
-from megatron.optimizer.rules import RULES, RuleOf, for_all
+from megatron.optimizer.rules import RULES, SGD, AdamW, RuleOf, for_all
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup, Split
 from megatron.parallel.topology import Topology

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel import validate as validating
-from megatron.pipeline_parallel.exchange import AHEAD, plan_as_sent, plan_exchanges, plan_receives
-from megatron.pipeline_parallel.queues import QueueOf, choose_receives, describe_receives, stuck
+from megatron.pipeline_parallel.exchange import (
+    AHEAD,
+    QueueOf,
+    choose_receives,
+    describe_receives,
+    plan_as_sent,
+    plan_exchanges,
+    plan_receives,
+    stuck,
+)
 from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import Message, Schedule, forward_only
 from megatron.spec.schedules import SCHEDULES, make_schedule

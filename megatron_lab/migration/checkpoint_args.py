@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence, Set
 from typing import Any
 
-from megatron.checkpoint.content_sums import Checksum, matches
+from megatron.checkpoint.manifest import Checksum, matches
 from megatron.checkpoint.save_folder import checkpoint_name, iterations_in, latest_in
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
 from megatron.checkpoint.storage_kinds import open_storage
