@@ -6,14 +6,18 @@ Shapes: `s` sequence, `b` microbatch, `g` key-value heads, `r` query heads of ea
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from megatron.attention.backends import BLOCK_BY_BLOCK
-from megatron.attention.documents import MOST_AT_ONCE, Documents, attention_within_documents, flash_attention, flash_takes
 from megatron.parallel.products import slow_half
 from megatron.parallel.random import seed_device
 from megatron.spec.layers import PLAIN, ScoreSpec
+
+if TYPE_CHECKING:
+    from megatron.attention.documents import Documents
 
 
 def core_attention(
@@ -49,6 +53,8 @@ def core_attention(
     if dropout > 0.0 and seed is not None:
         seed_device(q.device, seed)
     if documents is not None:
+        from megatron.attention.documents import attention_within_documents
+
         return attention_within_documents(q.flatten(2, 3), k, v, documents, dropout, scores.scale).to(dtype)
     q, k, v, grouped = as_samples(q, k, v)
     out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scores.scale, enable_gqa=grouped)
@@ -81,6 +87,8 @@ def shaped_kernel(scores: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: 
     Args:
         q, v: any tensors of the dtype, device and size of a head.
     """
+    from megatron.attention.documents import flash_takes
+
     window_only = scores.softcap is None and scores.softmax == "vanilla"
     return "flash attention" if window_only and flash_takes(q, v, dropout) else BLOCK_BY_BLOCK
 
@@ -96,6 +104,8 @@ def _shaped_attention(
     seed: int | None,
 ) -> torch.Tensor:
     """Attention with a window, a cap or sinks."""
+    from megatron.attention.documents import MOST_AT_ONCE, flash_attention
+
     length, batch = q.shape[:2]
     window = scores.reach(length)
     if shaped_kernel(scores, q, v, dropout) == "flash attention":

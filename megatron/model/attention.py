@@ -14,7 +14,6 @@ from torch import nn
 
 from megatron.attention.backends import keeps_probabilities
 from megatron.attention.core import core_attention, one_kernel
-from megatron.attention.documents import Documents, reorder
 from megatron.config.imports import named
 from megatron.memory.recompute import recomputed
 from megatron.model.norms import Norm
@@ -28,6 +27,7 @@ from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 from megatron.tensor_parallel.linear import Remade
 
 if TYPE_CHECKING:
+    from megatron.attention.documents import Documents
     from megatron.attention.largest import LayerScores
     from megatron.context_parallel.attention import Sharers
     from megatron.model.all_heads_norm import Sharing
@@ -114,6 +114,8 @@ class CoreAttention(nn.Module):
         if self.sharers is None or not cache.empty:
             return kept
         assert documents is not None, "context ranks need to know who holds which tokens"
+        from megatron.attention.documents import reorder
+
         order, places = documents.order_of_holders
         # What fills the last of them up to a length that the ranks can share is left out.
         return tuple(reorder(all_gather(x, self.sharers.group), places, order)[: cache.longest] for x in kept)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.attention.documents import Documents
 from megatron.config.imports import named
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
@@ -28,6 +27,7 @@ from megatron.spec.segments import Segment
 from megatron.tensor_parallel.linear import Remade
 
 if TYPE_CHECKING:
+    from megatron.attention.documents import Documents
     from megatron.model.experts import Experts
     from megatron.model.key_value_cache import KeyValueCache
     from megatron.model.latent_attention import LatentAttention

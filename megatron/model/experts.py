@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.attention.documents import Documents
 from megatron.memory.recompute import decided, is_remade
 from megatron.model.mlp import FUNCTIONS, MLP
 from megatron.moe.balance import Balance, choose, probabilities, scores_of
@@ -20,6 +20,9 @@ from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.spec.mlps import ExpertsSpec, MLPSpec, RouterSpec
 from megatron.tensor_parallel.linear import Remade
+
+if TYPE_CHECKING:
+    from megatron.attention.documents import Documents
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.attention.documents import Documents
 from megatron.parallel.random import DropoutKey
 
 if TYPE_CHECKING:
+    from megatron.attention.documents import Documents
     from megatron.model.key_value_cache import KeyValueCache
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.attention.documents import Documents
 from megatron.model.attention import CoreAttention
 from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
@@ -27,6 +26,7 @@ from megatron.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLine
 from megatron.tensor_parallel.linear import Remade
 
 if TYPE_CHECKING:
+    from megatron.attention.documents import Documents
     from megatron.model.key_value_cache import KeyValueCache
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -73,7 +73,7 @@ class Feature:
         return []
 
     def around_run(self, run: Run) -> AbstractContextManager[object]:
-        """What is entered when the run begins to write its record, and left when all of that is closed."""
+        """Return a context manager that is entered before the run opens its record, and left after the record is closed."""
         return nullcontext()
 
     def watchers(self, run: Run) -> Sequence[Watcher]:
@@ -83,18 +83,20 @@ class Feature:
 
 @dataclass(frozen=True)
 class Requested:
-    """A feature, and what asks for it.
+    """A row of the table of features: what asks for a feature, and where it is.
 
     Args:
-        made_by: module and class, such as `package.module:Name`.
+        flag: the flag that asks for it, for readers; empty for a feature of every run.
+        made_by: its module and class, such as `package.module:Name`.
         wanted: whether a run of these settings on so many ranks has it.
     """
 
+    flag: str
     made_by: str
     wanted: Callable[[Config, int], bool]
 
     def load(self) -> Callable[[Config], Feature]:
-        """Import the class."""
+        """Import the class of the feature."""
         found: Callable[[Config], Feature] = named(self.made_by)
         return found
 
@@ -103,38 +105,45 @@ def _draws(config: Config) -> bool:
     return run_folder(config.checkpoint, config.logging) is not None and (config.logging.loss_picture or config.logging.report)
 
 
-HANGS = Requested("megatron_lab.flight.feature:HangFeature", lambda config, ranks: ranks > 1 and config.parallel.hang_warn_s > 0)
-PICTURES = Requested("megatron_lab.monitoring.loss_picture:PictureFeature", lambda config, ranks: _draws(config))
+_LAB = "megatron_lab"
+PICTURES = Requested("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws(c))
 FEATURES = (
     Requested(
-        "megatron_lab.monitoring.rehearsal:RecomputeFeature",
-        lambda config, ranks: config.memory.recompute_layers_per_stage == "auto",
+        "--recompute-layers-per-stage",
+        f"{_LAB}.monitoring.rehearsal:RecomputeFeature",
+        lambda c, ranks: c.memory.recompute_layers_per_stage == "auto",
     ),
-    Requested("megatron_lab.audit.watchers:TraceFeature", lambda config, ranks: config.debug.save_trace is not None),
-    Requested("megatron_lab.audit.watchers:ChecksFeature", lambda config, ranks: config.debug.check_replicas_every is not None),
+    Requested("--save-trace", f"{_LAB}.audit.watchers:TraceFeature", lambda c, ranks: c.debug.save_trace is not None),
     Requested(
-        "megatron_lab.monitoring.memory_report:MemoryFeature", lambda config, ranks: config.logging.memory_interval is not None
+        "--check-replicas-every", f"{_LAB}.audit.watchers:ChecksFeature", lambda c, ranks: c.debug.check_replicas_every is not None
     ),
-    Requested("megatron_lab.monitoring.plan_report:PlanFeature", lambda config, ranks: config.logging.plan_report is not None),
-    Requested("megatron_lab.monitoring.start_up_log:StartUpFeature", lambda config, ranks: True),
-    HANGS,
-    # Behind the audit, whose own gradients are none of the step's.
-    Requested("megatron_lab.audit.sentinel:SentinelFeature", lambda config, ranks: config.debug.sentinel_interval is not None),
-    Requested("megatron_lab.monitoring.compilation:CompilationFeature", lambda config, ranks: config.speed.compile),
-    Requested("megatron_lab.monitoring.profiler:ProfileFeature", lambda config, ranks: config.logging.profile),
-    Requested("megatron_lab.monitoring.profiler:PipelineProfileFeature", lambda config, ranks: config.logging.profile_pipeline),
+    Requested(
+        "--log-memory", f"{_LAB}.monitoring.memory_report:MemoryFeature", lambda c, ranks: c.logging.memory_interval is not None
+    ),
+    Requested("--plan-report", f"{_LAB}.monitoring.plan_report:PlanFeature", lambda c, ranks: c.logging.plan_report is not None),
+    Requested("", f"{_LAB}.monitoring.start_up_log:StartUpFeature", lambda c, ranks: True),
+    Requested("--hang-warn-s", f"{_LAB}.flight.feature:HangFeature", lambda c, ranks: ranks > 1 and c.parallel.hang_warn_s > 0),
+    # The sentinel comes after the checks, which compute gradients of their own in the first step.
+    Requested(
+        "--sentinel-interval", f"{_LAB}.audit.sentinel:SentinelFeature", lambda c, ranks: c.debug.sentinel_interval is not None
+    ),
+    Requested("--compile", f"{_LAB}.monitoring.compilation:CompilationFeature", lambda c, ranks: c.speed.compile),
+    Requested("--profile", f"{_LAB}.monitoring.profiler:ProfileFeature", lambda c, ranks: c.logging.profile),
+    Requested(
+        "--profile-pipeline", f"{_LAB}.monitoring.profiler:PipelineProfileFeature", lambda c, ranks: c.logging.profile_pipeline
+    ),
     PICTURES,
 )
-"""All of them. Those of a run watch it in this order."""
+"""All features. Their watchers are called in this order."""
 _OUT_OF_MEMORY = "megatron_lab.monitoring.out_of_memory:words_for"
 
 
 class Features:
-    """Those that the settings of a run ask for. It is made before ranks connect and before CUDA is used.
+    """The features that the settings of a run ask for. Create it before ranks connect and before CUDA is used.
 
     Args:
         world_size: ranks of the job.
-        explanations: gets the words for the end of memory.
+        explanations: gets an explanation for errors of exhausted memory.
         without: features that the run does not have, whatever the settings say.
     """
 
@@ -150,17 +159,17 @@ class Features:
         return iter(self._features)
 
     def begin(self) -> None:
-        """See `Feature.begin`."""
+        """Tell every feature that all forks are over."""
         for feature in self:
             feature.begin()
 
     def connected(self, context: ParallelContext, stack: ExitStack) -> None:
-        """See `Feature.connected`."""
+        """Tell every feature that the ranks are connected."""
         for feature in self:
             feature.connected(context, stack, self._explanations)
 
     def chosen(self, config: Config, context: ParallelContext) -> Config:
-        """See `Feature.chosen`."""
+        """Return the settings with what each feature chooses."""
         for feature in self:
             config = feature.chosen(config, context)
         return config
@@ -170,11 +179,11 @@ class Features:
         self._step, self._vocab_size = step, vocab_size
 
     def lines(self, run: Run) -> list[str]:
-        """See `Feature.lines`."""
+        """Return the start-up lines of all features, in the order of the table."""
         return [line for feature in self for line in feature.lines(run)]
 
     def watchers(self, run: Run) -> list[Watcher]:
-        """See `Feature.watchers`."""
+        """Return the watchers of all features, in the order of the table."""
         return [watcher for feature in self for watcher in feature.watchers(run)]
 
     def _words(self, error: BaseException) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.attention.documents import Documents, samples
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, has_own_splits, parse_split, split_words
+from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.data.history import Phase, describe_phases, go_on, pass_over
 from megatron.data.loader import StepLoader
@@ -32,6 +32,9 @@ from megatron.spec.counts import attention_shares
 from megatron.spec.schedules import placement
 from megatron.training.failure import together
 from megatron.training.progress import BatchSizePlan, Progress
+
+if TYPE_CHECKING:
+    from megatron.attention.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,9 @@ class BatchMaker:
             tensors["labels"],
             tensors["loss_mask"],
             key,
-            self._samples if bounds is None else Documents(bounds, tensors["bounds"], self.micro_batch_size, host.cut),
+            self._samples
+            if bounds is None
+            else named("megatron.attention.documents:Documents")(bounds, tensors["bounds"], self.micro_batch_size, host.cut),
             ahead=[(tensors[f"labels ahead {k + 1}"], tensors[f"mask ahead {k + 1}"]) for k in range(self.depths) if host.cut],
         )
 
@@ -220,12 +225,20 @@ class BatchMaker:
             positions = torch.from_numpy(self.cutting.of_samples.places(self.cutting.group.index)).to(self.context.device)
         return positions.unsqueeze(1).expand(-1, self.micro_batch_size)
 
+    def _documents(self, bounds: NDArray[np.int32], on_device: torch.Tensor, cut: Cut | None) -> Documents:
+        """The documents of a microbatch."""
+        found: Documents = named("megatron.attention.documents:Documents")(bounds, on_device, self.micro_batch_size, cut)
+        return found
+
     @functools.cached_property
     def _samples(self) -> Documents | None:
         """Whole samples, where attention needs to know which ranks hold which tokens of them."""
         if self.cutting.group.size == 1:
             return None
-        return samples(self.seq_length, self.micro_batch_size, self.cutting.of_samples, self.context.device)
+        found: Documents = named("megatron.attention.documents:samples")(
+            self.seq_length, self.micro_batch_size, self.cutting.of_samples, self.context.device
+        )
+        return found
 
 
 def reads_samples(context: ParallelContext, stage_of_chunk: Sequence[int], rules: DocumentRules) -> bool:

@@ -19,7 +19,7 @@ class _Phases(Watcher):
         self._flight = flight
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """See `Watcher`."""
+        """Write the name of the phase into the record."""
         self._flight.phase(name, iteration)
 
 

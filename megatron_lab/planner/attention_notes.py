@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from megatron.attention.core import one_kernel
-from megatron.attention.documents import bytes_copied_for_groups
 from megatron.config.checks.memory import attention_call
 from megatron.config.config import Config
 from megatron.spec.attention_backends import kernels_of, kernels_to_time
@@ -49,6 +48,8 @@ def bytes_copied(config: Config, *, on_cuda: bool) -> tuple[int, int]:
     heads = max(1, sizes.num_attention_heads // ranks)
     if heads == max(1, sizes.num_key_value_heads // ranks):
         return 0, 0
+    from megatron.attention.documents import bytes_copied_for_groups
+
     num_layers = 0
     for spec, way in zip(layers(sizes), context_ways(sizes, parallel.cp_comm_type), strict=True):
         scores = spec.attention.scores
