@@ -39,14 +39,14 @@ _MODULES = {
 """Former and present package of modules that have kept their names, packages among them."""
 _JOINED = {
     "megatron.config": "lora>model experts>model speed>precision batch_steps>training layer_costs>pipeline_layout "
-    "module_start>launcher settle>rules",
+    "module_start>launcher",
     "megatron.context_parallel": "travel>attention",
     "megatron.checkpoint": "agreement>savers content_sums>manifest",
     "megatron.data": "loss_mask>indexed_dataset mock>splits pieces>windows packed_dataset>gpt_dataset index_cache>indexed_writer",
     "megatron.data_parallel": "frozen>buckets",
     "megatron.memory": "kept>recompute",
     "megatron.metrics": "output>log_line timers>measures device_peaks>measures",
-    "megatron.model": "init>build dropout>block treatment>block shared_heads>all_heads_norm",
+    "megatron.model": "init>build dropout>block shared_heads>all_heads_norm",
     "megatron.moe": "capacity>dispatch choice>balance",
     "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan qk_clip>matrices elementwise>rules",
     "megatron.parallel": "backends>context vectors>handles shards>params scope>params",

@@ -25,8 +25,9 @@ from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, of_
 from megatron.config.imports import import_modules, named
 from megatron.config.launcher import adopt_launcher, is_first_rank, launched
 from megatron.config.model_files import LIST, file_of, table
-from megatron.config.rules import is_harmless, settled, violations, with_vocabulary
+from megatron.config.rules import is_harmless, violations
 from megatron.config.save import to_yaml
+from megatron.config.settle import settled, with_vocabulary
 
 PROGRAM = "pretrain_gpt.py"
 

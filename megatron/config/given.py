@@ -20,7 +20,7 @@ from megatron.config.data import is_number, path_flags
 from megatron.config.errors import Violation
 from megatron.config.flags import Flag, build, flag_of, flags, nearest_names
 from megatron.config.launcher import launched
-from megatron.config.rules import no_effect
+from megatron.config.settle import no_effect
 
 _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]")
 

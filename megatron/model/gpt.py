@@ -17,11 +17,12 @@ from torch import nn
 from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.model.block import Block, Treatment, dropout, treatments
+from megatron.model.block import Block, dropout
 from megatron.model.inputs import ModelInputs
 from megatron.model.norms import Norm
 from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
+from megatron.model.treatment import Treatment, treatments
 from megatron.parallel.collectives import own_part
 from megatron.parallel.params import Scope
 from megatron.pipeline_parallel.partition import Chunk

@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn import functional
 
 from megatron.config.model import ModelConfig
-from megatron.model.block import Block, Treatment
+from megatron.model.block import Block
 from megatron.model.inputs import ModelInputs
 from megatron.model.norms import Norm
 from megatron.model.output_layer import OutputLayer
 from megatron.model.rope import rotary_table
+from megatron.model.treatment import Treatment
 from megatron.parallel.context import SELF_GROUP
 from megatron.parallel.params import Scope
 from megatron.spec.layers import LayerSpec, depths, norm_of

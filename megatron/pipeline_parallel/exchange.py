@@ -1,4 +1,6 @@
-"""Who posts which receive when. It follows from the schedule, which both ends of every channel know, so no process is needed.
+"""Who posts which receive when, and how early the hardware queues of a device allow it (`choose_receives`).
+
+The order follows from the schedule, which both ends of every channel know, so no process is needed.
 
 Between two stages there is one channel for each direction, and both ends follow the sender's order on it. So no message carries a
 header, and none can be taken for another.
@@ -173,8 +175,7 @@ def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:
     return settled
 
 
-# ---- Whether messages pass where the streams of a device share hardware queues, and how far ahead receives are posted because of
-# it.
+# ---- Whether messages pass where streams share the hardware queues of a device, and how far ahead receives may be posted therefore
 #
 # CUDA hands the work of all streams to a device through a few queues (`CUDA_DEVICE_MAX_CONNECTIONS`: 8 by default, 1 in Megatron's
 # scripts). A queue is in order: its first entry starts when what its stream did before and the events that it waits for are done;

@@ -1,6 +1,8 @@
-"""Optional parts of a run: what asks for each, where it is, and when it takes part.
+"""Optional parts of a run: which setting asks for each part, where its code is, and when it takes part.
 
-They lie outside of the core, which knows them by the names in `FEATURES` alone. One that nothing asks for is not imported.
+Their code lies in `megatron_lab`. The table `FEATURES` names it by texts, so a part is imported only if the settings ask for it.
+Three features are on by default: every run describes itself, several ranks are watched for hangs (`--hang-warn-s`), and a run that
+keeps a record has it drawn (`--loss-picture`, `--report`).
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ class Run:
 
 
 class Feature:
-    """An optional part of a run. All ranks make it, and call each of its methods together, in the order in which they stand here.
+    """An optional part of a run. All ranks create it, and call each of its methods together, in the order in which they stand here.
 
-    It is made before ranks connect and before CUDA is used. Only then may it fork.
+    It is created before the ranks connect and before CUDA is used. This is the only time at which a feature may fork.
 
     Args:
         config: the settings as they were given.
@@ -61,7 +63,7 @@ class Feature:
 
         Args:
             stack: closed at the end of the run.
-            explanations: takes words for errors.
+            explanations: takes explanations of errors that only this feature can give.
         """
 
     def chosen(self, config: Config, context: ParallelContext) -> Config:
@@ -82,22 +84,22 @@ class Feature:
 
 
 @dataclass(frozen=True)
-class Requested:
-    """A row of the table of features: what asks for a feature, and where it is.
+class FeatureRow:
+    """A row of the table of features: which flag asks for a feature, and where its class is.
 
     Args:
         flag: the flag that asks for it, for readers; empty for a feature of every run.
-        made_by: its module and class, such as `package.module:Name`.
+        class_path: its module and class: `package.module:Name`.
         wanted: whether a run of these settings on so many ranks has it.
     """
 
     flag: str
-    made_by: str
+    class_path: str
     wanted: Callable[[Config, int], bool]
 
     def load(self) -> Callable[[Config], Feature]:
         """Import the class of the feature."""
-        found: Callable[[Config], Feature] = named(self.made_by)
+        found: Callable[[Config], Feature] = named(self.class_path)
         return found
 
 
@@ -106,30 +108,30 @@ def _draws(config: Config) -> bool:
 
 
 _LAB = "megatron_lab"
-PICTURES = Requested("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws(c))
+PICTURES = FeatureRow("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws(c))
 FEATURES = (
-    Requested(
+    FeatureRow(
         "--recompute-layers-per-stage",
         f"{_LAB}.monitoring.rehearsal:RecomputeFeature",
         lambda c, ranks: c.memory.recompute_layers_per_stage == "auto",
     ),
-    Requested("--save-trace", f"{_LAB}.audit.watchers:TraceFeature", lambda c, ranks: c.debug.save_trace is not None),
-    Requested(
+    FeatureRow("--save-trace", f"{_LAB}.audit.watchers:TraceFeature", lambda c, ranks: c.debug.save_trace is not None),
+    FeatureRow(
         "--check-replicas-every", f"{_LAB}.audit.watchers:ChecksFeature", lambda c, ranks: c.debug.check_replicas_every is not None
     ),
-    Requested(
+    FeatureRow(
         "--log-memory", f"{_LAB}.monitoring.memory_report:MemoryFeature", lambda c, ranks: c.logging.memory_interval is not None
     ),
-    Requested("--plan-report", f"{_LAB}.monitoring.plan_report:PlanFeature", lambda c, ranks: c.logging.plan_report is not None),
-    Requested("", f"{_LAB}.monitoring.start_up_log:StartUpFeature", lambda c, ranks: True),
-    Requested("--hang-warn-s", f"{_LAB}.flight.feature:HangFeature", lambda c, ranks: ranks > 1 and c.parallel.hang_warn_s > 0),
+    FeatureRow("--plan-report", f"{_LAB}.monitoring.plan_report:PlanFeature", lambda c, ranks: c.logging.plan_report is not None),
+    FeatureRow("", f"{_LAB}.monitoring.start_up_log:StartUpFeature", lambda c, ranks: True),
+    FeatureRow("--hang-warn-s", f"{_LAB}.flight.feature:HangFeature", lambda c, ranks: ranks > 1 and c.parallel.hang_warn_s > 0),
     # The sentinel comes after the checks, which compute gradients of their own in the first step.
-    Requested(
+    FeatureRow(
         "--sentinel-interval", f"{_LAB}.audit.sentinel:SentinelFeature", lambda c, ranks: c.debug.sentinel_interval is not None
     ),
-    Requested("--compile", f"{_LAB}.monitoring.compilation:CompilationFeature", lambda c, ranks: c.speed.compile),
-    Requested("--profile", f"{_LAB}.monitoring.profiler:ProfileFeature", lambda c, ranks: c.logging.profile),
-    Requested(
+    FeatureRow("--compile", f"{_LAB}.monitoring.compilation:CompilationFeature", lambda c, ranks: c.speed.compile),
+    FeatureRow("--profile", f"{_LAB}.monitoring.profiler:ProfileFeature", lambda c, ranks: c.logging.profile),
+    FeatureRow(
         "--profile-pipeline", f"{_LAB}.monitoring.profiler:PipelineProfileFeature", lambda c, ranks: c.logging.profile_pipeline
     ),
     PICTURES,
@@ -147,7 +149,7 @@ class Features:
         without: features that the run does not have, whatever the settings say.
     """
 
-    def __init__(self, config: Config, world_size: int, explanations: Explanations, without: Sequence[Requested] = ()) -> None:
+    def __init__(self, config: Config, world_size: int, explanations: Explanations, without: Sequence[FeatureRow] = ()) -> None:
         self._config, self._explanations = config, explanations
         self._bytes_before, self._vocab_size = process_bytes(), 1
         self._step: TrainStep | None = None

@@ -78,7 +78,7 @@ class Rewound(NamedTuple):
 
 @dataclass
 class Loop:
-    """Everything that the loop needs. A rewind changes plan and training steps."""
+    """Everything that the loop needs. A rewind replaces the plan and the batches."""
 
     config: Config
     context: ParallelContext
@@ -89,7 +89,7 @@ class Loop:
     reporter: Reporter
     timers: Timers
     train_batches: Callable[[int], Batches]
-    """Gives the training steps from a number of consumed samples on."""
+    """Makes the iterator of training batches that begins after so many consumed samples."""
     valid_batches: Callable[[], Batches] | None
     test_batches: Callable[[], Batches] | None
     started_at: float
@@ -97,7 +97,7 @@ class Loop:
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
     """Those that ask the run to exit."""
     watchers: Callable[[Progress], list[Watcher]] = lambda progress: []
-    """Makes what the settings ask for beside training. All ranks call it together, before the first step."""
+    """Creates the watchers of the optional features. All ranks call it together, before the first step."""
     goodput: Goodput = field(default_factory=Goodput)
     """The account of the run's time."""
     rewinds: GoesBack | None = None
@@ -105,7 +105,7 @@ class Loop:
     _watching: list[Watcher] | None = None
     """Those that the settings ask for, while the run is under way."""
     _informed: Sequence[Watcher] = ()
-    """All that are told what this rank is about."""
+    """All watchers that are told which phase this rank is in, those of the settings and those of the user."""
 
     def run(self, progress: Progress, *, until: int | None = None, callbacks: Sequence[Watcher] = ()) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.

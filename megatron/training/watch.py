@@ -45,7 +45,7 @@ class Watcher:
         """Called after the run went back to a checkpoint; `progress` is that of the place where it goes on."""
 
     def close(self) -> None:
-        """Called when the run ends."""
+        """Called when the run ends, or when `Trainer.fit` returns before that. A last evaluation may still follow."""
 
 
 # ---- Numbers of the user's own that a run logs.

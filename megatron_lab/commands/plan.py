@@ -20,7 +20,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.given import DryRun, check_output
-from megatron.config.rules import with_vocabulary
+from megatron.config.settle import with_vocabulary
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import DEFAULT, cluster_names, load_cluster
 from megatron_lab.planner.garbage import collect_seldom

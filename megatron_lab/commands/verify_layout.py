@@ -29,7 +29,7 @@ from megatron.config.checks.finding import RANKS
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.given import check_output, is_count, split
-from megatron.config.rules import with_vocabulary
+from megatron.config.settle import with_vocabulary
 
 PROGRAM = "verify_layout.py"
 HELP = """\

@@ -25,7 +25,7 @@ def test_a_plain_run_has_only_its_description() -> None:
 def test_every_row_is_a_feature_and_a_flag() -> None:
     for row in FEATURES:
         made: Any = row.load()
-        assert issubclass(made, Feature), row.made_by
+        assert issubclass(made, Feature), row.class_path
         assert not row.flag or flag_of(row.flag.removeprefix("--")) is not None, row.flag
 
 
