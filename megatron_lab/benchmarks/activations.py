@@ -25,6 +25,7 @@ from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.spec.operations import Schedule
 from megatron.spec.schedules import gpipe, one_f_one_b
+from megatron_lab.benchmarks.runner import all_in_turns, timed
 
 BOUND = 1.05
 """How many times the step without copies a step may take in which each copy is shorter than a layer's forward."""
@@ -147,13 +148,7 @@ def measure(settings: Settings) -> list[Result]:
     results = []
     for schedule in (one_f_one_b(1, _MICROBATCHES), gpipe(1, _MICROBATCHES)):
         steps = {name: _stepper(schedule, host, settings) for name, host in hosts.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(-1, settings.repeats):
-            for name in reversed(steps) if turn % 2 else steps:
-                began = time.perf_counter()
-                steps[name]()
-                if turn >= 0:
-                    seconds[name].append(time.perf_counter() - began)
+        seconds = all_in_turns({name: timed(step) for name, step in steps.items()}, settings.repeats)
         results.append(Result(schedule.name, **seconds))
     return results
 

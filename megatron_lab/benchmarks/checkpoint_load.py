@@ -23,7 +23,7 @@ from megatron.checkpoint.savers import TensorSaver
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron_lab.benchmarks.checkpoint_save import held_tensors
-from megatron_lab.benchmarks.pairs import Seconds, all_ranks, in_turns, show, slowest, timed_together
+from megatron_lab.benchmarks.runner import Seconds, all_ranks, in_turns, show, slowest, timed_together
 from megatron_lab.verification.local_ranks import run_ranks
 
 READ_BOUND = 0.7

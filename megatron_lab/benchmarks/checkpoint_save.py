@@ -26,7 +26,7 @@ from megatron.checkpoint.savers import BackgroundSaver, TensorSaver
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.boxes import Box, PlacedBox
 from megatron.parallel.context import SELF_GROUP
-from megatron_lab.benchmarks.pairs import Seconds, all_ranks, in_turns, show, slowest, timed_together
+from megatron_lab.benchmarks.runner import Seconds, all_ranks, in_turns, show, slowest, timed_together
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.benchmarks.single import our_step
 from megatron_lab.verification.local_ranks import run_ranks

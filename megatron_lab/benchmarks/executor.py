@@ -21,6 +21,7 @@ from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.pipeline_parallel.validate import validate
 from megatron.spec.operations import OpKind, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron_lab.benchmarks.runner import all_in_turns, timed
 
 BOUND_US = 150.0
 """Microseconds an operation may take in the executor, autograd's own calls included."""
@@ -88,14 +89,8 @@ def bench_operations(pairs: int) -> list[str]:
         chunks = spec.chunks_per_stage or _CHUNKS
         schedule = make_schedule(name, 1, _MICROBATCHES, chunks)
         steps = {"executor": by_executor(schedule), "bare": by_hand(schedule)}
-        times: dict[str, list[float]] = {which: [] for which in steps}
-        for step in steps.values():
-            step()
-        for i in range(pairs):
-            for which in steps if i % 2 else reversed(steps):
-                began = time.perf_counter()
-                steps[which]()
-                times[which].append(1e6 * (time.perf_counter() - began) / len(schedule.ops[0]))
+        turns = all_in_turns({which: timed(step) for which, step in steps.items()}, pairs)
+        times = {which: [1e6 * took / len(schedule.ops[0]) for took in seconds] for which, seconds in turns.items()}
         own = [ours - bare for ours, bare in zip(times["executor"], times["bare"], strict=True)]
         total, bare = statistics.median(times["executor"]), statistics.median(times["bare"])
         line = f"{name:12}{chunks:8}{len(schedule.ops[0]):12}{total:10.1f} us{bare:13.1f} us{statistics.median(own):10.1f} us"

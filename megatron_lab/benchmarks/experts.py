@@ -35,8 +35,8 @@ from megatron.spec.counts import flops_per_token
 from megatron.spec.mlps import ExpertsSpec, experts_of
 from megatron.spec.weights import model_weights
 from megatron.training.step import TrainStep
-from megatron_lab.benchmarks.pairs import Seconds, in_turns, show
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY
+from megatron_lab.benchmarks.runner import Seconds, in_turns, show
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.verification.local_ranks import run_ranks
 

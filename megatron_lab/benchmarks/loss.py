@@ -13,7 +13,7 @@ import torch
 
 from megatron.model.output_layer import LossForm
 from megatron.spec.counts import flops_per_token, output_flops
-from megatron_lab.benchmarks.pairs import in_turns, show
+from megatron_lab.benchmarks.runner import in_turns, show
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.benchmarks.single import our_step
 

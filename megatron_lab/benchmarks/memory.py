@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron.config.cli import LoadedConfig, load
 from megatron.config.given import DryRun
 from megatron.data.tokenizer import planned_rows
 from megatron.spec.counts import flops_per_token, output_flops
+from megatron_lab.benchmarks.runner import all_in_turns
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.memory.measure import Measured, measure, prepare
 from megatron_lab.planner.dry_run import Planner
@@ -166,15 +168,14 @@ def _stepper(one: LoadedConfig) -> Callable[[], object]:
 
 
 def _in_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each in each turn, by the clock and of the processor, after a turn to warm up; every other turn goes backwards."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
-    for turn in range(-1, turns):
-        for name in reversed(actions) if turn % 2 else actions:
-            began, busy = time.perf_counter(), time.process_time()
-            actions[name]()
-            if turn >= 0:
-                found[name].append((time.perf_counter() - began, time.process_time() - busy))
-    return found
+    """Seconds of each in each turn, by the clock and of the processor; see `all_in_turns`."""
+
+    def measured(action: Callable[[], object]) -> tuple[float, float]:
+        began, busy = time.perf_counter(), time.process_time()
+        action()
+        return time.perf_counter() - began, time.process_time() - busy
+
+    return all_in_turns({name: partial(measured, action) for name, action in actions.items()}, turns)
 
 
 def _line(result: Result) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamRecord, Shard, ShardGroup
 from megatron.parallel.topology import Topology
+from megatron_lab.benchmarks.runner import all_in_turns, timed
 from megatron_lab.verification.local_ranks import run_ranks
 
 BOUND = 1.1
@@ -66,21 +66,8 @@ def torch_on_the_same(optimizer: ShardedOptimizer, config: OptimizerConfig) -> t
 
 
 def timed_in_turns(actions: dict[str, Callable[[], object]], turns: int, ready: Callable[[], object]) -> Times:
-    """Seconds of each action in each turn, after one turn to warm up; every other turn goes backwards.
-
-    Args:
-        ready: called before each action and, on the clock, after it: waits for a device, or for other processes.
-    """
-    times: Times = {name: [] for name in actions}
-    for turn in range(-1, turns):
-        for name in actions if turn % 2 else reversed(actions):
-            ready()
-            began = time.perf_counter()
-            actions[name]()
-            took = time.perf_counter() - began
-            if turn >= 0:
-                times[name].append(took)
-    return times
+    """Seconds of each action in each turn; see `all_in_turns` and `timed`."""
+    return all_in_turns({name: timed(action, ready) for name, action in actions.items()}, turns)
 
 
 def show(name: str, times: Times, reference: str) -> float:

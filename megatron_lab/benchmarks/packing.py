@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
 from megatron.attention.core import core_attention
 from megatron.attention.documents import Documents
+from megatron_lab.benchmarks.runner import in_turns, timed
 
 _SEQ_LENGTH, _BATCH, _HEADS, _KV_HEADS, _HEAD_SIZE = 2048, 1, 8, 4, 64
 
@@ -41,7 +42,11 @@ def run(mean_lengths: tuple[int, ...] = (2048, 256, 16, 1), turns: int = 7, devi
     good = True
     for mean_length in mean_lengths:
         documents = documents_of(mean_length, _BATCH, place)
-        whole, packed = _in_turns([lambda: _once(inputs, None), lambda d=documents: _once(inputs, d)], turns, place)  # type: ignore[misc]
+        wait = torch.get_device_module(place).synchronize
+        whole, packed = map(
+            statistics.median,
+            in_turns(timed(partial(_once, inputs, None, wait), wait), timed(partial(_once, inputs, documents, wait), wait), turns),
+        )
         count = len(documents.bounds) - 1
         print(
             f"  {count:5d} documents of about {mean_length:4d} tokens: packed {1000 * packed:7.2f} ms, "
@@ -52,21 +57,7 @@ def run(mean_lengths: tuple[int, ...] = (2048, 256, 16, 1), turns: int = 7, devi
     return good
 
 
-def _once(inputs: list[torch.Tensor], documents: Documents | None) -> None:
+def _once(inputs: list[torch.Tensor], documents: Documents | None, wait: Callable[[], None]) -> None:
     q, k, v = inputs
     core_attention(q, k, v, documents).sum().backward()
-
-
-def _in_turns(actions: list[Callable[[], None]], turns: int, device: torch.device) -> list[float]:
-    """Median seconds of each."""
-    streams = torch.get_device_module(device)
-    times: list[list[float]] = [[] for _ in actions]
-    for turn in range(turns + 1):
-        for action, found in zip(actions, times, strict=True):
-            streams.synchronize()
-            start = time.perf_counter()
-            action()
-            streams.synchronize()
-            if turn:  # the first warms up
-                found.append(time.perf_counter() - start)
-    return [statistics.median(found) for found in times]
+    wait()

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
 from megatron.config.launcher import module_start
+from megatron_lab.benchmarks.runner import all_in_turns, timed
 from megatron_lab.data.preprocess.engines import Engine
 from megatron_lab.data.preprocess.job import preprocess
 from megatron_lab.data.preprocess.shard_work import PreprocessJob
@@ -86,18 +86,6 @@ def write_corpus(path: Path, documents: Sequence[str]) -> float:
     return sum(len(text.encode()) for text in documents) / 1e6
 
 
-def in_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each action, after one turn to warm up; every other turn goes backwards."""
-    times: dict[str, list[float]] = {name: [] for name in actions}
-    for turn in range(-1, turns):
-        for name in actions if turn % 2 else reversed(actions):
-            began = time.perf_counter()
-            actions[name]()
-            if turn >= 0:
-                times[name].append(time.perf_counter() - began)
-    return times
-
-
 def show(times: dict[str, list[float]], megabytes: float, bound: float) -> bool:
     """Print the speeds, and how many times the second's the first's is in each pair; returns whether the median keeps the bound."""
     for name, seconds in times.items():
@@ -136,7 +124,9 @@ def against_tiktoken(folder: Path, config: DataConfig, documents: Sequence[str],
 
     print(f"one worker against tiktoken alone, {megabytes:.0f} MB in {len(documents):,} documents")
     one = tool(folder / "all.jsonl", folder / "one", config, 1)
-    return show(in_turns({"preprocess_data, 1 worker": one, "tiktoken encode_ordinary": loop}, pairs), megabytes, BARE)
+    return show(
+        all_in_turns({"preprocess_data, 1 worker": timed(one), "tiktoken encode_ordinary": timed(loop)}, pairs), megabytes, BARE
+    )
 
 
 def against_tokenizers(folder: Path, config: DataConfig, documents: Sequence[str], pairs: int) -> bool:
@@ -153,14 +143,14 @@ def against_tokenizers(folder: Path, config: DataConfig, documents: Sequence[str
 
     print(f"one worker against Hugging Face tokenizers in a plain loop, {megabytes:.0f} MB in {len(some):,} documents")
     one = tool(folder / "some.jsonl", folder / "some", config, 1)
-    return show(in_turns({"preprocess_data, 1 worker": one, "tokenizers encode": loop}, pairs), megabytes, LOOP)
+    return show(all_in_turns({"preprocess_data, 1 worker": timed(one), "tokenizers encode": timed(loop)}, pairs), megabytes, LOOP)
 
 
 def two_workers(folder: Path, config: DataConfig, megabytes: float, pairs: int) -> bool:
     """Two workers against one, on one file."""
     print(f"two workers against one, {megabytes:.0f} MB in one file")
     actions = {f"preprocess_data, {n} workers": tool(folder / "all.jsonl", folder / f"by{n}", config, n) for n in (2, 1)}
-    return show(in_turns(actions, pairs), megabytes, TWO)
+    return show(all_in_turns({name: timed(action) for name, action in actions.items()}, pairs), megabytes, TWO)
 
 
 def memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:

@@ -33,8 +33,8 @@ from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters, flops_per_step
 from megatron.training.step import TrainStep
-from megatron_lab.benchmarks.pairs import in_turns
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, peers, plain_step, random_tokens
+from megatron_lab.benchmarks.runner import in_turns
 from megatron_lab.benchmarks.shapes import Shape
 
 OURS = "ours"

@@ -1,27 +1,56 @@
-"""Measures two things in turns, since disks and shared machines are noisy. The result is the median ratio over pairs."""
+"""The runner of all benchmarks: it measures things in turns, since disks and shared machines are noisy. What counts is the median
+ratio over turns."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron.parallel.context import Group
 
+T = TypeVar("T")
 Seconds = list[float]
 
 
-def in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[Seconds, Seconds]:
-    """What both return in each pair, after one pair to warm up; every other pair goes backwards."""
-    found: tuple[Seconds, Seconds] = ([], [])
-    for pair in range(-1, pairs):
-        for which in (0, 1) if pair % 2 else (1, 0):
-            took = (first, second)[which]()
-            if pair >= 0:
-                found[which].append(took)
+def all_in_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
+    """Make measurements in turns, after one turn to warm up. Every other turn goes backwards.
+
+    Returns:
+        what each measurement returned, turn by turn.
+    """
+    found: dict[str, list[T]] = {name: [] for name in measurements}
+    for turn in range(-1, turns):
+        for name in measurements if turn % 2 else reversed([*measurements]):
+            result = measurements[name]()
+            if turn >= 0:
+                found[name].append(result)
     return found
+
+
+def timed(action: Callable[[], object], ready: Callable[[], object] = lambda: None) -> Callable[[], float]:
+    """Make an action a measurement of its seconds.
+
+    Args:
+        ready: called before the clock starts; it waits for a device, or for other processes.
+    """
+
+    def measure() -> float:
+        ready()
+        began = time.perf_counter()
+        action()
+        return time.perf_counter() - began
+
+    return measure
+
+
+def in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[Seconds, Seconds]:
+    """Make two measurements in turns; see `all_in_turns`."""
+    found = all_in_turns({"first": first, "second": second}, pairs)
+    return found["first"], found["second"]
 
 
 def all_ranks() -> Group:
