@@ -21,7 +21,8 @@ def overview() -> str:
     lines = ["usage: python -m megatron_lab NAME [flags]    (--help behind a name lists its flags)", ""]
     for name in names():
         text = ast.get_docstring(ast.parse((COMMANDS / f"{name}.py").read_text(encoding="utf-8"))) or ""
-        lines.append(f"  {name:<18} {' '.join(text.split(chr(10) * 2)[0].split())}")
+        first_paragraph = " ".join(text.partition("\n\n")[0].split())
+        lines.append(f"  {name:<18} {first_paragraph}")
     return "\n".join(lines) + "\n"
 
 

@@ -131,35 +131,13 @@ class Component:
         return BlendPart(self.dataset.prefix, content, first, count, self.weight)
 
 
-@dataclass(frozen=True)
 class SplitData(DataSplit):
     """The data of one split: a blend of datasets."""
 
-    split: int
-    """0 training, 1 validation, 2 test."""
-    config: DataConfig
-    seed: int
-    seq_length: int
-    vocab_size: int
-    eod: int
     components: tuple[Component, ...]
-    blending: Blending
-
-    def parts(self) -> tuple[BlendPart, ...]:
-        """The datasets, as the history of a run names them."""
-        return tuple(component.part(whole_documents=self.config.whole_documents) for component in self.components)
 
     def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
-        """The samples of the split.
-
-        Args:
-            num_samples: length of the run; with --data-order megatron it decides the order.
-            phases: the run's history, whose last phase reads these samples; empty where they are read from the start.
-            num_read: samples that are read, if fewer.
-
-        Raises:
-            DatasetError: the split of a dataset holds less than one sample.
-        """
+        """See `DataSplit`."""
         if self.config.data_order == "megatron":
             return self._in_megatron_order(num_samples, num_samples if num_read is None else num_read)
         before = [read_before(phases, part) if phases else [] for part in self.parts()]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +68,8 @@ class MockDataset(SampleSource):
         return np.where(ends, self._eod, self._circle[places % len(self._circle)])
 
 
-class DataSplit(Protocol):
+@dataclass(frozen=True)
+class DataSplit(ABC):
     """The data of one split."""
 
     split: int
@@ -77,13 +79,15 @@ class DataSplit(Protocol):
     seq_length: int
     vocab_size: int
     eod: int
-    components: tuple[Any, ...]
+    components: tuple[Any, ...] = ()
     """The datasets of a blend; none where tokens are made up."""
-    blending: Blending
+    blending: Blending = "none"
 
     def parts(self) -> tuple[BlendPart, ...]:
         """The datasets, as the history of a run names them."""
+        return tuple(component.part(whole_documents=self.config.whole_documents) for component in self.components)
 
+    @abstractmethod
     def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
         """The samples of the split.
 
@@ -97,23 +101,11 @@ class DataSplit(Protocol):
         """
 
 
-@dataclass(frozen=True)
 class MockSplit(DataSplit):
     """Made-up tokens (--mock-data)."""
 
-    split: int
-    config: DataConfig
-    seed: int
-    seq_length: int
-    vocab_size: int
-    eod: int
-    components: tuple[Any, ...] = ()
-    blending: Blending = "none"
-
-    def parts(self) -> tuple[BlendPart, ...]:
-        return ()
-
     def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
+        """See `DataSplit`."""
         return MockDataset(split=self.split, seed=self.seed, seq_length=self.seq_length, vocab_size=self.vocab_size, eod=self.eod)
 
 

@@ -153,9 +153,11 @@ class Features:
         self._config, self._explanations = config, explanations
         self._bytes_before, self._vocab_size = process_bytes(), 1
         self._step: TrainStep | None = None
+        self._features: list[Feature] = []
         explanations.known.append((is_out_of_memory, self._words))
-        wanted = [one for one in FEATURES if one.wanted(config, world_size) and one not in without]
-        self._features = [one.load()(config) for one in wanted]
+        for row in FEATURES:
+            if row.wanted(config, world_size) and row not in without:
+                self._features.append(row.load()(config))
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._features)
@@ -189,6 +191,9 @@ class Features:
         return [watcher for feature in self for watcher in feature.watchers(run)]
 
     def _words(self, error: BaseException) -> str:
-        """Explain that memory is exhausted."""
-        words: str = named(_OUT_OF_MEMORY)(error, self._config, self, self._step, self._bytes_before, self._vocab_size)
+        """Explain that memory is exhausted, as far as there is memory left to import and make the explanation."""
+        try:
+            words: str = named(_OUT_OF_MEMORY)(error, self._config, self, self._step, self._bytes_before, self._vocab_size)
+        except Exception as other:  # noqa: BLE001 - the error itself is still worth more than nothing
+            return f"out of memory: {error}\n  (more cannot be said: {type(other).__name__})"
         return words

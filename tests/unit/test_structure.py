@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
@@ -155,6 +156,28 @@ def test_imports_go_one_way() -> None:
             f"{file} imports {module}" for module in imports(file) if module.split(".")[0] in ("tests", "tools", "pretrain_gpt")
         ]
     assert not wrong, "\n".join(wrong)
+
+
+def texts_of_parts(file: Path) -> Iterator[str]:
+    """The texts, such as `package.module:Name`, by which a file takes parts."""
+    for node in nodes(file):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"megatron[\w.]*:\w+", node.value):
+            yield node.value
+
+
+def test_parts_that_are_taken_by_name_exist() -> None:
+    """Nothing but the run that needs it would find a name that is spelled wrong."""
+    wrong, count = [], 0
+    for file in [*FILES, *FILES_AROUND]:
+        for text in texts_of_parts(file):
+            module, _, name = text.partition(":")
+            path = path_of(module)
+            tree = nodes(path)[0] if (ROOT / path).exists() else ast.Module([], [])
+            assert isinstance(tree, ast.Module)
+            defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+            wrong += [] if name in defined else [f"{file}: {text}"]
+            count += 1
+    assert not wrong and count > 30
 
 
 def cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:

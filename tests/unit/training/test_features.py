@@ -8,7 +8,9 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.flags import flag_of
-from megatron.training.features import FEATURES, Feature
+from megatron.training import features
+from megatron.training.failure import Explanations
+from megatron.training.features import FEATURES, Feature, Features
 from tests.support.runs import arguments
 
 
@@ -49,3 +51,14 @@ def test_a_feature_is_there_where_its_flag_asks(flag: str, settings: dict[str, A
 
 def test_ranks_are_watched_where_there_are_several() -> None:
     assert wanted(2, hang_warn_s=30) == {"", "--hang-warn-s"} and wanted(1, hang_warn_s=30) == {""} == wanted(2, hang_warn_s=0)
+
+
+def test_exhausted_memory_is_told_though_nothing_more_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(text: str) -> None:
+        raise MemoryError
+
+    explanations = Explanations()
+    Features(load(arguments(train_iters=2), 1).config, 1, explanations)
+    monkeypatch.setattr(features, "named", no_memory)
+    words = explanations.find(MemoryError("no more"))
+    assert words == "out of memory: no more\n  (more cannot be said: MemoryError)"
