@@ -60,6 +60,8 @@ def to_yaml(config: Config) -> str:
     """
     yaml = optional("yaml", "--print-config needs PyYAML")
     text: str = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=1000)
+    if any(line_break in text for line_break in "\x85\u2028\u2029"):  # PyYAML writes these as they are, and reads "\x85" as "\n"
+        text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=False, width=1000)
     return text
 
 

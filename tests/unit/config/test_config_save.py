@@ -45,7 +45,8 @@ def _values(flag: Flag) -> st.SearchStrategy[object]:
 def _configs(draw: st.DrawFn, least: int = 0, most: int = 8) -> Config:
     config = Config()
     every = sorted(flags().values(), key=lambda flag: flag.name)
-    for flag in draw(st.sets(st.sampled_from(every), min_size=least, max_size=most)):
+    chosen = draw(st.sets(st.sampled_from(every), min_size=least, max_size=most))
+    for flag in sorted(chosen, key=lambda flag: flag.name):  # the order of a set differs from run to run
         part = dataclasses.replace(getattr(config, flag.topic), **{flag.field: draw(_values(flag))})
         config = dataclasses.replace(config, **{flag.topic: part})
     return config
@@ -61,6 +62,13 @@ def test_settings_go_through_json_and_back(config: Config) -> None:
 def test_yaml_holds_the_same(config: Config) -> None:
     """A file has all settings and is read slowly: few files, each with many that differ from their defaults."""
     assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("text", ["\x85", "a\x85b", "a\u2028b", "\u2029", "ä\x85", "a\nb", "ä"])
+def test_line_breaks_go_through_yaml_and_back(text: str) -> None:
+    config = Config(data=dataclasses.replace(Config().data, vocab_file=text))
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+    assert ("ä" in to_yaml(config)) == (text == "ä")
 
 
 def test_types_survive() -> None:
