@@ -78,7 +78,8 @@ def as_samples(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
 
 def one_kernel(scores: ScoreSpec, longest: int) -> bool:
     """Whether torch has a kernel for scores of samples or documents of at most so many tokens, whatever the device."""
-    return scores.softcap is None and scores.softmax == "vanilla" and scores.reach(longest) is None
+    plain = scores.softcap is None and scores.softmax == "vanilla"
+    return plain and (scores.window is None or scores.reach(longest) is None)
 
 
 def shaped_kernel(scores: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: float) -> str:

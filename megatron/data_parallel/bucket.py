@@ -232,7 +232,8 @@ class Bucket(ABC):
         """Add the gradient of the other pipeline stage that holds the parameters. Only this rank's elements travel."""
         if self.plan.tied:
             all_reduce(self.own_grads, self.context.pipeline_ends)
-            self.shard_group.announce(Pending(self.own_grads))
+            if self.shard_group.on_reduced:
+                self.shard_group.announce(Pending(self.own_grads))
 
     def finish_publishing(self) -> None:
         """Wait until the other ranks' weights have arrived."""
@@ -339,7 +340,7 @@ class WholeBucket(Bucket):
             buffer = self._narrow.take(self.plan.size)
             self._reducing = Narrowed(self._start(buffer[: self.plan.size].copy_(self.grads)), self.own_grads)
             self._narrow.give_back(buffer, self._reducing.wait)
-        if not self.plan.tied:
+        if self.shard_group.on_reduced and not self.plan.tied:
             self.shard_group.announce(self._reducing)
 
     def _start(self, grads: torch.Tensor) -> Pending:
@@ -407,7 +408,7 @@ class SlicedBucket(Bucket):
             self._return(self._reducing)
         self._reduced_once = True
         assert self._reducing is not None
-        if microbatches == self._microbatches and not self.plan.tied:
+        if self.shard_group.on_reduced and microbatches == self._microbatches and not self.plan.tied:
             self.shard_group.announce(self._reducing)
         if not self._early:
             (self._narrow or self._pool).settle()

@@ -235,6 +235,8 @@ class FullyShardedParams(Provider):
         policy: what is kept, when and where.
     """
 
+    follows_backward = True
+
     def __init__(
         self,
         entries: Iterable[ParamEntry],

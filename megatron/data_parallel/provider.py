@@ -43,6 +43,8 @@ class Provider(ABC):
     """This rank's shards, in about the order in which the forward needs them. The optimizer updates and publishes in this order."""
     frozen: Sequence[Shard] = ()
     """Parameters that no step changes: shards that are in no group, whose weights are all there is of them."""
+    follows_backward = False
+    """Whether it is told of each backward. Otherwise the gradients that arrive are enough to follow a step."""
 
     @abstractmethod
     def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
@@ -53,7 +55,7 @@ class Provider(ABC):
         """
 
     def before_backward(self, chunk: int) -> None:  # noqa: B027
-        """Called before a backward of this chunk. Does nothing where the gradients that arrive are enough to follow the step."""
+        """Called before each backward of this chunk, if the provider `follows_backward`."""
 
     def before_remake(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027
         """Called before these modules run again in backward. Does nothing where their parameters always have memory."""

@@ -151,6 +151,10 @@ class Timers:
         """While it is entered, the time counts for the timer of that name."""
         return self._timed(name) if level <= self._level else nullcontext()
 
+    def of_level(self, level: int) -> Callable[[str], AbstractContextManager[object]]:
+        """Return a function from names to context managers of timers. If timers of this level are off, these do nothing."""
+        return self._timed if level <= self._level else nullcontext
+
     def elapsed_ms(self) -> dict[str, float]:
         """Milliseconds of every timer since the last call. All start anew."""
         elapsed = {name: seconds * 1000.0 for name, seconds in self._elapsed.items()}

@@ -166,9 +166,10 @@ class CoreAttention(nn.Module):
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, again: bool = False) -> torch.Tensor:
             return core_attention(q, k, v, documents, dropout, scores=scores, sinks=sinks, seed=seed)
 
-        plain = one_kernel(scores, len(q) if documents is None else documents.longest)
-        if self.recomputes_core and plain and keeps_probabilities(q, v, grouped=self.queries_per_group > 1, dropout=dropout):
-            return recomputed(run, q, k, v)
+        if self.recomputes_core:
+            plain = one_kernel(scores, len(q) if documents is None else documents.longest)
+            if plain and keeps_probabilities(q, v, grouped=self.queries_per_group > 1, dropout=dropout):
+                return recomputed(run, q, k, v)
         return run(q, k, v)
 
 

@@ -94,7 +94,7 @@ class Executor:
     Args:
         boundary: the tensors that travel between chunks.
         overlap: let messages travel while operations compute; without, wait for each exchange (the same results, bit for bit).
-        before_backward: called with the chunk before each of its backwards.
+        before_backward: are called with the chunk before each of its backwards.
         before_remake: called with the modules of layers before they are run again.
         host: where the saved tensors go of layers that are chosen for that.
     """
@@ -105,7 +105,7 @@ class Executor:
         boundary: Boundary,
         *,
         overlap: bool = True,
-        before_backward: Callable[[int], None] | None = None,
+        before_backward: Sequence[Callable[[int], None]] = (),
         before_remake: BeforeRemake | None = None,
         host: HostMemory | None = None,
     ) -> None:
@@ -161,15 +161,16 @@ class Executor:
             if step.gives is not None:
                 messenger.send(step.gives, step.destination, given)
             # Only now: the result may lie in a buffer that was received.
-            if not training:
-                messenger.recycle(received)
-            elif step.op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
+            if training and step.op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
                 self._retire(step.op)
+            elif received and not training:
+                messenger.recycle(received)
             del received, given  # what was sent is not kept here while the next operation computes
             for message in step.arrived:
                 messenger.settle(message)
         self.current = None
-        messenger.finish()
+        if len(schedule.stage_of_chunk) > 1:
+            messenger.finish()
         assert not self._in_flight, "activations left over"
 
     def prepare(self, schedule: Schedule) -> list[Step]:
@@ -206,8 +207,8 @@ class Executor:
     def _backward(self, op: Op, received: Tensors) -> Tensors:
         state = self._in_flight[op.chunk, op.microbatch]
         state.gradients = received
-        if self._before_backward is not None:
-            self._before_backward(op.chunk)
+        for call in self._before_backward:
+            call(op.chunk)
         edges = list(state.edges.values())
         grads = [received.get(name) for name in state.edges]
         if op.kind is OpKind.INPUT_GRAD:
@@ -250,8 +251,9 @@ class Executor:
 
     def _retire(self, op: Op) -> None:
         state = self._in_flight.pop((op.chunk, op.microbatch))
-        self._messenger.recycle(state.inputs)
-        self._messenger.recycle(state.gradients)
+        for received in (state.inputs, state.gradients):
+            if received:
+                self._messenger.recycle(received)
 
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

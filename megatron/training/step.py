@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -127,7 +127,10 @@ class TrainStep:
         """Whether the new values of parameters may still be on their way when `run` returns."""
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._wide = torch.promote_types(model.dtype, torch.float32)
-        self._timers = timers or Timers(level=0)
+        self._timed = nullcontext if timers is None else timers.of_level(1)
+        """Makes what is entered around a part of a step, by its name."""
+        self._counts_loss = model.computes_loss and context.group("tp").index == 0
+        """Whether this rank counts losses and tokens: of the tensor ranks with the last chunk, the first."""
         self._sums_beside: torch.Tensor
         self._whole: tuple[Pending, int]
         """The last step's tokens, and microbatches of a data rank."""
@@ -146,7 +149,7 @@ class TrainStep:
             context,
             model.boundary(micro_batch_size, context.topology),
             overlap=parallel.overlap_p2p_communication,
-            before_backward=self._before_backward,
+            before_backward=[provider.before_backward for provider in self.providers if provider.follows_backward],
             before_remake=self._before_remake,
         )
         self._by_counts = [shard for shard in self.optimizer.shards if shard.record.by_counts is not None]
@@ -204,7 +207,7 @@ class TrainStep:
             NonFiniteError: loss or gradient is not finite and no overflow is to be skipped, or no token counts in the loss.
         """
         loss_sum, count = self.gradients(batch)
-        with self._timers("grad-norm", level=1):
+        with self._timed("grad-norm"):
             sums = self._sums(loss_sum, count, exit_votes, batch)
         if not sums.mask:
             raise_uncounted(iteration)
@@ -236,11 +239,12 @@ class TrainStep:
             for look in self.before_update:
                 look(result)
             clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
-            with self._timers("optimizer", level=1):
+            with self._timed("optimizer"):
                 self.optimizer.step(learning_rate, weight_decay, clip / scale, own_rates)
                 if not self.overlaps_publishing:
                     self.finish_publishing()
-        self.scaler.update(overflow)
+        if self._skip_overflow:
+            self.scaler.update(overflow)
         return result
 
     def _noise_of(self, sums: StepSums, batch: Sequence[ModelInputs], scale: float) -> NoiseEstimate | None:
@@ -294,8 +298,7 @@ class TrainStep:
     def _of_documents(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
         """This rank's share of a step's attended sequences and of the imbalances of its microbatches: of the ranks with the same
         samples, one counts them, others have 0."""
-        counts = self.model.computes_loss and self._counts_loss and self.context.context_group.index == 0
-        if not counts:
+        if not self._counts_loss or self.context.context_group.index > 0:
             return 0.0, 0.0
         documents = [inputs.documents for inputs in batch if inputs.documents is not None]
         attended = sum(one.attended_sequences(self._attention_shares) for one in documents)
@@ -330,19 +333,19 @@ class TrainStep:
             self._noise.start(measures=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
-        with self._timers("forward-backward", level=1), self._watching(num_microbatches):
+        with self._timed("forward-backward"), self._watching(num_microbatches):
             loss_sum, self._sums_beside = self._run(batch, scaled)
         pending.wait()
         if inspect is None:
-            with self._timers("grads-reduce", level=1):
+            with self._timed("grads-reduce"):
                 for provider in self.providers:
                     provider.finish_gradients()
         return loss_sum, local_count
 
-    @contextlib.contextmanager
+    @contextmanager
     def _watching(self, microbatches: int) -> Iterator[None]:
         """Let layers tell what is asked of them beside their outputs, over a step of so many microbatches of a data rank."""
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             if self.model.largest is not None:
                 stack.enter_context(self.model.largest.watching())
             if self.model.balance is not None:
@@ -354,10 +357,6 @@ class TrainStep:
         """Wait until every parameter of this rank holds its new values, if they are still on their way."""
         for provider in self.providers:
             provider.finish_publishing()
-
-    def _before_backward(self, chunk: int) -> None:
-        for provider in self.providers:
-            provider.before_backward(chunk)
 
     def _before_remake(self, modules: Sequence[nn.Module]) -> None:
         for provider in self.providers:
@@ -417,13 +416,9 @@ class TrainStep:
             self._schedules[key] = made if training else forward_only(made)
         return self._schedules[key]
 
-    @property
-    def _counts_loss(self) -> bool:
-        return self.context.group("tp").index == 0
-
     def _mask_sum(self, batch: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for inputs in batch:
-            if inputs.loss_mask is not None and self.model.computes_loss and self._counts_loss:
+            if inputs.loss_mask is not None and self._counts_loss:
                 total += inputs.loss_mask.sum()
         return total

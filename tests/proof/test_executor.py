@@ -271,7 +271,7 @@ def test_a_recorder_hears_of_every_operation_in_order() -> None:
 def test_backwards_are_announced_but_not_late_weight_gradients() -> None:
     schedule = make_schedule("zb-v", 1, 3, 2)
     announced: list[int] = []
-    Executor(lone_rank(), BOUNDARY, before_backward=announced.append).run(schedule, Chain(2, [0, 1]).forward)
+    Executor(lone_rank(), BOUNDARY, before_backward=[announced.append]).run(schedule, Chain(2, [0, 1]).forward)
     assert announced == [op.chunk for op in schedule.ops[0] if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)]
     assert sorted(announced) == [0] * 3 + [1] * 3
 
