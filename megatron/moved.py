@@ -42,14 +42,15 @@ _JOINED = {
     "module_start>launcher",
     "megatron.context_parallel": "travel>attention",
     "megatron.checkpoint": "agreement>savers content_sums>manifest",
-    "megatron.data": "loss_mask>indexed_dataset mock>splits pieces>windows packed_dataset>gpt_dataset index_cache>indexed_writer",
+    "megatron.data": "loss_mask>indexed_dataset mock>samples order>samples pieces>windows packed_dataset>gpt_dataset "
+    "index_cache>indexed_writer",
     "megatron.data_parallel": "frozen>buckets",
     "megatron.memory": "kept>recompute",
     "megatron.metrics": "output>log_line timers>measures device_peaks>measures",
-    "megatron.model": "init>build dropout>block shared_heads>all_heads_norm",
+    "megatron.model": "init>build dropout>block treatment>block shared_heads>all_heads_norm",
     "megatron.moe": "capacity>dispatch choice>balance",
     "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan qk_clip>matrices elementwise>rules",
-    "megatron.parallel": "backends>context vectors>handles shards>params scope>params",
+    "megatron.parallel": "backends>context shards>params scope>params",
     "megatron.pipeline_parallel": "returns>executor queues>exchange",
     "megatron.precision": "formats>fp8_products scaling>fp8_products scaled_product>fp8_products device>products",
     "megatron.spec": "registered>activations",
@@ -65,6 +66,9 @@ MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.item
     "megatron.data.tokenizers.tokenizer": "megatron.data.tokenizer",
     "megatron.data.tokenizers.simple_tokenizers": "megatron.data.tokenizer",
     "megatron.parallel.turns": "megatron.tensor_parallel.chunked_loss",
+    "megatron.parallel.vectors": "megatron.tensor_parallel.layers",
+    "megatron.model.norms": "megatron.tensor_parallel.layers",
+    "megatron.model.output_layer": "megatron.tensor_parallel.cross_entropy",
 }
 for _package, _names in _JOINED.items():
     MOVED |= {f"{_package}.{old}": f"{_package}.{new}" for old, new in (pair.split(">") for pair in _names.split())}

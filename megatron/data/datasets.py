@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, split_words
 from megatron.config.imports import named
 from megatron.data.blend import Blend, BlendedDataset
@@ -13,7 +15,7 @@ from megatron.data.gpt_dataset import GPTDataset, PackedDataset
 from megatron.data.history import Blending, BlendPart, Phase, Stretch, read_before, readings
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint, has_loss_mask, loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import cache_for
-from megatron.data.samples import SampleSource
+from megatron.data.samples import DocumentRules, SampleSource
 from megatron.data.splits import DataSplit
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.windows import split_documents
@@ -136,6 +138,12 @@ class SplitData(DataSplit):
 
     components: tuple[Component, ...]
 
+    def warnings(self, rules: DocumentRules) -> list[str]:
+        """Return a warning for each dataset whose documents seem to have no end."""
+        unmarked = [] if self.config.whole_documents else [each for each in self.components if each.marks is None]
+        found = (missing_ends(each.dataset, each.documents, rules) for each in unmarked)
+        return [text for text in found if text is not None]
+
     def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
         """See `DataSplit`."""
         if self.config.data_order == "megatron":
@@ -202,3 +210,40 @@ class SplitData(DataSplit):
             cache=cache_for(component.dataset.prefix, self.config.data_cache_path, note=_log.info),
             marks=component.marks,
         )
+
+
+# ---- A warning about datasets whose documents have no ends.
+
+_LOOKED_AT = 64
+_TOKENS_LOOKED_AT = 2**22
+"""How many tokens to search in documents that do not end with the token: it may stand inside (several texts in one document)."""
+
+
+def missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:
+    """A warning if rules about documents are on but no end of document is found in some 64 documents, spread over the range."""
+    flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(rules, name)]
+    if not flags or not documents or _has_end(dataset, documents, rules.eod):
+        return None
+    words = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+    return (
+        f"{dataset.prefix}: none of {min(len(documents), _LOOKED_AT)} documents that were looked at has the end-of-document id "
+        f"{rules.eod:,}, so {words} will do nothing for it. Make it again with tools/preprocess_data.py --append-eod, or give the "
+        "tokenizer it was made with."
+    )
+
+
+def _has_end(dataset: IndexedDataset, documents: range, eod: int) -> bool:
+    chosen = np.linspace(documents.start, documents.stop - 1, min(len(documents), _LOOKED_AT)).astype(np.int64).tolist()
+    left = _TOKENS_LOOKED_AT
+    for last_alone in (True, False):
+        for document in chosen:
+            first, stop = dataset.document_index[document : document + 2].tolist()
+            for sequence in reversed(range(first, stop)):
+                length = int(dataset.lengths[sequence])
+                count = min(length, 1 if last_alone else left)
+                if count and (dataset.read(sequence, length - count, count) == eod).any():
+                    return True
+                left -= 0 if last_alone else count
+                if count and last_alone:
+                    break
+    return False

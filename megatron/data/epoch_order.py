@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.data.history import Stretch, merged
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.order import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
+from megatron.data.samples import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
 from megatron.data.windows import (
     DocumentLayout,
     Intervals,

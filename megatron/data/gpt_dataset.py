@@ -18,8 +18,7 @@ from megatron.data.epoch_order import EpochOrder
 from megatron.data.history import Stretch
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.order import DOCUMENTS, WINDOWS, permutation
-from megatron.data.samples import ENDS, LEARNED, SamplePiece, SampleSource
+from megatron.data.samples import DOCUMENTS, ENDS, LEARNED, WINDOWS, SamplePiece, SampleSource, permutation
 from megatron.data.windows import PassIndex, SampleOrder, Selection, SequencePieces, TokenReader, joined, lay_out, pieces_of
 
 

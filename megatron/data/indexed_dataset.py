@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.order import index_dtype
+from megatron.data.samples import index_dtype
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.config.regular_file import open_regular
 from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TYPES, VERSION, DatasetError, IndexedDataset, blocks
-from megatron.data.order import WRITTEN, permutation
+from megatron.data.samples import WRITTEN, permutation
 
 
 def of_this_host() -> str:

@@ -1,4 +1,6 @@
-"""Turns samples into the arrays of a microbatch, and says what the end of a document means there.
+"""Numbered samples: what a source of them is, how they become the arrays of a microbatch, and how random orders depend on a key.
+
+What the end of a document means in a microbatch is said by `DocumentRules`. A source without files is here too: made-up tokens.
 
 Shapes: `b` microbatch size, `s` sequence length, `D` documents in a microbatch.
 """
@@ -6,14 +8,12 @@ Shapes: `b` microbatch size, `s` sequence length, `D` documents in a microbatch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from megatron.data.indexed_dataset import IndexedDataset
-
+from megatron.config.data import SPLIT_NAMES
 
 # ---- marks of tokens: which ones a model is to learn, and where documents end (see `loss_mask.py`)
 
@@ -145,36 +145,91 @@ def document_bounds(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
     return np.concatenate([[0], np.flatnonzero(ends) + 1]).astype(np.int32)
 
 
-_LOOKED_AT = 64
-_TOKENS_LOOKED_AT = 2**22
-"""How many tokens to search in documents that do not end with the token: it may stand inside (several texts in one document)."""
+# ---- The order of the data as arithmetic: permutations that depend on a key.
+#
+# All inputs are integers, so no state is kept, and neither restarts nor layouts can change what is read. Only the raw 64-bit stream
+# of PCG64 and the hash of SeedSequence are used: numpy promises both for ever, while ``Generator.permutation`` may change from one
+# numpy to the next.
+
+# First number of a key. Keys that begin with the same one have the same length: SeedSequence hashes [1] and [1, 0] alike.
+DOCUMENTS, WINDOWS, MOCK_RULE, MOCK_SAMPLE, LEFT_WINDOWS, WRITTEN = 1, 2, 3, 4, 5, 6
+
+Key = tuple[int, ...]
+_BLOCK = 1 << 20
 
 
-def missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:
-    """A warning if rules about documents are on but no end of document is found in some 64 documents, spread over the range."""
-    flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(rules, name)]
-    if not flags or not documents or _has_end(dataset, documents, rules.eod):
-        return None
-    named = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
-    return (
-        f"{dataset.prefix}: none of {min(len(documents), _LOOKED_AT)} documents that were looked at has the end-of-document id "
-        f"{rules.eod:,}, so {named} will do nothing for it. Make it again with tools/preprocess_data.py --append-eod, or give the "
-        "tokenizer it was made with."
-    )
+def random_numbers(count: int, key: Key) -> NDArray[np.uint64]:
+    """`count` uniform 64-bit numbers that follow from the key (stream, seed, split, epoch or sample, ...)."""
+    return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
-def _has_end(dataset: IndexedDataset, documents: range, eod: int) -> bool:
-    chosen = np.linspace(documents.start, documents.stop - 1, min(len(documents), _LOOKED_AT)).astype(np.int64).tolist()
-    left = _TOKENS_LOOKED_AT
-    for last_alone in (True, False):
-        for document in chosen:
-            first, stop = dataset.document_index[document : document + 2].tolist()
-            for sequence in reversed(range(first, stop)):
-                length = int(dataset.lengths[sequence])
-                count = min(length, 1 if last_alone else left)
-                if count and (dataset.read(sequence, length - count, count) == eod).any():
-                    return True
-                left -= 0 if last_alone else count
-                if count and last_alone:
-                    break
-    return False
+def permutation(count: int, key: Key) -> NDArray[np.integer]:
+    """The numbers below `count` in an order that depends on the key; int32 if that suffices.
+
+    It sorts (random bits, number) packed into one 64-bit word. The words are unique, so every sort gives the same result, at the
+    speed of a plain sort. Equal random bits (39 of them at 30 million) leave a pair in order: a bias far below anything visible.
+    """
+    bits = max(count - 1, 1).bit_length()
+    words = random_numbers(count, key)
+    words <<= np.uint64(bits)
+    for start in range(0, count, _BLOCK):  # in blocks: no second array of this size
+        words[start : start + _BLOCK] |= np.arange(start, min(start + _BLOCK, count), dtype=np.uint64)
+    words.sort()
+    words &= np.uint64((1 << bits) - 1)
+    return words.astype(index_dtype(count))
+
+
+def index_dtype(count: int) -> type[np.integer]:
+    """The smallest type that numbers `count` things (half the memory for all but the largest datasets)."""
+    return np.int32 if count <= 2**31 else np.int64
+
+
+# ---- Made-up tokens from which a model can learn, for trying things out without a dataset.
+
+_MOST_TOKENS = 64
+_DOCUMENT_END = 0.1
+
+
+class MockDataset(SampleSource):
+    """Samples in which each token follows from the one before, except after the end of a document.
+
+    The tokens run around a fixed circle of up to 64 ids, spread over the whole vocabulary so that every part of a split embedding
+    is used. One position in ten, at random, holds the end of a document instead, after which the run starts anywhere on the circle.
+    A model needs to learn 64 pairs, so the loss falls quickly: from log(vocab_size) to about 0.7 at 64 ids. The circle depends on
+    the seed alone, so the validation loss falls too.
+
+    Raises:
+        ValueError: the vocabulary is too small.
+    """
+
+    def __init__(self, *, split: int, seed: int, seq_length: int, vocab_size: int, eod: int) -> None:
+        if vocab_size < 2:
+            raise ValueError(f"--mock-data needs a vocabulary of at least 2 ids, not {vocab_size}: use a larger --vocab-size.")
+        self.split = split
+        self.seed = seed
+        self.seq_length = seq_length
+        self._eod = eod
+        count = min(vocab_size - 1, _MOST_TOKENS)
+        ids = np.arange(count, dtype=np.int64) * (vocab_size - 1) // count
+        ids += ids >= eod  # every id but the end of document
+        self._circle = ids[permutation(count, (MOCK_RULE, seed, 0, 0))]
+
+    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        made = [self._sample(number) for number in range(first, first + count)]
+        return np.stack(made) if made else np.empty((0, self.seq_length + 1), np.int64)
+
+    def lineage(self, number: int) -> list[SamplePiece]:
+        return [SamplePiece("made-up tokens", number, 0, self.seq_length + 1)]
+
+    def describe(self, num_samples: int) -> list[str]:
+        return [f"{SPLIT_NAMES[self.split]}: made-up tokens (--mock-data), {len(self._circle) + 1} different ids, never repeated"]
+
+    def _sample(self, number: int) -> NDArray[np.int64]:
+        """Tokens of a sample: a function of (seed, split, number) and the position."""
+        draws, jumps = random_numbers(2 * (self.seq_length + 1), (MOCK_SAMPLE, self.seed, self.split, number)).reshape(2, -1)
+        positions = np.arange(self.seq_length + 1)
+        ends = draws < np.uint64(_DOCUMENT_END * 2**64)
+        # A run starts after an end (and at the first position) at a random place of the circle and moves on by one.
+        last_end = np.maximum.accumulate(np.where(ends, positions, 0))
+        places = (jumps[last_end] % np.uint64(len(self._circle))).astype(np.int64) + positions - last_end
+        return np.where(ends, self._eod, self._circle[places % len(self._circle)])

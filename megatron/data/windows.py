@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import parse_split
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.order import Key, permutation
+from megatron.data.samples import Key, permutation
 
 
 def split_documents(text: str, num_documents: int) -> tuple[range, range, range]:

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.bucket_plan import BucketPlan, Placed
-from megatron.data_parallel.provider import Inspect, WriteCount, check_writes
-from megatron.parallel.accumulate import GradSink
+from megatron.data_parallel.provider import Inspect
+from megatron.parallel.accumulate import GradSink, WriteCount, check_writes
 from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import ParallelContext

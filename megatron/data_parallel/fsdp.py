@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.data_parallel.bucket import Fill, main_grad_dtype
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, divided, divided_param, in_backward, own_piece, plan_units
-from megatron.data_parallel.provider import HeldTensors, Inspect, Provider, check_writes
-from megatron.parallel.accumulate import GradSink
+from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
+from megatron.parallel.accumulate import GradSink, check_writes
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup

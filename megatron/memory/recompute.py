@@ -165,12 +165,12 @@ class _Region:
 
     def remake(self) -> None:
         """Run the region again, up to the last tensor that backward needs. Does nothing the second time."""
-        global _remaking
+        global remaking
         if self._saved is not None:
             return
         if self._before_remake is not None:
             self._before_remake(self._modules)
-        self._saved, _remaking = [], self
+        self._saved, remaking = [], self
         inputs = [self._input(*one) for one in zip(self._inputs, self._with_gradient, strict=True)]
         self._inputs = ()
         try:
@@ -180,7 +180,7 @@ class _Region:
         except _Complete:
             pass
         finally:
-            _remaking = None
+            remaking = None
         assert len(self._saved) == self._count, "a remake saves what the forward did"
 
     def offer(self, x: torch.Tensor) -> None:
@@ -217,7 +217,9 @@ def _never(saved: None) -> torch.Tensor:
 
 # Set around one forward or remake. Plain globals, as in `megatron.parallel.accumulate`.
 _running: _Region | None = None
-_remaking: _Region | None = None
+remaking: _Region | None = None
+"""The region that runs again now. An operation that saves one tensor for its backward, and nothing else, offers it before it
+computes (`_Region.offer`), so that a remake which needs no more ends there."""
 
 
 def recomputed(
@@ -233,7 +235,7 @@ def recomputed(
     """
     if not torch.is_grad_enabled():
         return function(*inputs, again=False)
-    assert _remaking is None, "a region in a region"
+    assert remaking is None, "a region in a region"
     region, kept = _Region(function, inputs, modules), current()
     if ahead and kept is not None:
         kept.remakes.append(region.remake)
@@ -243,8 +245,8 @@ def recomputed(
 def decided(make: Callable[[], Decision]) -> Decision:
     """What `make` gives, which has no gradient: in a remake that of the first forward. For choices that must not fall otherwise,
     and for what the ranks tell each other."""
-    if _remaking is not None:
-        found: Decision = _remaking.decisions.popleft()
+    if remaking is not None:
+        found: Decision = remaking.decisions.popleft()
         return found
     made = make()
     if _running is not None:
@@ -254,11 +256,4 @@ def decided(make: Callable[[], Decision]) -> Decision:
 
 def is_remade() -> bool:
     """Whether what runs now has run before, in the forward."""
-    return _remaking is not None
-
-
-def about_to_save(x: torch.Tensor) -> None:
-    """Called by an operation that saves x for its backward, and nothing else, before it computes. Ends a remake that needs no
-    more."""
-    if _remaking is not None:
-        _remaking.offer(x)
+    return remaking is not None

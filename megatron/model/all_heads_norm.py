@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from megatron.model.norms import Norm
 from megatron.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.parallel.context import Group
 from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS
 from megatron.parallel.torch_private import resolve_process_group
+from megatron.tensor_parallel.layers import Norm
 
 
 def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:

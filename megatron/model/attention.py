@@ -16,14 +16,13 @@ from megatron.attention.backends import keeps_probabilities
 from megatron.attention.core import core_attention, one_kernel
 from megatron.config.imports import named
 from megatron.memory.recompute import recomputed
-from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
 from megatron.parallel.accumulate import through
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey
 from megatron.spec.layers import AttentionSpec, NormSpec, ScoreSpec
-from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.tensor_parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
 
 if TYPE_CHECKING:

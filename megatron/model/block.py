@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,16 @@ from torch import nn
 from megatron.config.imports import named
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
-from megatron.memory.recompute import recomputed
+from megatron.memory.recompute import RegionFunction, recomputed
 from megatron.model.attention import Attention
 from megatron.model.mlp import MLP
-from megatron.model.norms import Norm
 from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS, Handles
 from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.spec.layers import LatentAttentionSpec, LayerSpec
 from megatron.spec.mlps import ExpertsSpec, MLPSpec
+from megatron.spec.segments import Segment
+from megatron.tensor_parallel.layers import Norm
 from megatron.tensor_parallel.linear import Remade
 
 if TYPE_CHECKING:
@@ -215,3 +217,52 @@ def _attention_of(
         )
         return latent
     return Attention(scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core)
+
+
+# ---- What happens to the tensors of neighbouring layers between forward and backward, as their segment says.
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """That of one segment."""
+
+    recomputed: bool
+    ahead: bool
+    """Whether the schedule runs the layers again before backward."""
+    offloaded: bool
+    """Whether what they save is moved to host memory until backward."""
+    last_offloaded: bool
+    """Whether they are the last of the chunk of which that is so."""
+
+    def run(
+        self,
+        function: RegionFunction,
+        *inputs: torch.Tensor,
+        modules: Sequence[nn.Module] = (),
+        shared: Iterable[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Run the layers.
+
+        Args:
+            function: computes them; see `recomputed`.
+            inputs: all tensors with a gradient that it reads, but for parameters; first the hidden states.
+            modules: those whose parameters it uses.
+            shared: tensors that it saves and that others hold as long.
+        """
+        forward = partial(recomputed, function, modules=modules, ahead=self.ahead) if self.recomputed else function
+        on_host = None
+        if self.offloaded:
+            from megatron.memory.offload import chosen_layer
+
+            on_host = chosen_layer(inputs[0], shared=shared, last=self.last_offloaded, remade_ahead=self.ahead)
+        return forward(*inputs) if on_host is None else on_host.run(forward, *inputs)
+
+
+def treatments(segments: Sequence[Segment]) -> list[Treatment]:
+    """Those of a chunk's segments, in the order of the forward."""
+    last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
+    last_offloaded = max((place for place, segment in enumerate(segments) if segment.offloaded), default=None)
+    return [
+        Treatment(segment.recomputed, place == last, segment.offloaded, place == last_offloaded)
+        for place, segment in enumerate(segments)
+    ]

@@ -16,7 +16,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ContextWay, ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.gpt import GPTChunk, residual_dtype
-from megatron.model.output_layer import LossForm
 from megatron.parallel.boxes import Box, FlatPiece, PlacedBox
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord, ParamTable, Scope, materialize
@@ -28,6 +27,7 @@ from megatron.spec.layers import context_ways
 from megatron.spec.operations import loop
 from megatron.spec.schedules import SCHEDULES
 from megatron.spec.weights import model_weights
+from megatron.tensor_parallel.cross_entropy import LossForm
 
 if TYPE_CHECKING:
     from megatron.attention.largest import LargestScores

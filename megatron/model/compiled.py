@@ -23,10 +23,9 @@ from megatron.attention.core import one_kernel
 from megatron.attention.documents import Documents
 from megatron.config.precision import CompileBackend, SpeedConfig
 from megatron.model.block import Block, GraphSeeds
-from megatron.parallel.handles import entered, vector_users
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.torch_private import compiler_mode_options, configure_compiler
-from megatron.tensor_parallel.layers import LinearLayer
+from megatron.tensor_parallel.layers import LinearLayer, entered, vector_users
 
 _MOST_COMPILATIONS = 64
 """Compilations of one function: for layers, lengths and settings that differ. torch would stop at 8."""

@@ -17,12 +17,9 @@ from torch import nn
 from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.model.block import Block, dropout
+from megatron.model.block import Block, Treatment, dropout, treatments
 from megatron.model.inputs import ModelInputs
-from megatron.model.norms import Norm
-from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.model.rope import rotary_table
-from megatron.model.treatment import Treatment, treatments
 from megatron.parallel.collectives import own_part
 from megatron.parallel.params import Scope
 from megatron.pipeline_parallel.partition import Chunk
@@ -30,7 +27,8 @@ from megatron.spec.layers import layers, norm_of
 from megatron.spec.rotary import RotarySpec
 from megatron.spec.segments import Segment
 from megatron.spec.weights import score_row
-from megatron.tensor_parallel.layers import VocabParallelEmbedding, lookup
+from megatron.tensor_parallel.cross_entropy import LossForm, OutputLayer
+from megatron.tensor_parallel.layers import Norm, VocabParallelEmbedding, lookup
 
 if TYPE_CHECKING:
     from megatron.attention.largest import LargestScores
@@ -60,8 +58,8 @@ class Embedding(nn.Module):
             x = x + self.position(own_part(inputs.positions, self.group) if self.split else inputs.positions)
         if self.norm is not None:
             x = self.norm(x)
-        key = inputs.dropout_key
-        seeds = None if key is None else [key.site(0, "embedding", self.group.index if self.split else 0)]
+        key, rank = inputs.dropout_key, self.group.index if self.split else 0
+        seeds = None if key is None or self.probability == 0.0 else [key.site(0, "embedding", rank)]
         return dropout(x, self.probability, seeds)
 
 

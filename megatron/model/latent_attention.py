@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.model.attention import CoreAttention
-from megatron.model.norms import Norm
 from megatron.model.rope import rotate, turn
 from megatron.parallel.accumulate import through
 from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey
 from megatron.spec.layers import LatentAttentionSpec, NormSpec
-from megatron.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.tensor_parallel.layers import ColumnParallelLinear, Norm, ReplicatedLinear, RowParallelLinear
 from megatron.tensor_parallel.linear import Remade
 
 if TYPE_CHECKING:

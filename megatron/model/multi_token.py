@@ -18,18 +18,16 @@ from torch import nn
 from torch.nn import functional
 
 from megatron.config.model import ModelConfig
-from megatron.model.block import Block
+from megatron.model.block import Block, Treatment
 from megatron.model.inputs import ModelInputs
-from megatron.model.norms import Norm
-from megatron.model.output_layer import OutputLayer
 from megatron.model.rope import rotary_table
-from megatron.model.treatment import Treatment
 from megatron.parallel.context import SELF_GROUP
 from megatron.parallel.params import Scope
 from megatron.spec.layers import LayerSpec, depths, norm_of
 from megatron.spec.segments import Segment
 from megatron.spec.weights import WORD_EMBEDDING, outside_layers
-from megatron.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.tensor_parallel.cross_entropy import OutputLayer
+from megatron.tensor_parallel.layers import Norm, VocabParallelEmbedding
 from megatron.tensor_parallel.linear import parallel_linear
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.memory.recompute import about_to_save
+from megatron.memory import recompute
 from megatron.parallel.accumulate import accumulate_grouped, now_or_deferred
 from megatron.parallel.products import product_into, weight_product
 
@@ -42,7 +42,8 @@ def grouped_linear(x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int])
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
-        about_to_save(x)
+        if recompute.remaking is not None:
+            recompute.remaking.offer(x)
         ctx.save_for_backward(x)
         ctx.weight, ctx.counts = weight, counts  # a leaf, which needs no saving
         return _products(x, _matrices(weight, counts), counts, transposed=True)

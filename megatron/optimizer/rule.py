@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
+from megatron.config.training import OptimizerConfig
 from megatron.optimizer.statistics import Rounds
 from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import DividedParam, ParamRecord
 from megatron.parallel.state_shape import ELEMENTS, StateShape
-from megatron.parallel.torch_private import foreach_mul_
+from megatron.parallel.torch_private import foreach_mul_, fused_adamw_
 from megatron.spec.groups import RUN_ENDS, ParamGroup, RateEnds
 
 
@@ -283,3 +284,58 @@ def by_group(targets: Sequence[Target]) -> list[tuple[ParamGroup, list[Target]]]
     for target in targets:
         found.setdefault(target.group, []).append(target)
     return list(found.items())
+
+
+def apex_optimizer(name: str) -> Any:
+    """The class of an optimizer of NVIDIA apex (--use-apex).
+
+    Raises:
+        ValueError: apex is not installed.
+    """
+    try:
+        from apex import optimizers
+    except ImportError as error:
+        raise ValueError(
+            "--use-apex, but NVIDIA apex is not installed (the package named apex on the Python index is another project). "
+            "Leave the flag out: torch's fused optimizers do the same."
+        ) from error
+    return getattr(optimizers, name)
+
+
+# ---- The rule of most runs. Others are in `rules.py`.
+
+
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._apex = config.use_apex
+
+    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
+        """See `UpdateRule`."""
+        if self._apex:
+            return by_torch(targets, apex_optimizer("FusedAdam")(param_groups(targets), adam_w_mode=True, lr=0.0))
+        return fused(targets, self.moments, self._kernel)
+
+    def _kernel(self, lists: Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """Update by torch's fused AdamW, which takes the number of the update for each tensor, from its device."""
+        number = update.scalar(float(update.number), lists.main_params[0].device)
+        first, second = lists.moments
+        fused_adamw_(
+            lists.main_params,
+            lists.grads,
+            first,
+            second,
+            max_exp_avg_sqs=[],
+            state_steps=[number] * len(lists.main_params),
+            lr=update.rate(lists.group),
+            beta1=lists.group.betas[0],
+            beta2=lists.group.betas[1],
+            weight_decay=update.decay(lists.group),
+            eps=lists.group.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+        )

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
 from megatron.config.flags import flag_for
 from megatron.config.imports import named
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.rule import Lists, Target, Update, Updater, UpdateRule, by_torch, fused, param_groups, scaled
+from megatron.optimizer.rule import (
+    AdamW,
+    Lists,
+    Target,
+    Update,
+    Updater,
+    UpdateRule,
+    apex_optimizer,
+    by_torch,
+    fused,
+    param_groups,
+    scaled,
+)
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.torch_private import (
@@ -26,49 +37,12 @@ from megatron.parallel.torch_private import (
     foreach_mul_,
     foreach_sign_,
     foreach_sqrt_,
-    fused_adamw_,
     fused_sgd_,
 )
 from megatron.spec.activations import add_choice
 from megatron.spec.groups import groups_of
 
-# ---- Update rules that see each element by itself: AdamW, SGD, Lion and AdEMAMix.
-
-
-class AdamW(UpdateRule):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
-
-    moments = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._apex = config.use_apex
-
-    def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
-        if self._apex:
-            return by_torch(targets, _apex("FusedAdam")(param_groups(targets), adam_w_mode=True, lr=0.0))
-        return fused(targets, self.moments, self._kernel)
-
-    def _kernel(self, lists: Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """Update by torch's fused AdamW, which takes the number of the update for each tensor, from its device."""
-        number = update.scalar(float(update.number), lists.main_params[0].device)
-        first, second = lists.moments
-        fused_adamw_(
-            lists.main_params,
-            lists.grads,
-            first,
-            second,
-            max_exp_avg_sqs=[],
-            state_steps=[number] * len(lists.main_params),
-            lr=update.rate(lists.group),
-            beta1=lists.group.betas[0],
-            beta2=lists.group.betas[1],
-            weight_decay=update.decay(lists.group),
-            eps=lists.group.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=grad_scale,
-        )
+# ---- Update rules that see each element by itself: SGD, Lion and AdEMAMix.
 
 
 class CountsRule(UpdateRule):
@@ -99,7 +73,7 @@ class SGD(UpdateRule):
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
         """See `UpdateRule`."""
         if self._apex:
-            return by_torch(targets, _apex("FusedSGD")(param_groups(targets), lr=0.0, momentum=self._momentum))
+            return by_torch(targets, apex_optimizer("FusedSGD")(param_groups(targets), lr=0.0, momentum=self._momentum))
         return fused(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
@@ -183,17 +157,6 @@ class AdEMAMix(UpdateRule):
             return way * self._alpha, self._beta3 ** (1.0 / way)
         first, last = math.log(beta1), math.log(self._beta3)
         return way * self._alpha, math.exp(first * last / ((1.0 - way) * last + way * first))
-
-
-def _apex(name: str) -> Any:
-    try:
-        from apex import optimizers
-    except ImportError as error:
-        raise ValueError(
-            "--use-apex, but NVIDIA apex is not installed (the package named apex on the Python index is another project). "
-            "Leave the flag out: torch's fused optimizers do the same."
-        ) from error
-    return getattr(optimizers, name)
 
 
 RuleOf = Callable[[ParamRecord], UpdateRule]

@@ -312,3 +312,60 @@ class _Through(torch.autograd.Function):
 def through(param: nn.Parameter) -> torch.Tensor:
     """The parameter for use in an ordinary torch operation. Its gradient goes to `accumulate`."""
     return _Through.apply(param) if param.requires_grad else param
+
+
+# ---- Counts of the gradients that reach some parameters: they tell when those of a microbatch are complete, and that none is
+# missing.
+
+
+class WriteCount:
+    """Counts how often the parameters of a bucket got a gradient in a step.
+
+    Args:
+        uses: how often each gets one in a microbatch.
+    """
+
+    def __init__(self, uses: Sequence[int]) -> None:
+        self.uses = list(uses)
+        self.start()
+
+    def start(self) -> None:
+        """Begin a new step."""
+        self.writes = [0] * len(self.uses)
+        self.rounds = 0
+        """Number of microbatches whose gradients are all there."""
+        self._left = len(self.uses)
+
+    def add(self, number: int) -> bool:
+        """Count one gradient; returns whether this completes the gradients of one more microbatch.
+
+        With deferred weight gradients, other gradients may be microbatches ahead of these.
+        """
+        self.writes[number] += 1
+        if self.writes[number] != self.uses[number] * (self.rounds + 1):
+            return False
+        self._left -= 1
+        if self._left:
+            return False
+        self.rounds += 1
+        self._left = sum(writes < uses * (self.rounds + 1) for writes, uses in zip(self.writes, self.uses, strict=True))
+        return True
+
+
+def check_writes(rank: int, counts: Iterable[tuple[str, int, int]]) -> None:
+    """Check that nothing is missing.
+
+    Args:
+        counts: name of a parameter, gradients that reached it in this step, gradients that should have.
+
+    Raises:
+        RuntimeError: a parameter got too few or too many.
+    """
+    words = []
+    for name, found, wanted in counts:
+        if found > wanted:
+            words.append(f"{found - wanted} gradients too many reached {name}")
+        elif found < wanted:
+            words.append(f"{name} lacks {wanted - found} gradients" if found else f"no gradient reached {name}")
+    if words:
+        raise RuntimeError(f"rank {rank}: the backward passes of this step are incomplete: {'; '.join(words)}")

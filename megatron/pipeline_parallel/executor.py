@@ -82,7 +82,7 @@ class _InFlight:
 
     inputs: Tensors
     edges: dict[str, GradientEdge]
-    kept: Kept
+    kept: Kept | None
     gradients: Tensors = field(default_factory=dict)
     """Gradients received for the outputs; a deferred weight gradient may read them."""
     deferred: Deferred = field(default_factory=Deferred)
@@ -97,6 +97,7 @@ class Executor:
         before_backward: are called with the chunk before each of its backwards.
         before_remake: called with the modules of layers before they are run again.
         host: where the saved tensors go of layers that are chosen for that.
+        keeps: whether any layer runs again in backward or has its saved tensors in host memory.
     """
 
     def __init__(
@@ -108,9 +109,10 @@ class Executor:
         before_backward: Sequence[Callable[[int], None]] = (),
         before_remake: BeforeRemake | None = None,
         host: HostMemory | None = None,
+        keeps: bool = True,
     ) -> None:
         self.host = HostMemory(context.device) if host is None else host
-        self._stage, self._before_remake = context.group("pp").index, before_remake
+        self._stage, self._before_remake, self._keeps = context.group("pp").index, before_remake, keeps
         self._boundary, self._overlap, self._before_backward = boundary, overlap, before_backward
         self._messenger, self._device_type = Messenger(context, boundary), context.device.type
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
@@ -197,7 +199,11 @@ class Executor:
         inputs = {name: _leaf(t, training and self._boundary[name].requires_grad) for name, t in received.items()}
         if not training:
             return {name: t.detach() for name, t in forward(op.chunk, op.microbatch, inputs).items()}
-        with keeping(Kept(self._before_remake, self.host, back_soon=step.back_soon, living=inputs.values())) as kept:
+        kept: Kept | None = None
+        if self._keeps:
+            with keeping(Kept(self._before_remake, self.host, back_soon=step.back_soon, living=inputs.values())) as kept:
+                outputs = forward(op.chunk, op.microbatch, inputs)
+        else:
             outputs = forward(op.chunk, op.microbatch, inputs)
         roots = {name: t for name, t in outputs.items() if step.gives is None or self._boundary[name].requires_grad}
         edges = {name: get_gradient_edge(t) for name, t in roots.items() if t.requires_grad}
@@ -228,7 +234,7 @@ class Executor:
 
     def _fetch(self, op: Op) -> None:
         state = self._in_flight.get((op.chunk, op.microbatch))
-        if state is not None:  # otherwise its forward comes first, and nothing of it has gone
+        if state is not None and state.kept is not None:  # otherwise its forward comes first, and nothing of it has gone
             state.kept.fetch(for_remake=op.kind is OpKind.RECOMPUTE)
 
     def _settle(self, op: Op) -> None:
@@ -240,7 +246,9 @@ class Executor:
             self._leaving = state.kept
 
     def _recompute(self, op: Op) -> Tensors:
-        self._in_flight[op.chunk, op.microbatch].kept.remake_last()
+        kept = self._in_flight[op.chunk, op.microbatch].kept
+        assert kept is not None, "the schedule runs layers again"
+        kept.remake_last()
         return {}
 
     def _weight_grad(self, op: Op) -> Tensors:

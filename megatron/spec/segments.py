@@ -21,6 +21,11 @@ class Segment:
     offloaded: bool = False
     """Whether what is kept of them is moved to host memory until backward."""
 
+    @property
+    def treated(self) -> bool:
+        """Whether anything is done with what they save."""
+        return self.recomputed or self.offloaded or bool(self.selective)
+
 
 def kept_whole(layers: Iterable[int], selective: Iterable[RecomputeModule] = ()) -> tuple[Segment, ...]:
     """Each layer by itself, and nothing computed again but parts."""

@@ -6,6 +6,8 @@ gives [s/n, b, out].
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +15,58 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.accumulate import accumulate_rows, grad_dtype
+from megatron.parallel.accumulate import accumulate_rows, grad_dtype, through
 from megatron.parallel.collectives import reduce_scatter_forward, sum_forward
-from megatron.parallel.handles import VectorUser
 from megatron.parallel.params import Scope
 from megatron.precision.products import PLAIN, products_of
+from megatron.spec.layers import NormSpec
 from megatron.tensor_parallel.linear import LAYERS, Form, InputMode, OutputMode, Remade, linear_by_handle, linear_of
+
+# ---- Modules that use vectors (weights of norms, biases) in ordinary torch operations: how these enter, and where their
+# gradients go.
+#
+# Outside of compiled code a vector enters where it is used (`through`). A compiled graph gets them as inputs instead: they enter in
+# front of it, and what it gives back for them goes on from there. So no compiler has to know of a side effect.
+
+Vectors = tuple[torch.Tensor | None, ...]
+
+
+class VectorUser(nn.Module):
+    """A module that uses vectors in ordinary operations."""
+
+    _entered: Vectors | None = None
+    """Those that have entered in front of a compiled graph, while it runs."""
+
+    def vectors(self) -> tuple[nn.Parameter | None, ...]:
+        """The parameters, looked up anew: others take their place when they are sharded."""
+        raise NotImplementedError
+
+    def entering(self) -> Vectors:
+        """The same for use in the module's forward."""
+        if torch.compiler.is_compiling():
+            assert self._entered is not None, "a compiled graph gets its vectors as inputs"
+            return self._entered
+        return tuple(None if vector is None else through(vector) for vector in self.vectors())
+
+
+def vector_users(module: nn.Module) -> list[VectorUser]:
+    """Those in a module that have vectors."""
+    return [one for one in module.modules() if isinstance(one, VectorUser) and any(v is not None for v in one.vectors())]
+
+
+@contextmanager
+def entered(users: Sequence[VectorUser]) -> Iterator[None]:
+    """Around one call of a compiled graph: its vectors are inputs."""
+    try:
+        for user in users:
+            user._entered = user.entering()
+        yield
+    finally:
+        for user in users:
+            user._entered = None
+
+
+# ---- Linear layers.
 
 
 class LinearLayer(VectorUser):
@@ -212,3 +260,60 @@ class VocabParallelEmbedding(nn.Module):
         local, rank = tokens.remainder(self.rows), tokens.div(self.rows, rounding_mode="floor")
         rows = lookup(local, self.weight).masked_fill((rank != self.group.index).unsqueeze(-1), 0.0)
         return reduce_scatter_forward(rows, self.group) if self.scatter else sum_forward(rows, self.group)
+
+
+# ---- LayerNorm and RMSNorm. Statistics are computed in at least float32 whatever the dtype.
+
+
+class Norm(VectorUser):
+    """Normalises the last dimension. Its result has the model's dtype even when the residual stream is float32.
+
+    Args:
+        size: channels that are normalised together, on all ranks.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, scope: Scope, spec: NormSpec, size: int) -> None:
+        super().__init__()
+        self.kind, self.epsilon, self.zero_centred = spec.kind, spec.epsilon, spec.zero_centred
+        self.shape, self.dtype = (size,), scope.dtype
+        scope.optional(self, "weight")
+        scope.optional(self, "bias")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., channels] to the same shape, in the parameters' dtype."""
+        return self._normalise(self._kept(x))
+
+    def remade(self, x: torch.Tensor) -> Remade:
+        """The same for a linear layer, which then keeps nothing: in backward it normalises again what the norm keeps.
+
+        Sharded parameters are there for that: it happens while backward is in the layer, since schedules that put weight gradients
+        off are refused for them (`late_gradients_find_their_block`).
+        """
+        return Remade.of(self._normalise, self._kept(x))
+
+    def _kept(self, x: torch.Tensor) -> torch.Tensor:
+        """The input in the form in which torch's norm keeps it for backward."""
+        # On CPU torch's LayerNorm sums the gradients of weight and bias over all tokens in the dtype of x: in bfloat16, at 4,096
+        # tokens, they came out a third off. Its RMSNorm widens x in any case.
+        # And 1 + weight has too few digits in 16 bits.
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type == "cpu" or self.zero_centred else x
+
+    def vectors(self) -> tuple[nn.Parameter | None, ...]:
+        """See `VectorUser`."""
+        return self.weight, self.bias
+
+    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the normalised channels are multiplied by, and what is added to them, in a dtype; None for nothing."""
+        if all(vector is None for vector in self.vectors()):
+            return None, None
+        weight, bias = (None if vector is None else vector.to(dtype) for vector in self.entering())
+        return weight + 1.0 if weight is not None and self.zero_centred else weight, bias
+
+    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.factors(x.dtype)  # over a float32 residual stream 16-bit parameters are widened
+        if self.kind == "RMSNorm":
+            return F.rms_norm(x, self.shape, weight, self.epsilon).to(self.dtype)
+        return F.layer_norm(x, self.shape, weight, bias, self.epsilon).to(self.dtype)

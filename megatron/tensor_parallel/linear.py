@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from megatron.memory.recompute import about_to_save
+from megatron.memory import recompute
 from megatron.parallel.accumulate import (
     Make,
     accumulate_product,
@@ -214,7 +214,8 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         kept = x if source is None else source
         if weight.requires_grad:
-            about_to_save(kept)
+            if recompute.remaking is not None:
+                recompute.remaking.offer(kept)
             ctx.save_for_backward(kept)
         ctx.make, ctx.source_is_larger = make, kept.nbytes > x.nbytes
         # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.

@@ -20,7 +20,7 @@ from megatron.config.imports import named
 from megatron.config.model import ModelConfig
 from megatron.data.history import Phase, describe_phases, go_on, pass_over
 from megatron.data.loader import StepLoader
-from megatron.data.samples import DocumentRules, Microbatch, SampleSource, missing_ends
+from megatron.data.samples import DocumentRules, Microbatch, SampleSource
 from megatron.data.splits import Datasets, open_datasets
 from megatron.data.tokenizer import build_tokenizer, embedding_rows
 from megatron.metrics.run_warnings import Corpus
@@ -112,13 +112,16 @@ class BatchMaker:
     rules: DocumentRules
     attention_shares: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
     depths: int = 0
+    drops: bool = True
+    """Whether the model has dropout."""
 
     @classmethod
     def for_model(
         cls, model: ModelConfig, context: ParallelContext, seed: int, micro_batch_size: int, rules: DocumentRules
     ) -> BatchMaker:
         """Make the inputs that a model takes."""
-        return cls(context, seed, model.seq_length, micro_batch_size, rules, attention_shares(model), model.mtp_num_layers)
+        drops = max(model.hidden_dropout, model.attention_dropout) > 0.0
+        return cls(context, seed, model.seq_length, micro_batch_size, rules, attention_shares(model), model.mtp_num_layers, drops)
 
     def steps(
         self,
@@ -141,7 +144,7 @@ class BatchMaker:
         rank, size = self.context.data_group.index, self.context.data_group.size
 
         def key(first_sample: int) -> DropoutKey | None:
-            if not dropout:
+            if not (dropout and self.drops):
                 return None
             return DropoutKey(self.seed, consumed, first_sample, context_rank=self.cutting.group.index)
 
@@ -360,10 +363,8 @@ class RunBatches:
         lines = [f"the run takes {total:,} training samples", *describe_phases(phases), *train.describe(total)]
         for source in (self.sources.valid, self.sources.test):
             lines += source.describe(self.data.config.training.eval_iters * self.plan.final_global_batch_size) if source else []
-        components = [each for data in datasets if data is not None for each in data.components]
-        unmarked = [each for each in components if each.marks is None and not self.data.config.data.whole_documents]
-        told = (missing_ends(each.dataset, each.documents, self.data.maker.rules) for each in unmarked)
-        return lines + list(dict.fromkeys(f"WARNING: {text}" for text in told if text is not None))
+        warnings = [text for split in datasets if split is not None for text in split.warnings(self.data.maker.rules)]
+        return lines + list(dict.fromkeys(f"WARNING: {text}" for text in warnings))
 
     def _held_out(self, source: SampleSource | None) -> Batches:
         config, batch = self.data.config, self.plan.final_global_batch_size

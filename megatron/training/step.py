@@ -151,6 +151,7 @@ class TrainStep:
             overlap=parallel.overlap_p2p_communication,
             before_backward=[provider.before_backward for provider in self.providers if provider.follows_backward],
             before_remake=self._before_remake,
+            keeps=any(segment.treated for chunk in model.layer_table for segment in chunk.segments),
         )
         self._by_counts = [shard for shard in self.optimizer.shards if shard.record.by_counts is not None]
         self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted and shard.record.by_counts is None]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.model.output_layer import LossForm
 from megatron.spec.counts import flops_per_token, output_flops
+from megatron.tensor_parallel.cross_entropy import LossForm
 from megatron_lab.benchmarks.runner import in_turns, show
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.benchmarks.single import our_step

@@ -27,11 +27,11 @@ from megatron.metrics.measures import peak_flops
 from megatron.model.build import build_model
 from megatron.model.compiled import BlockCompiler
 from megatron.model.inputs import ModelInputs
-from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters, flops_per_step
+from megatron.tensor_parallel.cross_entropy import LossForm
 from megatron.training.step import TrainStep
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, peers, plain_step, random_tokens
 from megatron_lab.benchmarks.runner import in_turns

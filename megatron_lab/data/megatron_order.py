@@ -19,7 +19,7 @@ from megatron.config.data import SPLIT_NAMES
 from megatron.data.blend import SampleDraw, check_weights
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.order import index_dtype
+from megatron.data.samples import index_dtype
 from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Selection, Windows, lay_out
 
 _LEAST_SHARE = 0.80

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.model.output_layer import LossForm
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.counts import (
@@ -20,6 +19,7 @@ from megatron.spec.counts import (
 )
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import padded_vocab_size
+from megatron.tensor_parallel.cross_entropy import LossForm
 
 
 def loss_again(config: Config, vocab_size: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from megatron.data_parallel.bucket import BufferPool
 from megatron.data_parallel.bucket_plan import BucketPlan
-from megatron.data_parallel.provider import WriteCount
+from megatron.parallel.accumulate import WriteCount
 
 
 class Played(NamedTuple):

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.samples import DocumentRules
-from megatron.data.splits import MockDataset
+from megatron.data.samples import DocumentRules, MockDataset
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import placement
 from megatron.training.inputs import reads_samples

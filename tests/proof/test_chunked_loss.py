@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.model import output_layer
-from megatron.model.output_layer import LossForm, OutputLayer
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import vocabulary
-from megatron.tensor_parallel.cross_entropy import minimised
+from megatron.tensor_parallel import cross_entropy
+from megatron.tensor_parallel.cross_entropy import LossForm, OutputLayer, minimised
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over, summed
@@ -203,20 +202,20 @@ def test_chunks_and_whole_are_within_rounding_in_fewer_bits(dtype: torch.dtype, 
 
 def test_the_chunk_that_is_chosen() -> None:
     """Whole as long as the logits are few; else few at a time, in a round number of tokens."""
-    most = output_layer._MOST_LOGITS
-    assert output_layer.chosen_chunk(4096, most // 4096) == 0
-    assert output_layer.chosen_chunk(4097, most // 4096) == 4096
-    assert output_layer.chosen_chunk(8192, 128_256) == 1024  # Llama 3
-    assert output_layer.chosen_chunk(8, most) == output_layer.chosen_chunk(8, 2 * most) == 1
+    most = cross_entropy._MOST_LOGITS
+    assert cross_entropy.chosen_chunk(4096, most // 4096) == 0
+    assert cross_entropy.chosen_chunk(4097, most // 4096) == 4096
+    assert cross_entropy.chosen_chunk(8192, 128_256) == 1024  # Llama 3
+    assert cross_entropy.chosen_chunk(8, most) == cross_entropy.chosen_chunk(8, 2 * most) == 1
     for tokens, columns in ((10_000, 50_304), (32_768, 151_936), (2048, 256_000)):
-        assert 0 < output_layer.chosen_chunk(tokens, columns) * columns <= most
+        assert 0 < cross_entropy.chosen_chunk(tokens, columns) * columns <= most
 
 
 def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the weight and its gradient: forward and backward take as much for 8,192 columns as for 65,536, in 16 bits too; the
     whole loss by all logits more."""
-    monkeypatch.setattr(output_layer, "_MOST_LOGITS", 1 << 16)
-    monkeypatch.setattr(output_layer, "_MULTIPLE", 1)
+    monkeypatch.setattr(cross_entropy, "_MOST_LOGITS", 1 << 16)
+    monkeypatch.setattr(cross_entropy, "_MULTIPLE", 1)
     monkeypatch.setattr("megatron.tensor_parallel.cross_entropy._BLOCK_ELEMENTS", 1 << 16)
     monkeypatch.setattr("megatron.parallel.products._BLOCK_ELEMENTS", 1 << 14)
 

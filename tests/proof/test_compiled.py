@@ -27,11 +27,10 @@ from megatron.model.compiled import BlockCompiler, CompiledBlock
 from megatron.model.inputs import ModelInputs
 from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import deferring
-from megatron.parallel.handles import VectorUser
 from megatron.parallel.random import DropoutKey
 from megatron.spec.layers import layers
 from megatron.tensor_parallel import linear
-from megatron.tensor_parallel.layers import LinearLayer
+from megatron.tensor_parallel.layers import LinearLayer, VectorUser
 from tests.support.lone_rank import lone_rank
 from tests.support.sinks import sink_over
 

@@ -15,8 +15,7 @@ from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data.samples import DocumentRules
-from megatron.data.splits import MockDataset
+from megatron.data.samples import DocumentRules, MockDataset
 from megatron.model import block as dropout_module
 from megatron.model.block import dropout
 from megatron.model.build import build_model

@@ -20,7 +20,6 @@ from megatron.data.samples import DocumentRules, Microbatch
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler
 from megatron.model.inputs import ModelInputs
-from megatron.model.output_layer import LossForm
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.overlap import Pieces
@@ -29,6 +28,7 @@ from megatron.pipeline_parallel.partition import table_of
 from megatron.spec.activations import FLAGS
 from megatron.spec.attention_backends import AttentionBackend
 from megatron.spec.layer_pattern import pattern_text
+from megatron.tensor_parallel.cross_entropy import LossForm
 from megatron.training.inputs import BatchMaker, reads_samples
 from megatron.training.step import TrainStep
 from megatron_lab.verification.observation import TensorPart

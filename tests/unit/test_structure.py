@@ -86,7 +86,7 @@ WITHOUT_TORCH = [
     ),
     *(f"megatron_lab/flight/{name}.py" for name in ("record", "diagnosis", "watcher")),
     *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
-    "megatron/data/order.py",
+    "megatron/data/samples.py",
     "megatron_lab/migration/checkpoint_args.py",
 ]
 
@@ -356,7 +356,7 @@ def test_parallel_state_is_passed_on() -> None:
                 found.add(f"{file} global {', '.join(node.names)}")
     assert found == {
         "megatron/memory/recompute.py global _kept",
-        "megatron/memory/recompute.py global _remaking",
+        "megatron/memory/recompute.py global remaking",
         "megatron/memory/recompute.py global _running",
         "megatron/parallel/accumulate.py global _deferred",
         "megatron/tensor_parallel/chunked_loss.py global _repeats",

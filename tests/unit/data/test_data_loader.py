@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.loader import StepLoader
-from megatron.data.samples import DocumentRules, Microbatch, SamplePiece, SampleSource
-from megatron.data.splits import MockDataset
+from megatron.data.samples import DocumentRules, Microbatch, MockDataset, SamplePiece, SampleSource
 from tests.support.cli import spawn_cli
 
 RULES = DocumentRules(eod=6)

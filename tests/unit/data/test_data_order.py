@@ -13,9 +13,7 @@ from megatron.config.data import parse_split
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.order import permutation
-from megatron.data.samples import SamplePiece
-from megatron.data.splits import MockDataset
+from megatron.data.samples import MockDataset, SamplePiece, permutation
 from megatron.data.windows import split_documents
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]

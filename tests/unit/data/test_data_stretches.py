@@ -14,7 +14,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import Stretch, merged
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.order import permutation
+from megatron.data.samples import permutation
 from megatron.data.windows import Intervals, cut
 
 SEED, SPLIT = 11, 1

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.datasets import missing_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import DocumentRules, missing_ends
+from megatron.data.samples import DocumentRules
 
 EOD = 9
 RULES = DocumentRules(EOD, reset_attention_mask=True, eod_mask_loss=True)
@@ -58,6 +59,6 @@ def test_long_documents_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.M
         return original(self, sequence, offset, count)
 
     monkeypatch.setattr(IndexedDataset, "read", counting)
-    monkeypatch.setattr("megatron.data.samples._TOKENS_LOOKED_AT", 50)
+    monkeypatch.setattr("megatron.data.datasets._TOKENS_LOOKED_AT", 50)
     assert missing_ends(dataset(tmp_path, [[1] * 40] * 5), range(5), RULES)
     assert sum(read) == 5 + 50

@@ -11,12 +11,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.model import ModelConfig
 from megatron.model.block import Block
-from megatron.model.output_layer import LossForm, OutputLayer, chosen_chunk
 from megatron.model.rope import rotary_table
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamTable, Scope
 from megatron.spec.layers import layers
 from megatron.spec.weights import model_weights, vocabulary
+from megatron.tensor_parallel.cross_entropy import LossForm, OutputLayer, chosen_chunk
 from megatron_lab.planner.kernel_memory import CudaKernels
 from tests.support.launches import FusedNorms, Launches
 from tests.support.lone_rank import lone_rank

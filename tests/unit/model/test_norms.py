@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron.config.model import Normalization
-from megatron.model.norms import Norm
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.spec.layers import NormSpec
 from megatron.spec.weights import norm as norm_weights
+from megatron.tensor_parallel.layers import Norm
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
 

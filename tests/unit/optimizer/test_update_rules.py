@@ -13,8 +13,8 @@ from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.rule import Target, Update, Updater, UpdateRule, by_torch, param_groups
-from megatron.optimizer.rules import RULES, SGD, AdamW, RuleOf, for_all
+from megatron.optimizer.rule import AdamW, Target, Update, Updater, UpdateRule, by_torch, param_groups
+from megatron.optimizer.rules import RULES, SGD, RuleOf, for_all
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup, Split
 from megatron.parallel.topology import Topology
