@@ -23,16 +23,16 @@ _MODULES = {
     ("megatron.data", "megatron_lab.data"): "megatron_order preprocess",
     ("megatron.data", "megatron_lab"): "tokenizers",
     ("megatron.training", "megatron_lab.monitoring"): (
-        "compilation compiler_facts loss_picture memory_report out_of_memory plan_report profiler rehearsal"
+        "compilation compiler_facts goodput live_lines loss_picture memory_report out_of_memory plan_report profiler rehearsal"
     ),
     ("megatron.training", "megatron_lab.flight"): "stragglers",
     ("megatron.training", "megatron_lab.node_memory"): "kept_state",
     ("megatron.data_parallel", "megatron_lab.planner"): "passing state_layout",
     ("megatron.optimizer", "megatron_lab.planner"): "state_size",
     ("megatron.parallel", "megatron_lab.monitoring"): "forks",
-    ("megatron.metrics", "megatron_lab.monitoring"): "loggers",
+    ("megatron.metrics", "megatron_lab.monitoring"): "loggers run_warnings",
     ("megatron.training", "megatron_lab.audit"): "nonfinite sentinel",
-    ("megatron.training", "megatron_lab.resilience"): "ahead rewind",
+    ("megatron.training", "megatron_lab.resilience"): "ahead rewind spikes",
     ("megatron.config", "megatron_lab.migration"): "compat",
     ("megatron.checkpoint", "megatron_lab.migration"): "checkpoint_args",
 }
@@ -55,8 +55,8 @@ _JOINED = {
     "megatron.precision": "formats>fp8_products scaling>fp8_products scaled_product>fp8_products device>products",
     "megatron.spec": "registered>activations",
     "megatron.tensor_parallel": "embedding>layers",
-    "megatron.training": "lost_contact>failure effective_model>resume own_metrics>watch goodput>progress attention_kernel>startup "
-    "model_norms>gradient_noise spikes>progress saved_schedule>progress life>signals",
+    "megatron.training": "lost_contact>failure effective_model>resume own_metrics>watch attention_kernel>startup "
+    "saved_schedule>progress life>signals",
 }
 """By package the modules that are a part of another one now."""
 MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.items() for name in names.split()} | {
@@ -67,6 +67,8 @@ MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.item
     "megatron.data.tokenizers.simple_tokenizers": "megatron.data.tokenizer",
     "megatron.parallel.turns": "megatron.tensor_parallel.chunked_loss",
     "megatron.parallel.vectors": "megatron.tensor_parallel.layers",
+    "megatron.training.model_norms": "megatron_lab.monitoring.norms",
+    "megatron.optimizer.lr_schedule": "megatron.training.progress",
     "megatron.model.norms": "megatron.tensor_parallel.layers",
     "megatron.model.output_layer": "megatron.tensor_parallel.cross_entropy",
 }

@@ -6,6 +6,7 @@ Shapes: `s` tokens of a sequence on this rank, `b` microbatch, `k` experts of a 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,19 @@ class BalanceResult:
     def worst(self) -> float:
         """The largest of these."""
         return max(self.busiest.values())
+
+    @staticmethod
+    def log_values(results: Sequence[BalanceResult]) -> dict[str, float]:
+        """Return the means and maxima over some steps, at least one, by the names of the metrics file."""
+        count, first = len(results), results[0]
+        layers = {layer: math.fsum(one.busiest[layer] for one in results) / count for layer in first.busiest}
+        return {
+            "load_balancing_loss": math.fsum(one.loss for one in results) / count,
+            "moe_z_loss": math.fsum(one.z_loss for one in results) / count,
+            "busiest_expert": max(one.worst for one in results),
+            **({} if first.dropped is None else {"dropped_share": math.fsum(one.dropped or 0.0 for one in results) / count}),
+            **{f"busiest_expert/{layer}": value for layer, value in layers.items()},
+        }
 
 
 class Balance:

@@ -21,7 +21,6 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.progress import SpikeError
 from megatron.training.signals import DIVERGED, LIFE_FILE, LOST_CONTACT, REFUSED, tell_end
 
 # ---- What gloo, NCCL and torch's store say when another rank has gone or does not come, and the part of it that helps a reader.
@@ -119,11 +118,19 @@ def ranks_in_words(ranks: list[int]) -> str:
     return f"rank {listed([str(rank) for rank in ranks])}"
 
 
-class AuditError(RuntimeError):
+class SharedError(RuntimeError):
+    """A failure of the run itself. Raised on every rank at once with the same words."""
+
+
+class DivergedError(SharedError):
+    """The losses of the run have gone where no further step helps."""
+
+
+class AuditError(SharedError):
     """Replicas differ, or a gradient was not summed or counted as its record says. Raised on every rank with the same words."""
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(DivergedError):
     """Loss or gradient is NaN or infinite in a precision without a loss scale."""
 
 
@@ -153,7 +160,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 # Raised on every rank with the same words, so one rank prints them.
-_SHARED = (SetupError, NonFiniteError, LossScaleError, CheckpointError, AuditError, SpikeError)
+_SHARED = (SetupError, LossScaleError, CheckpointError, SharedError)
 
 
 @dataclass
@@ -203,7 +210,7 @@ def _code(error: BaseException, explanations: Explanations) -> int:
     if LIFE_FILE in os.environ:
         if isinstance(error, MismatchError) or (isinstance(error, SetupError) and error.final):
             return REFUSED
-        if isinstance(error, (NonFiniteError, LossScaleError, SpikeError)):
+        if isinstance(error, (DivergedError, LossScaleError)):
             return DIVERGED
     known = explanations.find(error) is not None or isinstance(error, _SHARED) or not isinstance(error, RuntimeError)
     return LOST_CONTACT if LIFE_FILE in os.environ and not known and _parallel() and lost_contact(str(error)) else 1

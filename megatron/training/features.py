@@ -1,8 +1,8 @@
 """Optional parts of a run: which setting asks for each part, where its code is, and when it takes part.
 
 Their code lies in `megatron_lab`. The table `FEATURES` names it by texts, so a part is imported only if the settings ask for it.
-Three features are on by default: every run describes itself, several ranks are watched for hangs (`--hang-warn-s`), and a run that
-keeps a record has it drawn (`--loss-picture`, `--report`).
+Five features are on by default: every run describes itself, accounts for its time (goodput) and warns of losses that do not fall;
+several ranks are watched for hangs (`--hang-warn-s`), and a run that keeps a record has it drawn (`--loss-picture`, `--report`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from megatron.config.outputs import run_folder
 from megatron.metrics.measures import process_bytes
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import Explanations, is_out_of_memory
-from megatron.training.progress import BatchSizePlan, Progress
+from megatron.training.inputs import RunData
+from megatron.training.loop import Control
+from megatron.training.progress import BatchSizePlan, Progress, Resumed
 from megatron.training.reporter import Reporter
 from megatron.training.step import TrainStep
 from megatron.training.watch import Watcher
@@ -41,6 +43,12 @@ class Run:
     """Parameters of the whole model."""
     kernel_choice: KernelChoice | None
     """Attention's kernel, if it was measured."""
+    data: RunData
+    resumed: Resumed
+    """The place from which the run goes on."""
+    started_at: float
+    """When the job started, by time.monotonic()."""
+    control: Control
 
 
 class Feature:
@@ -110,6 +118,15 @@ def _draws(config: Config) -> bool:
 _LAB = "megatron_lab"
 PICTURES = FeatureRow("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws(c))
 FEATURES = (
+    # The first three speak in front of a step's line of the log, as all others behind it.
+    FeatureRow("", f"{_LAB}.monitoring.goodput:GoodputFeature", lambda c, ranks: True),
+    FeatureRow("--spike-policy", f"{_LAB}.resilience.spikes:SpikeFeature", lambda c, ranks: c.spikes.spike_policy != "none"),
+    FeatureRow("", f"{_LAB}.monitoring.run_warnings:WarningFeature", lambda c, ranks: True),
+    FeatureRow(
+        "--log-params-norm",
+        f"{_LAB}.monitoring.norms:NormFeature",
+        lambda c, ranks: c.logging.log_params_norm or c.logging.log_layer_norms,
+    ),
     FeatureRow(
         "--recompute-layers-per-stage",
         f"{_LAB}.monitoring.rehearsal:RecomputeFeature",

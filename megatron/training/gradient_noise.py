@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from megatron.data_parallel.provider import Provider
 from megatron.optimizer.statistics import square_sums
 from megatron.parallel.accumulate import GradSink
-from megatron.parallel.collectives import all_reduce, reduce_scatter
+from megatron.parallel.collectives import reduce_scatter
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import Shard
 from megatron.parallel.topology import DATA_AXES
-from megatron.spec.weights import in_layer
 
 _AT_ONCE = 1 << 20
 """Elements of a gradient that context ranks add up at once, or a few less: a rank's part of them is all that it takes."""
@@ -99,55 +98,3 @@ def _parts_of_sum(grad: torch.Tensor, sharers: Group) -> Iterator[torch.Tensor]:
     for piece in grad.flatten().split(_AT_ONCE // sharers.size * sharers.size):
         missing = -len(piece) % sharers.size
         yield reduce_scatter(F.pad(piece, (0, missing)) if missing else piece, sharers)
-
-
-# ---- Norms of gradient and weights for each layer (--log-layer-norms), and of all parameters (--log-params-norm).
-
-
-def place_of(name: str) -> str:
-    """The part of the model that a parameter belongs to: "layers.17", "embedding", "final_norm", "output" or "mtp"."""
-    layer, part = in_layer(name)
-    return part.partition(".")[0] if layer is None else f"layers.{layer}"
-
-
-def places(num_layers: int, tied: bool, depths: int = 0) -> list[str]:
-    """Every part of the model, in the order of the depth."""
-    return [
-        "embedding",
-        *(f"layers.{i}" for i in range(num_layers)),
-        "final_norm",
-        *([] if tied else ["output"]),
-        *(["mtp"] if depths else []),
-    ]
-
-
-def layer_norms(
-    shards: Sequence[Shard], gradient_squares: torch.Tensor, loss_scale: float, parts: Sequence[str], context: ParallelContext
-) -> dict[str, float]:
-    """Gradient and weight norm of each part over all ranks: {"grad-norm/layers.0": ..., "weight-norm/layers.0": ...}.
-
-    Args:
-        shards: those that this rank counts.
-        gradient_squares: sums of squares of their gradients, float64 [len(shards)].
-        loss_scale: the gradients are multiplied by it.
-        parts: see `places`; the same on every rank.
-    """
-    index = torch.tensor([parts.index(place_of(s.record.name)) for s in shards], dtype=torch.long, device=context.device)
-    sums = torch.zeros(2, len(parts), dtype=torch.float64, device=context.device)
-    sums[0].index_add_(0, index, gradient_squares)
-    sums[1].index_add_(0, index, square_sums([s.counted_main for s in shards], context.device))
-    norms = all_reduce(sums, context.world).sqrt().tolist()
-    return {
-        **{f"grad-norm/{part}": norm / loss_scale for part, norm in zip(parts, norms[0], strict=True)},
-        **{f"weight-norm/{part}": norm for part, norm in zip(parts, norms[1], strict=True)},
-    }
-
-
-def params_norm(shards: Sequence[Shard], context: ParallelContext) -> float:
-    """Norm of all parameters, with each element counted once.
-
-    Args:
-        shards: those that this rank counts.
-    """
-    total = square_sums([s.counted_main for s in shards], context.device).sum()
-    return float(all_reduce(total, context.world).sqrt())

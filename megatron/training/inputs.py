@@ -23,7 +23,6 @@ from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource
 from megatron.data.splits import Datasets, open_datasets
 from megatron.data.tokenizer import build_tokenizer, embedding_rows
-from megatron.metrics.run_warnings import Corpus
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.cut import Cut, balanced, token_costs
@@ -112,16 +111,13 @@ class BatchMaker:
     rules: DocumentRules
     attention_shares: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
     depths: int = 0
-    drops: bool = True
-    """Whether the model has dropout."""
 
     @classmethod
     def for_model(
         cls, model: ModelConfig, context: ParallelContext, seed: int, micro_batch_size: int, rules: DocumentRules
     ) -> BatchMaker:
         """Make the inputs that a model takes."""
-        drops = max(model.hidden_dropout, model.attention_dropout) > 0.0
-        return cls(context, seed, model.seq_length, micro_batch_size, rules, attention_shares(model), model.mtp_num_layers, drops)
+        return cls(context, seed, model.seq_length, micro_batch_size, rules, attention_shares(model), model.mtp_num_layers)
 
     def steps(
         self,
@@ -144,7 +140,7 @@ class BatchMaker:
         rank, size = self.context.data_group.index, self.context.data_group.size
 
         def key(first_sample: int) -> DropoutKey | None:
-            if not (dropout and self.drops):
+            if not dropout:
                 return None
             return DropoutKey(self.seed, consumed, first_sample, context_rank=self.cutting.group.index)
 
@@ -258,6 +254,16 @@ class Sources(NamedTuple):
     train: SampleSource | None = None
     valid: SampleSource | None = None
     test: SampleSource | None = None
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is known of the training data."""
+
+    tokens: int | None
+    """In one reading of it; None for made-up data, or where it is not known."""
+    split_in_order: bool
+    """Whether training and validation are the first and later documents of the same files (--split)."""
 
 
 @dataclass(frozen=True)

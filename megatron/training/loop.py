@@ -5,32 +5,29 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron.checkpoint.storage import Place
 from megatron.config.config import Config
-from megatron.config.imports import named
 from megatron.metrics.measures import Timers
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
-from megatron.optimizer.lr_schedule import learning_rate, own_rates, weight_decay
 from megatron.parallel.context import ParallelContext
-from megatron.training.failure import AuditError, NonFiniteError
+from megatron.training.failure import SharedError
 from megatron.training.inputs import Batches, RunBatches
-from megatron.training.progress import BatchSizePlan, Goodput, LearningSchedule, Progress, SpikeError, SpikeJudge, remembered
+from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, learning_rate, own_rates, weight_decay
 from megatron.training.reporter import Reporter
 from megatron.training.signals import ExitSignals, LifeNote
 from megatron.training.step import Evaluated, StepResult, TrainStep
-from megatron.training.watch import METRICS, Watcher
+from megatron.training.watch import METRICS, Watcher, overridden
 
 if TYPE_CHECKING:
     from megatron.training.saver import Saver
 
 _ON_SIGNAL, _PAUSED = "on a signal", "paused"
-_SHARED_FAILURES = (NonFiniteError, LossScaleError, AuditError, SpikeError)
+_SHARED_FAILURES = (SharedError, LossScaleError)
 """Errors that a step raises on every rank at once."""
 
 
@@ -57,23 +54,29 @@ class NoSaver:
         raise ValueError("a run without --save has no checkpoint")
 
 
-class GoesBack(Protocol):
-    """Takes a run back to a checkpoint. All ranks call every method together."""
-
-    def saved(self, place: Place | None) -> None:
-        """A checkpoint was saved, or begun in the background; None where nothing was to be saved."""
-
-    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver | NoSaver, say: Callable[[str], None]) -> Rewound | None:
-        """Go back; returns what to go on with, None if the run goes on as it is."""
-
-
 class Rewound(NamedTuple):
-    """What a run goes on with."""
+    """What a run goes on with that went back to a checkpoint."""
 
     plan: BatchSizePlan
     batches: RunBatches
-    account: Any
-    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
+    checkpoint: Mapping[str, Any]
+    """See `Control`."""
+
+
+GoBack = Callable[[Progress, BatchSizePlan, "Saver | NoSaver", Callable[[str], None]], Rewound | None]
+"""Takes the run back to a checkpoint and returns what to go on with; None if the run goes on as it is. All ranks call it."""
+
+
+@dataclass
+class Control:
+    """What the loop and the optional parts of a run tell each other, beside what a `Watcher` is told."""
+
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    """The `config.json`, unchecked, of the checkpoint that the run has gone on from; empty if there is none."""
+    kept: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """Functions whose results each checkpoint has in its `config.json`, by their names there."""
+    go_back: GoBack | None = None
+    """Set by a watcher after a step, if the run must go back to a checkpoint. The same on all ranks."""
 
 
 @dataclass
@@ -98,14 +101,13 @@ class Loop:
     """Those that ask the run to exit."""
     watchers: Callable[[Progress], list[Watcher]] = lambda progress: []
     """Creates the watchers of the optional features. All ranks call it together, before the first step."""
-    goodput: Goodput = field(default_factory=Goodput)
-    """The account of the run's time."""
-    rewinds: GoesBack | None = None
-    """Takes the run back where it meets a loss spike, if that is asked for."""
-    _watching: list[Watcher] | None = None
-    """Those that the settings ask for, while the run is under way."""
-    _informed: Sequence[Watcher] = ()
-    """All watchers that are told which phase this rank is in, those of the settings and those of the user."""
+    control: Control = field(default_factory=Control)
+    _of_features: list[Watcher] | None = None
+    """The watchers of the optional features, while the run is under way."""
+    _watching: list[Watcher] = field(default_factory=list)
+    """These and the user's own."""
+    _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict)
+    """By name the methods of theirs that do something, of those that are called in each step."""
 
     def run(self, progress: Progress, *, until: int | None = None, callbacks: Sequence[Watcher] = ()) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
@@ -118,153 +120,143 @@ class Loop:
             whether a signal ended it.
         """
         began_at = progress.iteration
-        if self._watching is None:
-            self._watching = self.watchers(progress)
-        self._informed = watching = [*self._watching, *callbacks]
-        self.goodput.spent("start-up")
         if self.config.training.manual_gc:
             gc.disable()
         try:
             with self.signals.noted():
                 try:
-                    stopped = self._train(progress, watching, until)
+                    with self.watching(progress, callbacks):
+                        stopped = self._train(progress, until)
                     if stopped == _PAUSED:
                         self.saver.settle(self.reporter.say)
                     elif progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
-                        self._save(progress, watching)  # inside the block: a further signal must not cut off the save
+                        self._save(progress)  # inside the block: a further signal must not cut off the save
                 except _SHARED_FAILURES:  # on every rank alike, so the save under way can be finished
                     self.saver.finish(self.reporter.say)
                     raise
-                for watcher in callbacks if stopped == _PAUSED else watching:
+                for watcher in callbacks if stopped == _PAUSED else self._watching:
                     watcher.close()
                 if stopped != _PAUSED:
-                    self._watching = None
+                    self._of_features = None
                     self.saver.finish(self.reporter.say)
-                    self._finish(progress, stopped, callbacks)
+                    self._finish(progress, stopped)
         finally:
             gc.enable()
         return stopped == _ON_SIGNAL
 
+    @contextmanager
+    def watching(self, progress: Progress, callbacks: Sequence[Watcher] = ()) -> Iterator[None]:
+        """Within the block steps are watched: by the optional features, and behind them by the user's callbacks."""
+        if self._of_features is None:
+            self._of_features = self.watchers(progress)
+        self._watching = [*self._of_features, *callbacks]
+        names = ("on_phase", "before_step", "on_result", "after_step", "on_log")
+        self._calls = {name: overridden(self._watching, name) for name in names}
+        with ExitStack() as stack:
+            for watcher in self._watching:
+                stack.enter_context(watcher.around_steps())
+            yield
+
+    def close(self) -> None:
+        """End the watching of steps, if the run did not come to its end."""
+        for watcher in self._of_features or ():
+            watcher.close()
+        self._of_features = None
+
     def _phase(self, name: str, iteration: int | None = None) -> None:
         """Tell everybody what this rank is about."""
-        for watcher in self._informed:
-            watcher.on_phase(name, iteration)
+        for call in self._calls["on_phase"]:
+            call(name, iteration)
 
-    def _train(self, progress: Progress, watching: Sequence[Watcher], until: int | None) -> str | None:
+    def _train(self, progress: Progress, until: int | None) -> str | None:
         """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
         stopped = _PAUSED if until == progress.iteration < self.plan.total_iterations else None
-        with ExitStack() as stack:
-            for watcher in watching:
-                stack.enter_context(watcher.around_steps())
-            batches, life = self.train_batches(progress.consumed_samples), LifeNote(progress.iteration)
-            while progress.iteration < self.plan.total_iterations and stopped is None:
-                self._phase("reading data", progress.iteration + 1)
-                with self.timers("batch-generator", level=1):
-                    batch = next(batches)
-                self._phase("in a step")
-                result = self.advance(progress, batch, watching, (self.signals.seen is not None, self._time_is_up()))
-                life.finished(progress.iteration)
-                self._phase("between steps")
-                self.saver.poll(self.reporter.say)
-                if result is not None and result.spike is not None and self._rewound(progress, watching):
-                    batches.close()  # type: ignore[attr-defined]
-                    batches = self.train_batches(progress.consumed_samples)
-                    stopped = self._voted_exit(result)
-                    continue
-                stopped = self._between_steps(progress, watching) or self._exit_reason(progress, result, until)
-            batches.close()  # type: ignore[attr-defined]
+        batches, life = self.train_batches(progress.consumed_samples), LifeNote(progress.iteration)
+        while progress.iteration < self.plan.total_iterations and stopped is None:
+            self._phase("reading data", progress.iteration + 1)
+            with self.timers("batch-generator", level=1):
+                batch = next(batches)
+            self._phase("in a step")
+            result = self.advance(progress, batch, (self.signals.seen is not None, self._time_is_up()))
+            life.finished(progress.iteration)
+            self._phase("between steps")
+            self.saver.poll(self.reporter.say)
+            if result is not None and self.control.go_back is not None and self._went_back(progress, self.control.go_back):
+                batches.close()  # type: ignore[attr-defined]
+                batches = self.train_batches(progress.consumed_samples)
+                stopped = self._voted_exit(result)
+                continue
+            stopped = self._between_steps(progress) or self._exit_reason(progress, result, until)
+        batches.close()  # type: ignore[attr-defined]
         return stopped
 
     def advance(
-        self,
-        progress: Progress,
-        batch: list[ModelInputs],
-        watching: Sequence[Watcher] = (),
-        exit_votes: tuple[bool, bool] = (False, False),
+        self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool] = (False, False)
     ) -> StepResult | None:
-        """Make one step, or none where the user skips the iteration; `progress` is updated, and the step logged if it is time."""
+        """Make one step, within `watching`, or none where the user skips the iteration; `progress` is updated, and the step logged
+        if it is time."""
         rate = learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         decay = weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         own = own_rates(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths, self.step.optimizer.own_ends)
         samples = self.plan.global_batch_size(progress.consumed_samples)
-        iteration, result = progress.iteration + 1, None
+        iteration, result, self.control.go_back = progress.iteration + 1, None, None
         if iteration not in self.config.training.iterations_to_skip:
-            for watcher in watching:
-                watcher.before_step(batch, iteration)
+            for call in self._calls["before_step"]:
+                call(batch, iteration)
             result = self.step.run(
-                batch,
-                iteration=iteration,
-                learning_rate=rate,
-                weight_decay=decay,
-                own_rates=own,
-                exit_votes=exit_votes,
-                judge=SpikeJudge(self.config.spikes, progress.recent),
+                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, own_rates=own, exit_votes=exit_votes
             )
         progress.iteration = iteration
         progress.consumed_samples += samples
-        if result is not None:
-            progress.recent = remembered(progress.recent, result.loss, result.grad_norm, self.config.spikes)
-            if result.spike is not None:
-                last = range(progress.consumed_samples - samples, progress.consumed_samples)
-                words = result.spike.words(iteration, last)
-                self.reporter.say(words)
-                self.reporter.event("spike", progress, words)
         if result is None or result.skipped:
             progress.skipped_iterations += 1
         else:
             progress.updated_samples += samples
-        self.goodput.spent("steps that do not count" if result is None or result.skipped else "steps")
-        logged = self.reporter.step(progress, result, rate, samples, lambda: self._extras(result), self.goodput.seconds)
+        for call in self._calls["on_result"]:
+            call(progress, result, samples)
+        logged = self.reporter.step(progress, result, rate, samples, lambda: self._log_values(result), self._record_values)
         if result is not None:
-            for watcher in watching:
-                watcher.after_step(progress, result, samples, rate, decay)
+            for call in self._calls["after_step"]:
+                call(progress, result, samples, rate, decay)
         if logged is not None:
-            for watcher in watching:
-                watcher.on_log(progress, logged)
+            for call in self._calls["on_log"]:
+                call(progress, logged)
         return result
 
-    def _extras(self, result: StepResult | None) -> dict[str, float]:
-        """Further numbers of a log line. All ranks call it together."""
-        found = {"goodput": self.goodput.share}
-        shards, logging, model = self.step.counted_shards, self.config.logging, self.config.model
-        if logging.log_params_norm:
-            found["params_norm"] = named("megatron.training.gradient_noise:params_norm")(shards, self.context)
-        if logging.log_layer_norms and result is not None:
-            from megatron.training.gradient_noise import layer_norms, places
-
-            parts = places(model.num_layers, model.tied, model.mtp_num_layers)
-            found |= layer_norms(shards, self.step.counted_squares, result.loss_scale, parts, self.context)
+    def _log_values(self, result: StepResult | None) -> dict[str, float]:
+        """Further numbers of a line of the log. All ranks call it together."""
+        found = {name: value for watcher in self._watching for name, value in watcher.log_values(result).items()}
         if result is not None:
             found |= {name: float(metric(self.step, result)) for name, metric in METRICS.items()}
         return found
 
-    def _between_steps(self, progress: Progress, watching: Sequence[Watcher]) -> str | None:
+    def _record_values(self) -> dict[str, Any]:
+        return {name: value for watcher in self._watching for name, value in watcher.record_values().items()}
+
+    def _between_steps(self, progress: Progress) -> str | None:
         """Evaluate and save, if it is time. Returns why the run is to stop, if an evaluation was given up."""
         training = self.config.training
         valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
-        if valid is not None and not self._evaluate(progress, valid, "validation", watching):
+        if valid is not None and not self._evaluate(progress, valid, "validation"):
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
-            self._save(progress, watching)
+            self._save(progress)
         if progress.is_multiple_of(self.config.checkpoint.memory_save_interval):
             self._keep(progress)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
             gc.collect()
         return None
 
-    def _rewound(self, progress: Progress, watching: Sequence[Watcher]) -> bool:
-        """Go back behind a loss spike, if that is asked for and there is a checkpoint; returns whether it was done."""
-        if self.rewinds is None:
-            return False
+    def _went_back(self, progress: Progress, go_back: GoBack) -> bool:
+        """Go back to a checkpoint; returns whether that was done."""
         self._phase("rewinding")
         left = progress.iteration
         with self.reporter.paused("going back", progress):
-            found = self.rewinds.rewind(progress, self.plan, self.saver, self.reporter.say)
+            found = go_back(progress, self.plan, self.saver, self.reporter.say)
             if found is not None:
-                self.plan, self.train_batches = found.plan, found.batches.training
-                self.goodput.went_back(found.account)
+                self.plan, self.train_batches, self.control.checkpoint = found.plan, found.batches.training, found.checkpoint
                 self.reporter.event("rewind", progress, f"back from iteration {left} to {progress.iteration}", left=left)
-                for watcher in watching:
+                for watcher in self._watching:
                     watcher.after_rewind(progress)
         self._phase("between steps")
         return found is not None
@@ -285,23 +277,22 @@ class Loop:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
         return None if done or progress.iteration != until else _PAUSED
 
-    def _finish(self, progress: Progress, stopped: str | None, callbacks: Sequence[Watcher]) -> None:
+    def _finish(self, progress: Progress, stopped: str | None) -> None:
         # After the save: evaluations may take longer than a scheduler that ends the job allows.
         if stopped is None:
             done = True
             if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
-                done = self._evaluate(progress, self.valid_batches, "validation", callbacks)
+                done = self._evaluate(progress, self.valid_batches, "validation")
             if done and self.test_batches is not None:
-                self._evaluate(progress, self.test_batches, "test", callbacks)
-        self.reporter.say(self.goodput.words())
+                self._evaluate(progress, self.test_batches, "test")
+        for watcher in self._watching:
+            watcher.on_end()
         why = self.signals.words() if stopped == _ON_SIGNAL else stopped
         words = f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}"
         self.reporter.say(words)
         self.reporter.event("end", progress, words)
 
-    def _evaluate(
-        self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"], watching: Sequence[Watcher]
-    ) -> bool:
+    def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
         """Evaluate; returns whether that came to its end, and was not given up on a signal."""
         self._phase("evaluating")
         with self.reporter.paused("evaluating", progress):
@@ -311,41 +302,40 @@ class Loop:
                 self.reporter.say(f"  the evaluation at iteration {progress.iteration} is given up {self.signals.words()}")
             else:
                 values = self.reporter.evaluation(progress, *found, split)
-                for watcher in watching:
+                for watcher in self._watching:
                     watcher.on_evaluation(progress, values)
             if self.config.training.manual_gc:
                 gc.collect()
-        self.goodput.spent("evaluations")
         return found is not None
 
-    def _save(self, progress: Progress, watching: Sequence[Watcher]) -> None:
+    def _save(self, progress: Progress) -> None:
         self._phase("saving")
         with self.reporter.paused("saving", progress):
             self.step.finish_publishing()  # no result may be written where it is still read
             if self.config.checkpoint.save is not None:
-                for watcher in watching:
+                for watcher in self._watching:
                     watcher.before_save(progress)
             with self.timers("save-checkpoint", level=0):
-                account, schedule = self.goodput.to_json(), self.schedule
-                place = self.saver.save(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)
-                if self.rewinds is not None:
-                    self.rewinds.saved(place)
+                optimizer, scaler, say = self.step.optimizer, self.step.scaler, self.reporter.say
+                place = self.saver.save(progress, optimizer, scaler, self.schedule, say, self.kept())
                 if place is not None:
                     self.reporter.event("save", progress, f"checkpoint {place}")
-                    for watcher in watching:
+                    for watcher in self._watching:
                         watcher.after_save(progress, place)
             if self.config.training.manual_gc:
                 gc.collect()
-        self.goodput.spent("saves")
 
     def _keep(self, progress: Progress) -> None:
         """Copy the state into the memory of the nodes."""
         self._phase("saving")
         with self.reporter.paused("keeping the state", progress), self.timers("keep-state", level=0):
             self.step.finish_publishing()
-            account, schedule = self.goodput.to_json(), self.schedule
-            self.saver.keep(progress, self.step.optimizer, self.step.scaler, schedule, self.reporter.say, account)
-        self.goodput.spent("saves")
+            optimizer, scaler, say = self.step.optimizer, self.step.scaler, self.reporter.say
+            self.saver.keep(progress, optimizer, scaler, self.schedule, say, self.kept())
+
+    def kept(self) -> dict[str, Any]:
+        """Return what a checkpoint of now has in its `config.json` of the optional parts, by name."""
+        return {name: value() for name, value in self.control.kept.items()}
 
     def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins

@@ -1,27 +1,25 @@
-"""The progress of a run, and how many sequences each step takes. Pure arithmetic.
+"""The progress of a run, and what follows from it: how many sequences each step takes, its learning rate and weight decay.
 
-Where the batch size grows, the run goes through stages of one batch size each, at most as many as there are batch sizes. So every
-question is answered from the list of stages, however long the run is.
+Pure arithmetic. Where the batch size grows, the run goes through stages of one batch size each, at most as many as there are batch
+sizes. So every question is answered from the list of stages, however long the run is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 from megatron.checkpoint.errors import MismatchError
 from megatron.checkpoint.storage import COUNTS, RECENT, Place
 from megatron.config.config import Config
-from megatron.config.training import OptimizerConfig, SpikeConfig, TrainingConfig
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.data.history import Phase
-from megatron.optimizer.lr_schedule import ScheduleLengths, learning_rate
+from megatron.spec.groups import RateEnds
 
 
 @dataclass
@@ -146,6 +144,162 @@ class BatchSizePlan:
         return stages
 
 
+# ---- Learning rate and weight decay as pure functions of the samples read in the updates so far.
+#
+# A skipped step makes no update, so it moves neither schedule. The first update takes the values at 0 samples.
+# The formulas are those of Megatron-Core's OptimizerParamScheduler, so that a launch script keeps its curve.
+
+
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """Lengths of the schedules, in samples."""
+
+    warmup_samples: float
+    """Length of the linear warm-up. A fraction of the decay length need not be a whole number."""
+    decay_samples: int
+    """Where the rate reaches its floor, counted from the start of the run (warm-up included)."""
+    wsd_decay_samples: int
+    """Length of the final decay of WSD, which ends at `decay_samples`; 0 for other styles."""
+    total_samples: int
+    """Length of the whole run, over which weight decay grows."""
+    rewarm_start: int | None = None
+    """Where a second course of the learning rate begins, if there is one. It ends with the run."""
+    rewarm_samples: int = 0
+    """Length of the linear rise at its begin."""
+
+
+def schedule_lengths(
+    optimizer: OptimizerConfig, training: TrainingConfig, samples_after: Callable[[int], int], total_samples: int
+) -> ScheduleLengths:
+    """Turn the flags, in iterations or in samples, into samples.
+
+    Args:
+        optimizer: The settings of the schedules.
+        training: Says whether the run is counted in iterations (--train-iters) or in samples (--train-samples).
+        samples_after: Gives the samples in the first n iterations of the run (during a ramp-up, batches are small).
+        total_samples: Samples of the whole run; the rate decays over them unless a decay length is given.
+
+    Raises:
+        ValueError: WSD has no length for its final decay, or warm-up leaves no samples to decay over.
+    """
+    if training.train_samples is None:
+        run = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+        assert run is not None, "the length is required and checked with the configuration"
+        last = optimizer.lr_wsd_decay_iters
+        unit, tenth, decay = "iters", run / 10, samples_after(run)
+        warmup: float = samples_after(optimizer.lr_warmup_iters)
+        wsd_decay = None if last is None else decay - samples_after(max(0, run - last))
+    else:
+        unit, tenth, warmup, wsd_decay = "samples", total_samples / 10, optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples
+        decay = total_samples if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    start, rise = optimizer.lr_rewarm_start_samples, optimizer.lr_rewarm_samples
+    if optimizer.lr_rewarm_start_iters is not None:
+        start = samples_after(optimizer.lr_rewarm_start_iters)
+        rise = samples_after(optimizer.lr_rewarm_start_iters + optimizer.lr_rewarm_iters) - start
+
+    if optimizer.lr_decay_style == "WSD" and wsd_decay is None:
+        raise ValueError(
+            f"--lr-decay-style WSD needs the length of its final decay: give --lr-wsd-decay-{unit} "
+            f"(often a tenth of the run, here {max(1, round(tenth))})."
+        )
+    if optimizer.lr_decay_style != "constant" and warmup >= decay:
+        raise ValueError(
+            f"Warm-up of {warmup:g} samples leaves nothing of the {decay} samples over which the learning rate decays. "
+            f"Lower --lr-warmup-{unit} (or --lr-warmup-fraction) so that it is shorter than the decay, "
+            f"raise --lr-decay-{unit}, or take --lr-decay-style constant."
+        )
+    return ScheduleLengths(warmup, decay, wsd_decay or 0, total_samples, start, rise)
+
+
+def learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Learning rate of the next update.
+
+    Args:
+        samples: Samples of the updates made so far.
+        config: Rates and styles; `lr` must be set.
+        lengths: Where warm-up and decay end, from `schedule_lengths`.
+
+    Source: Megatron-Core OptimizerParamScheduler. A second course is one more of the same kind, counted from where it begins: it
+    warms up from the rate there, and decays to the end of the run (Ibrahim et al. 2024).
+    """
+    start = lengths.rewarm_start
+    if start is None or samples <= start:
+        return _course(samples, config, lengths)
+    assert config.lr is not None, "the learning rate is required and checked with the configuration"
+    again = replace(config, lr=config.lr_rewarm_factor * config.lr, lr_warmup_init=_course(start, config, lengths))
+    rest = lengths.total_samples - start
+    final = min(lengths.wsd_decay_samples, rest - lengths.rewarm_samples)
+    return _course(samples - start, again, ScheduleLengths(lengths.rewarm_samples, rest, final, rest))
+
+
+def _course(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Learning rate after so many samples of a course without a second one."""
+    assert config.lr is not None, "the learning rate is required and checked with the configuration"
+    peak, floor = config.lr, config.min_lr
+    if lengths.warmup_samples > 0 and samples <= lengths.warmup_samples:
+        return config.lr_warmup_init + (peak - config.lr_warmup_init) * samples / lengths.warmup_samples
+    if config.lr_decay_style == "constant":
+        return peak
+    if samples > lengths.decay_samples:
+        return floor
+    if config.lr_decay_style == "inverse-square-root":
+        return max(floor, peak * math.sqrt(max(lengths.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
+    return floor + _share_above_floor(samples, config, lengths) * (peak - floor)
+
+
+def own_rates(samples: int, config: OptimizerConfig, lengths: ScheduleLengths, ends: Iterable[RateEnds]) -> dict[RateEnds, float]:
+    """Learning rates of the next update where the course has other ends than --lr and --min-lr; arguments as `learning_rate`."""
+    own = {one: {field: value for field, value in vars(one).items() if value is not None} for one in ends}
+    return {one: learning_rate(samples, replace(config, **values), lengths) for one, values in own.items()}
+
+
+def weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Weight decay of the next update; arguments as `learning_rate`.
+
+    It is constant, or goes from start to end over the whole run, linearly or along half a cosine.
+    """
+    if config.weight_decay_incr_style == "constant":
+        return config.weight_decay
+    start, end = config.start_weight_decay, config.end_weight_decay
+    assert start is not None and end is not None, "both ends are required and checked with the configuration"
+    if samples >= lengths.total_samples:
+        return end
+    ratio = samples / lengths.total_samples
+    share = ratio if config.weight_decay_incr_style == "linear" else _half_cosine(1.0 - ratio)
+    return start + share * (end - start)
+
+
+def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """The share of (peak - floor) that is left between warm-up and the end of the decay: 1 at its start, 0 at its end."""
+    if config.lr_decay_style == "WSD":
+        decay_start = lengths.decay_samples - lengths.wsd_decay_samples
+        if samples <= decay_start:
+            return 1.0
+        ratio = (samples - decay_start) / lengths.wsd_decay_samples
+        style: str = config.lr_wsd_decay_style
+    else:
+        ratio = (samples - lengths.warmup_samples) / (lengths.decay_samples - lengths.warmup_samples)
+        style = config.lr_decay_style
+    match style:
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return _half_cosine(ratio)
+        case "exponential":  # halves would never arrive: scaled so that it ends at 0
+            return 2.0 * 0.5**ratio - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(ratio)
+        case _:
+            raise AssertionError(f"unknown decay style {style!r}")
+
+
+def _half_cosine(ratio: float) -> float:
+    """Half a cosine, which falls from 1 at ratio 0 to 0 at ratio 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * ratio))
+
+
 _SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -197,151 +351,8 @@ class Resumed:
     path: Place | None
     """The checkpoint; None for a run that begins, also with the weights of another run."""
     notes: Sequence[str] = ()
-    account: Any = None
-    """What the checkpoint says of the run's time, unchecked (`Goodput`)."""
-
-
-# ---- Goodput: the share of a run's time that went into steps that count, since its first start. docs/spikes.md has the definition.
-
-Use = Literal["steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts"]
-USES: tuple[Use, ...] = ("steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts")
-_MOST_S = 1e10
-
-
-class Goodput:
-    """An account of the time of a run, in which each moment has one use.
-
-    Args:
-        saved: what `to_json` returned for the checkpoint that the run goes on from; None for a run that begins.
-        began: when this start began, by the clock.
-        clock: seconds since an epoch that all starts share.
-    """
-
-    def __init__(self, saved: Mapping[str, Any] | None = None, began: float | None = None, clock: Callable[[], float] = time.time):
-        self._clock = clock
-        self._since = clock() if began is None else began
-        self.seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
-        """By use. Their sum is the time since the first start."""
-        if saved is not None and _is_sound(saved):
-            self.seconds |= {use: float(saved["seconds"][use]) for use in USES}
-            self.seconds["between starts"] += max(0.0, self._since - saved["at"])
-
-    def spent(self, use: Use) -> None:
-        """All time since the last call had this use."""
-        now = self._clock()
-        self.seconds[use] += max(0.0, now - self._since)  # clocks are set back at times
-        self._since = now
-
-    def went_back(self, saved: Mapping[str, Any] | None) -> None:
-        """The run went back to a checkpoint: steps made since do not count, nor does the time since the last call.
-
-        Args:
-            saved: what `to_json` returned for that checkpoint.
-        """
-        self.spent("steps that do not count")
-        if saved is not None and _is_sound(saved):
-            lost = max(0.0, self.seconds["steps"] - saved["seconds"]["steps"])
-            self.seconds["steps"] -= lost
-            self.seconds["steps that do not count"] += lost
-
-    @property
-    def share(self) -> float:
-        """The goodput, from 0 to 1; 0 where no time is accounted for."""
-        total = math.fsum(self.seconds.values())
-        return self.seconds["steps"] / total if total else 0.0
-
-    def words(self) -> str:
-        """A line for the log."""
-        total = math.fsum(self.seconds.values())
-        parts = [f"{use} {seconds / total:.1%}" for use, seconds in self.seconds.items() if use != "steps" and seconds > 0]
-        return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(parts)}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The account as a checkpoint holds it."""
-        return {"at": self._since, "seconds": dict(self.seconds)}
-
-
-def _is_sound(saved: Any) -> bool:
-    """Whether an account has the types and ranges that `to_json` gives it. One that has not is left out: no step depends on it."""
-    if not isinstance(saved, dict) or not isinstance(saved.get("seconds"), dict):
-        return False
-    numbers = [saved.get("at"), *(saved["seconds"].get(use) for use in USES)]
-    return all(type(each) in (int, float) and 0 <= each <= _MOST_S for each in numbers)
-
-
-# ---- Loss spikes (--spike-policy): steps whose loss or gradient norm stands far above those before.
-#
-# A step is judged by two numbers that every rank has on the host before the update, the same on all. docs/spikes.md has the
-# definition, and says where it comes from.
-
-_LEAST_SPREAD = 1e-3
-"""Least robust standard deviation, as a share of the median: where steps are nearly alike, rounding is no spike."""
-
-
-class SpikeError(RuntimeError):
-    """Spikes come again wherever the run goes on."""
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A step that stands out, and what it stands out from."""
-
-    loss: float
-    grad_norm: float
-    median_loss: float
-    median_norm: float
-    skips: bool
-    """Whether its update is not made."""
-
-    def words(self, iteration: int, samples: range) -> str:
-        """A line for the log.
-
-        Args:
-            samples: the numbers of those of the step.
-        """
-        return (
-            f"loss spike at iteration {iteration}: loss {self.loss:.6g} (median {self.median_loss:.6g}), "
-            f"gradient norm {self.grad_norm:.6g} (median {self.median_norm:.6g}), "
-            f"samples {samples.start:,} to {samples.stop - 1:,}{'; no update is made' if self.skips else ''}"
-        )
-
-
-@dataclass(frozen=True)
-class SpikeJudge:
-    """Compares a step with the steps before.
-
-    Args:
-        recent: loss and gradient norm of the steps before, the last ones behind; may be longer than the window.
-    """
-
-    config: SpikeConfig
-    recent: Sequence[tuple[float, float]]
-
-    def __call__(self, loss: float, grad_norm: float) -> Spike | None:
-        """What the step stands out from; None if it is no spike, or too few steps are known to say so."""
-        window = self.recent[-self.config.spike_window :]
-        if self.config.spike_policy == "none" or len(window) < self.config.spike_window // 2:
-            return None
-        losses, norms = zip(*window, strict=True)
-        if not (self._stands_out(loss, losses) or self._stands_out(grad_norm, norms)):
-            return None
-        skips = self.config.spike_policy != "warn"
-        return Spike(loss, grad_norm, statistics.median(losses), statistics.median(norms), skips)
-
-    def _stands_out(self, value: float, before: Sequence[float]) -> bool:
-        middle = statistics.median(before)
-        spread = 1.4826 * statistics.median(abs(one - middle) for one in before)
-        return value > middle + self.config.spike_threshold * max(spread, _LEAST_SPREAD * abs(middle))
-
-
-def remembered(
-    recent: Sequence[tuple[float, float]], loss: float, grad_norm: float, config: SpikeConfig
-) -> list[tuple[float, float]]:
-    """The window after a step. A spike enters it too: so a run that stays at another level is judged by that, once half of the
-    window has it. A step that overflowed does not: its norm is no number."""
-    if config.spike_policy == "none" or not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        return list(recent)
-    return [*recent, (loss, grad_norm)][-config.spike_window :]
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    """The `config.json` of the checkpoint, unchecked; empty if there is none."""
 
 
 # ---- With which schedules of learning rate and weight decay a run goes on: its command line's, or those of its checkpoint.

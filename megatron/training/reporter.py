@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -25,13 +26,11 @@ from megatron.metrics.log_line import (
     validation_lines,
 )
 from megatron.metrics.measures import Timers, format_times, process_bytes, times_of_ranks
-from megatron.metrics.run_warnings import LossWarnings
 from megatron.model.build import Model
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.spec.counts import flops_per_step
-from megatron.training.live_lines import LiveLines, Pace
-from megatron.training.progress import Progress, Use
+from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 from megatron.training.watch import METRICS
 
@@ -64,6 +63,53 @@ class _Interval:
     max_logits: list[float] = field(default_factory=list)
 
 
+class Live(Protocol):
+    """Lines below the log on a terminal, which change at each step."""
+
+    def step(self, progress: Progress, result: StepResult | None, place: Mapping[str, Any], now: float) -> None:
+        """Show a step, whose line has the numbers of `place`."""
+
+    def doing(self, what: str, progress: Progress) -> None:
+        """Show what is done between steps."""
+
+
+class Pace:
+    """How fast the run goes, and how long it still takes: what is left at the pace of the last steps, with as much beside the steps
+    (evaluations, saves) as there has been.
+
+    Args:
+        total: samples of the whole run; 0 if that is not to be told.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._began: float | None = None
+        self._in_steps = 0.0
+        self._last: deque[tuple[float, int]] = deque(maxlen=20)
+
+    def step(self, now: float, seconds: float, samples: int) -> None:
+        """A step has been made. The first one, which makes connections and fills caches, is left out."""
+        if self._began is None:
+            self._began = now
+            return
+        self._in_steps += seconds
+        self._last.append((seconds, samples))
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples of a second, over the last steps; None before they are known."""
+        seconds = sum(each for each, _ in self._last)
+        return sum(samples for _, samples in self._last) / seconds if seconds else None
+
+    def seconds_left(self, now: float, consumed_samples: int) -> float | None:
+        """To the end of the run; None before it is known."""
+        pace = self.samples_per_s
+        if pace is None or self._began is None or not self._total:
+            return None
+        left = self._total - consumed_samples
+        return None if left <= 0 else left / pace * max(1.0, (now - self._began) / self._in_steps)
+
+
 class Reporter:
     """Collects the results of steps and logs them at intervals.
 
@@ -77,7 +123,6 @@ class Reporter:
         judges: whether steps are judged as loss spikes, so that their number is logged.
         settings: saved with the curves where the sink can.
         folder: that of the run, in which its record is kept; None without one.
-        warnings: looks at the losses; None where nobody does.
     """
 
     def __init__(
@@ -96,7 +141,6 @@ class Reporter:
         judges: bool = False,
         settings: Mapping[str, Any] | None = None,
         folder: str | None = None,
-        warnings: LossWarnings | None = None,
     ) -> None:
         self._judges, self._quiet = judges, quiet
         self._config, self._model, self._context, self._timers = config, model, context, timers
@@ -111,10 +155,12 @@ class Reporter:
         self._history: HistoryFile | None = None
         if speaks and folder is not None:
             self._history = named("megatron.metrics.history:HistoryFile")(folder, model.config.seq_length)
-        self._printer, self._pace, self._warnings = Printer(), Pace(total_samples), warnings
+        self._printer, self._pace = Printer(), Pace(total_samples)
         terminal = speaks and not quiet and self._printer.on_terminal
         self._short = config.log_format == "short" or (config.log_format == "auto" and terminal)
-        self._live = LiveLines(self._printer, total_iterations) if self._short and terminal else None
+        self._live: Live | None = None
+        if self._short and terminal:
+            self._live = named("megatron_lab.monitoring.live_lines:LiveLines")(self._printer, total_iterations)
         self._first = True
         self._last_step = time.perf_counter()
         self._interval = _Interval(self._last_step)
@@ -148,15 +194,15 @@ class Reporter:
         result: StepResult | None,
         learning_rate: float,
         batch: int,
-        extras: Callable[[], dict],
-        spent: Mapping[Use, float] | None = None,
+        extras: Callable[[], dict[str, float]],
+        recorded: Callable[[], dict[str, Any]],
     ) -> dict[str, float] | None:
         """Take the result of a step (None for one that the user skips), and log if it is time.
 
         Args:
             batch: sequences of the step.
-            extras: further numbers to log; called on every rank, and only when a line is due.
-            spent: seconds of the run so far, by use.
+            extras: returns further numbers to log; called on every rank, and only when a line is due.
+            recorded: returns what the record of the run gets beside these.
 
         Returns:
             the numbers that were logged, by the names of the metrics file; None where no line was due.
@@ -179,8 +225,6 @@ class Reporter:
                 sums.max_logits += [] if result.max_attention_logit is None else [result.max_attention_logit]
         now = time.perf_counter()
         self._pace.step(now, now - self._last_step, batch)
-        if self._warnings is not None and result is not None and not result.skipped:
-            self.warn(progress, self._warnings.step(progress.iteration, result.loss))
         if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
             self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
         if self._history is not None:
@@ -197,7 +241,7 @@ class Reporter:
         self._last_step = now
         values = None
         if self._first or progress.iteration % self._config.log_interval == 0:
-            values = self._line(progress, result, learning_rate, batch, extras(), spent or {})
+            values = self._line(progress, result, learning_rate, batch, extras(), recorded)
             self._first = False
             self._last_step = time.perf_counter()
             self._interval = _Interval(self._last_step)
@@ -217,20 +261,12 @@ class Reporter:
         values = {f"{split}_loss": loss} | ({} if mtp_loss is None else {f"{split}_mtp_loss": mtp_loss})
         self._write(self._sinks, progress, values)
         self._record("evaluation", progress, values)
-        if self._warnings is not None and split == "validation":
-            self.warn(progress, self._warnings.evaluation(loss, progress.consumed_samples * self._model.config.seq_length))
         return values
 
     def measured(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Write further numbers to the metrics file and the curves."""
         self._write(self._sinks, progress, values)
         self._record("measured", progress, values)
-
-    def warn(self, progress: Progress, words: str | None) -> None:
-        """Tell a warning, if there is one, in the log and in the record of the run."""
-        if words is not None:
-            self.say(f"WARNING: {words}")
-            self.event("warning", progress, words)
 
     def event(self, event: str, progress: Progress, words: str, **values: Any) -> None:
         """Write into the record of the run that something happened. The log has been told in other words."""
@@ -277,13 +313,13 @@ class Reporter:
         learning_rate: float,
         batch: int,
         extras: dict[str, float],
-        spent: Mapping[Use, float],
+        recorded: Callable[[], dict[str, Any]],
     ) -> dict[str, float]:
         sums = self._interval
         seconds = time.perf_counter() - sums.started
         elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
         loss, z_loss, mtp_loss = _mean(sums.losses), _mean(sums.z_losses), _mean(sums.mtp_losses)
-        of_experts = _of_experts(sums.balances)
+        of_experts = sums.balances[0].log_values(sums.balances) if sums.balances else {}
         noise = named("megatron.training.gradient_noise:noise_scale")(sums.noises) if sums.noises else None
         imbalance = _mean(sums.imbalances)
         max_logit = max(sums.max_logits, default=None)
@@ -325,20 +361,16 @@ class Reporter:
             **extras,
             **of_experts,
         }
-        if mfu is not None:
-            values["mfu"] = mfu
-        if loss is not None:
-            values["lm_loss"] = loss
-        if z_loss is not None:
-            values["z_loss"] = z_loss
-        if mtp_loss is not None:
-            values["mtp_loss"] = mtp_loss
-        if noise is not None:
-            values["gradient_noise"] = noise
-        if imbalance is not None:
-            values["context_imbalance"] = imbalance
-        if max_logit is not None:
-            values["max_attention_logit"] = max_logit
+        measured = {
+            "mfu": mfu,
+            "lm_loss": loss,
+            "z_loss": z_loss,
+            "mtp_loss": mtp_loss,
+            "gradient_noise": noise,
+            "context_imbalance": imbalance,
+            "max_attention_logit": max_logit,
+        }
+        values |= {name: value for name, value in measured.items() if value is not None}
         if result is not None:
             values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
         if result is not None and result.num_zeros is not None:
@@ -350,7 +382,7 @@ class Reporter:
         timers = self._report_times(progress) if self._config.timing_log_level > 0 else {}
         if self._history is not None:
             whole = {name: value for name, value in values.items() if "/" not in name}
-            found = {**memory, "spent": spent, **({"timers_ms": timers} if timers else {})}
+            found = {**memory, **recorded(), **({"timers_ms": timers} if timers else {})}
             self._record("log", progress, {**whole, **found})
         return values
 
@@ -386,7 +418,7 @@ class Reporter:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
             values |= {} if result.z_loss is None else {"z_loss": result.z_loss}
             values |= {} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}
-            values |= {} if result.balance is None else _of_experts([result.balance])
+            values |= {} if result.balance is None else result.balance.log_values([result.balance])
             values |= {} if result.max_attention_logit is None else {"max_attention_logit": result.max_attention_logit}
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
@@ -411,21 +443,6 @@ class Reporter:
 def _mean(numbers: Sequence[float]) -> float | None:
     """None if there are none."""
     return math.fsum(numbers) / len(numbers) if numbers else None
-
-
-def _of_experts(balances: Sequence[BalanceResult]) -> dict[str, float]:
-    """The balance of experts over some steps, by the names of the metrics file; nothing if there are no steps."""
-    if not balances:
-        return {}
-    count = len(balances)
-    layers = {layer: math.fsum(one.busiest[layer] for one in balances) / count for layer in balances[0].busiest}
-    return {
-        "load_balancing_loss": math.fsum(one.loss for one in balances) / count,
-        "moe_z_loss": math.fsum(one.z_loss for one in balances) / count,
-        "busiest_expert": max(one.worst for one in balances),
-        **({} if balances[0].dropped is None else {"dropped_share": math.fsum(one.dropped or 0.0 for one in balances) / count}),
-        **{f"busiest_expert/{layer}": value for layer, value in layers.items()},
-    }
 
 
 def _attended(result: StepResult | None, batch: int) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
@@ -28,7 +29,7 @@ from megatron.spec.mlps import experts_of, has_experts
 from megatron.spec.weights import depth_of, model_weights
 from megatron.training.failure import together
 from megatron.training.progress import LearningSchedule, Progress, Resumed, agreed_schedule, flags_that_differ
-from megatron.training.saver import ACCOUNT, global_tensors
+from megatron.training.saver import global_tensors
 
 # ---- The settings of a model with defaults filled in, so that two spellings of one model are equal.
 
@@ -74,8 +75,8 @@ class ChosenCheckpoint(NamedTuple):
     notes: list[str]
     begin: frozenset[str] = frozenset()
     """Parameters that it lacks and that begin with their initial values."""
-    account: Any = None
-    """See `Resumed`."""
+    record: Mapping[str, Any] = MappingProxyType({})
+    """Its `config.json`; see `Resumed`."""
     schedule_flags: Sequence[str] = ()
     """Settings of the schedules that differ from the run's, in words."""
 
@@ -154,7 +155,7 @@ def continued(
     chosen: ChosenCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
 ) -> Resumed:
     """Take over the counts, and agree on the schedules."""
-    path, state, notes, _, account, flags = chosen
+    path, state, notes, _, record, flags = chosen
     try:
         if wants_state:
             optimizer.num_updates = int(state["optimizer_updates"])
@@ -163,7 +164,7 @@ def continued(
             notes = [*notes, "moments start from zero (--no-load-optim)"]
         progress = Progress.from_json(state["progress"])
         agreed = agreed_schedule(schedule, state["schedule"], path, flags, progress.updated_samples)
-        return Resumed(progress, agreed, path, notes, account)
+        return Resumed(progress, agreed, path, notes, record)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"the state.json of {path} is not that of a run of this program ({error!r}): add --finetune to take its weights alone"
@@ -299,7 +300,7 @@ def fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, g
             f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
         )
     differ = flags_that_differ(from_dict(record["config"]), config) if goes_on else []
-    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin), record.get(ACCOUNT), differ)
+    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin), record, differ)
 
 
 def _told(loaded: Loaded) -> str:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron.checkpoint.errors import CheckpointError
@@ -30,8 +31,6 @@ from megatron.training.progress import LearningSchedule, Progress
 
 _VISIBLE_WITHIN_S = 10.0
 """Seconds within which a file of the first rank must be seen on all: network file systems show new names late."""
-ACCOUNT = "goodput"
-"""Name of the account of a run's time in `config.json`: not in the state, which is the same for runs that took other times."""
 
 
 class KeptStateInMemory(Protocol):
@@ -152,7 +151,7 @@ class Saver:
         scaler: GradScaler,
         schedule: LearningSchedule,
         say: Say,
-        account: Mapping[str, Any] | None = None,
+        kept: Mapping[str, Any] = MappingProxyType({}),
     ) -> str | None:
         """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
 
@@ -160,7 +159,7 @@ class Saver:
 
         Args:
             say: writes a line into the log, on the first rank.
-            account: of the run's time, up to now.
+            kept: what `config.json` holds beside the record of the run.
 
         Returns:
             the checkpoint's folder (or its URL), None if there was nothing to do.
@@ -171,7 +170,7 @@ class Saver:
         if self._config.save is None or self._last == progress.iteration:
             return None
         state = self._state(progress, optimizer, scaler, schedule, has_optimizer=self._config.save_optim)
-        record = {**self._record, ACCOUNT: account}
+        record = {**self._record, **kept}
         tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
         self._last = progress.iteration
         location = self.place(progress.iteration)
@@ -196,19 +195,19 @@ class Saver:
         scaler: GradScaler,
         schedule: LearningSchedule,
         say: Say,
-        account: Mapping[str, Any] | None = None,
+        kept: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Copy the whole state into the memory of the nodes; it is there a little later. All ranks call it together.
 
         Args:
-            account: see `save`.
+            kept: see `save`.
 
         Raises:
             CheckpointError: on all ranks, if the state cannot be saved at all. That a copy fails is told in the log.
         """
         if self._memory is not None:
             state = self._state(progress, optimizer, scaler, schedule, has_optimizer=True)
-            record = {**self._record, ACCOUNT: account}
+            record = {**self._record, **kept}
             self._memory.save(progress.iteration, global_tensors(optimizer, self._context), record, state, _unless_fine(say))
 
     @staticmethod

@@ -27,9 +27,7 @@ from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.config.version import how_to_install
 from megatron.metrics.measures import Timers, mixed_peak_flops
-from megatron.metrics.run_warnings import STARTS, Corpus, LossWarnings
 from megatron.model.build import Model, model_dtype
-from megatron.optimizer.lr_schedule import schedule_lengths
 from megatron.parallel.collectives import all_reduce, broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import Shard
@@ -39,7 +37,7 @@ from megatron.spec.attention_backends import kernels_to_time
 from megatron.spec.counts import check_count, flops_in_8_bits, flops_per_token
 from megatron.spec.layers import context_ways, layers
 from megatron.training.failure import together
-from megatron.training.progress import BatchSizePlan, LearningSchedule
+from megatron.training.progress import BatchSizePlan, LearningSchedule, schedule_lengths
 from megatron.training.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -150,22 +148,17 @@ def make_reporter(
     timers: Timers,
     *,
     resumed: bool,
-    corpus: Corpus | None = None,
     quiet: bool = False,
 ) -> Reporter:
     """Make the reporter of the run. All ranks call it together.
 
     Args:
-        corpus: the training data, for warnings about losses; none are given without it.
         quiet: print nothing.
 
     Raises:
         SetupError: the metrics file or another sink cannot be opened.
     """
     folder = run_folder(config.checkpoint, config.logging)
-    first: list[float] = []
-    if resumed and folder is not None and context.rank == 0:
-        first = named("megatron.metrics.history:first_losses")(folder, STARTS)
     return together(
         context,
         lambda: Reporter(
@@ -182,7 +175,6 @@ def make_reporter(
             judges=config.spikes.spike_policy != "none",
             settings=to_dict(config),
             folder=folder,
-            warnings=None if corpus is None else LossWarnings(plan.total_iterations, corpus, first),
         ),
     )
 

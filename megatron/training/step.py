@@ -37,12 +37,23 @@ from megatron.spec.operations import Schedule, forward_only
 from megatron.spec.schedules import make_schedule
 from megatron.tensor_parallel.cross_entropy import minimised
 from megatron.training.failure import raise_uncounted
-from megatron.training.progress import Spike
 from megatron.training.providers import make_providers
 
 if TYPE_CHECKING:
     from megatron.moe.balance import BalanceResult
     from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step that stands out, and what it stands out from."""
+
+    loss: float
+    grad_norm: float
+    median_loss: float
+    median_norm: float
+    skips: bool
+    """Whether its update is not made."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +149,8 @@ class TrainStep:
         """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
         self.look_at_loss: Callable[[int, torch.Tensor], None] = lambda microbatch, loss: None
         """Receives the number of each microbatch, from 0 on, and its loss, on the last stage."""
+        self.judge: Callable[[float, float], Spike | None] | None = None
+        """Says of loss and gradient norm whether the step is a spike, before its update. It must say the same on every rank."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._attention_shares = attention_shares(model.config)
         self.providers = make_providers(model, context, parallel)
@@ -193,7 +206,6 @@ class TrainStep:
         weight_decay: float,
         own_rates: Mapping[RateEnds, float] = MappingProxyType({}),
         exit_votes: tuple[bool, bool] = (False, False),
-        judge: Callable[[float, float], Spike | None] = lambda loss, grad_norm: None,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -202,7 +214,6 @@ class TrainStep:
             iteration: counted from 1, for error messages.
             own_rates: the learning rates of groups whose course ends elsewhere (`optimizer.own_ends`).
             exit_votes: this rank's; they travel with the step's sums, so agreeing costs nothing.
-            judge: says of loss and gradient norm whether the step is a spike. It must say the same on every rank.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and no overflow is to be skipped, or no token counts in the loss.
@@ -217,7 +228,7 @@ class TrainStep:
         overflow = not math.isfinite(norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
             named("megatron_lab.audit.nonfinite:raise_nonfinite")(self, batch, iteration, float(loss_sum))
-        spike = None if overflow else judge(loss, norm)
+        spike = None if overflow or self.judge is None else self.judge(loss, norm)
         skipped = overflow or (spike is not None and spike.skips)
         result = StepResult(
             loss,

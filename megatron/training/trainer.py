@@ -22,7 +22,6 @@ from megatron.checkpoint.storage import Place
 from megatron.config.checks.memory import check_backend
 from megatron.config.cli import LoadedConfig
 from megatron.config.config import Config
-from megatron.config.imports import named
 from megatron.config.launcher import launched
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import run_record
@@ -33,8 +32,8 @@ from megatron.training import startup
 from megatron.training.failure import Explanations
 from megatron.training.features import PICTURES, Features, Run
 from megatron.training.inputs import Batches, RunData, open_data
-from megatron.training.loop import GoesBack, Loop, NoSaver, evaluate
-from megatron.training.progress import BatchSizePlan, Goodput, Progress, Resumed
+from megatron.training.loop import Control, Loop, NoSaver, evaluate
+from megatron.training.progress import BatchSizePlan, Progress, Resumed
 from megatron.training.signals import ExitSignals
 from megatron.training.startup import choose_attention
 from megatron.training.step import StepResult, TrainStep
@@ -83,7 +82,9 @@ class Trainer:
     ) -> None:
         self.callbacks = list(callbacks)
         self._stack, self._running, self._joins = ExitStack(), ExitStack(), context is None
-        self._runs = False
+        self._by_hand_stack = ExitStack()
+        """Watches steps that are made by hand; entered by the first of them."""
+        self._runs = self._watches = False
         self._by_hand: tuple[int, Batches] | None = None
         try:
             self._make(
@@ -151,10 +152,16 @@ class Trainer:
         reporter = startup.make_reporter(
             *(config, context, model, plan, timers),
             resumed=resumed.path is not None,
-            corpus=self.data.corpus,
             quiet=quiet,
         )
-        self._parts = Run(config, context, self.steps, progress, reporter, plan, num_parameters, kernel_choice)
+        control = Control(resumed.checkpoint)
+        self._parts = Run(
+            *(config, context, self.steps, progress, reporter, plan, num_parameters, kernel_choice),
+            data=self.data,
+            resumed=resumed,
+            started_at=started_at,
+            control=control,
+        )
         for line in [
             *settings.notes,
             *features.lines(self._parts),
@@ -181,8 +188,7 @@ class Trainer:
             started_at=started_at,
             signals=signals,
             watchers=lambda progress: features.watchers(self._parts),
-            goodput=Goodput(resumed.account, time.time() - (time.monotonic() - started_at)),
-            rewinds=self._rewinds(resumed),
+            control=control,
         )
 
     @property
@@ -209,6 +215,7 @@ class Trainer:
         """
         until = None if iterations is None else self.progress.iteration + iterations
         self._run()
+        self._stop_watching()
         return self._loop.run(self.progress, until=until, callbacks=[*self.callbacks, *callbacks])
 
     def step(self, tokens: NDArray[np.int64] | torch.Tensor | None = None) -> StepResult | None:
@@ -224,14 +231,17 @@ class Trainer:
             ValueError: the tokens do not make a step.
         """
         self._run()
+        if not self._watches:
+            self._watches = True
+            self._by_hand_stack.enter_context(self._loop.watching(self.progress, self.callbacks))
         if tokens is not None:
-            return self._loop.advance(self.progress, next(self._batches_of(tokens)), self.callbacks)
+            return self._loop.advance(self.progress, next(self._batches_of(tokens)))
         consumed = self.progress.consumed_samples
         if self._by_hand is None or self._by_hand[0] != consumed:
             self._end_by_hand()
             self._by_hand = consumed, self._loop.train_batches(consumed)
         batches = self._by_hand[1]
-        result = self._loop.advance(self.progress, next(batches), self.callbacks)
+        result = self._loop.advance(self.progress, next(batches))
         self._by_hand = self.progress.consumed_samples, batches
         return result
 
@@ -267,7 +277,7 @@ class Trainer:
             saver = self._saver(dataclasses.replace(checkpoint, save=os.fspath(folder)), run_record(self.config, ()))
             owns.enter_context(saver.owning())
         with owns:
-            place = saver.save(self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, say, loop.goodput.to_json())
+            place = saver.save(self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, say, loop.kept())
             saver.finish(say)
         return place or saver.place(self.progress.iteration)
 
@@ -305,12 +315,20 @@ class Trainer:
     def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the run, and close what it has opened; where this rank has failed and others may be in a collective, only the run: to
         leave them might hang."""
+        self._by_hand_stack.__exit__(kind, error, trace)
+        if error is None and self._runs:
+            self._loop.close()
         self._running.__exit__(kind, error, trace)
         if error is None or launched().world_size == 1:
             self._end_by_hand()
             self._stack.close()
             if self._joins:
                 disconnect()
+
+    def _stop_watching(self) -> None:
+        """Leave the watching of steps that are made by hand."""
+        self._by_hand_stack.close()
+        self._watches = False
 
     def _end_by_hand(self) -> None:
         if self._by_hand is not None:
@@ -346,15 +364,6 @@ class Trainer:
 
             found = resume(config, self.context, optimizer, scaler, schedule, self.data.vocab_size, in_memory=in_memory)
         self.steps.finish_publishing()
-        return found
-
-    def _rewinds(self, resumed: Resumed) -> GoesBack | None:
-        """What takes the run back where it meets a loss spike, if that is asked for."""
-        if self.config.spikes.spike_policy != "rewind":
-            return None
-        found: GoesBack | None = named("megatron_lab.resilience.rewind:Rewinds").of(
-            self.config, self.context, self.steps, resumed.schedule, self.data, resumed.path
-        )
         return found
 
     def _batches_of(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:

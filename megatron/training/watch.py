@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from megatron.model.inputs import ModelInputs
 from megatron.training.progress import Progress
@@ -26,6 +27,18 @@ class Watcher:
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
         """Called before the step over this batch."""
 
+    def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
+        """Called after a step over so many samples, before a line of the log is due; `progress` includes the step. The result of an
+        iteration that the settings skip is None."""
+
+    def log_values(self, result: StepResult | None) -> Mapping[str, float]:
+        """Return further numbers for the line of the log that is due now, by their names in the metrics file."""
+        return {}
+
+    def record_values(self) -> Mapping[str, Any]:
+        """Return what the record of the run gets beside the numbers of a line of the log, by name."""
+        return {}
+
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
         """Called after a step over so many samples; `progress` includes it."""
 
@@ -44,8 +57,17 @@ class Watcher:
     def after_rewind(self, progress: Progress) -> None:
         """Called after the run went back to a checkpoint; `progress` is that of the place where it goes on."""
 
+    def on_end(self) -> None:
+        """Called when the run ends, after the last evaluation."""
+
     def close(self) -> None:
         """Called when the run ends, or when `Trainer.fit` returns before that. A last evaluation may still follow."""
+
+
+def overridden(watchers: Sequence[Watcher], name: str) -> list[Callable[..., Any]]:
+    """Return the methods of this name that do something: a watcher has its own, and not that of the base class."""
+    methods = [getattr(watcher, name) for watcher in watchers]
+    return [method for method in methods if getattr(method, "__func__", None) is not getattr(Watcher, name)]
 
 
 # ---- Numbers of the user's own that a run logs.

@@ -12,8 +12,7 @@ from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.flags import build, flags
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.lr_schedule import ScheduleLengths
-from megatron.training.progress import LearningSchedule, Progress
+from megatron.training.progress import LearningSchedule, Progress, ScheduleLengths
 from megatron_lab.foreign.megatron_source import WEIGHTS_ALONE, MegatronSource, SavedRun
 
 _TOPICS = ("training", "optimizer", "precision", "parallel", "data")

@@ -10,7 +10,6 @@ import torch
 
 from megatron.config.config import Config
 from megatron.config.given import this_job
-from megatron.metrics.run_warnings import rate_far_off
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.parallel import torch_private
@@ -32,6 +31,7 @@ from megatron.training.features import Feature, Run
 from megatron.training.progress import BatchSizePlan
 from megatron.training.startup import describe_attention, device_peak
 from megatron.training.step import TrainStep
+from megatron_lab.monitoring.run_warnings import rate_far_off
 from megatron_lab.planner.advice import advice
 from megatron_lab.planner.attention_notes import describe_copies
 from megatron_lab.planner.state_report import describe_state, state_report

@@ -19,12 +19,17 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
+from megatron.training.failure import DivergedError
 from megatron.training.inputs import RunData
 from megatron.training.loop import NoSaver, Rewound
-from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, Resumed, SpikeError
+from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, Resumed
 from megatron.training.resume import ChosenCheckpoint, continued, fill, fitting
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
+
+
+class SpikeError(DivergedError):
+    """Spikes come again wherever the run goes on."""
 
 
 @dataclass
@@ -117,7 +122,7 @@ class Rewinds:
             f"  rewound to {found.path} (iteration {there.iteration}); samples {consumed - passed_over:,} to {consumed - 1:,} "
             f"are passed over"
         )
-        return Rewound(plan, batches, found.account)
+        return Rewound(plan, batches, found.checkpoint)
 
 
 def _newest(save: str | None) -> Place | None:

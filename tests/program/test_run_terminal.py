@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.metrics.history import read_history
-from megatron.training import live_lines, loop
+from megatron.training import loop
+from megatron_lab.monitoring import live_lines
 from tests.support.runs import arguments, launch, on_rank, report, run, spoil
 
 LINE = re.compile(

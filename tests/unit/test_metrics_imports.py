@@ -13,7 +13,7 @@ MODULES = (
     "megatron.metrics.log_line",
     "megatron_lab.monitoring.loggers",
     "megatron.metrics.measures",
-    "megatron.optimizer.lr_schedule",
+    "megatron.training.progress",
 )
 
 

@@ -77,7 +77,6 @@ WITHOUT_TORCH = [
     "megatron/parallel/boxes.py",
     "megatron/parallel/cut.py",
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
-    "megatron/optimizer/lr_schedule.py",
     "megatron/training/progress.py",
     "megatron/training/signals.py",
     *(

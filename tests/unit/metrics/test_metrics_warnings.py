@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron.metrics.run_warnings import Corpus, LossWarnings, rate_far_off, usual_rate
+from megatron_lab.monitoring.run_warnings import Corpus, LossWarnings, rate_far_off, usual_rate
 
 ORDERED = Corpus(1000, True)
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.training import OptimizerConfig, TrainingConfig
-from megatron.optimizer.lr_schedule import ScheduleLengths, learning_rate, schedule_lengths, weight_decay
-from megatron.training.progress import BatchSizePlan
+from megatron.training.progress import BatchSizePlan, ScheduleLengths, learning_rate, schedule_lengths, weight_decay
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.progress import USES, Goodput, Use
+from megatron_lab.monitoring.goodput import USES, Goodput, Use
 
 
 class Clock:

@@ -13,7 +13,8 @@ import pytest
 from megatron.checkpoint.save_folder import check_counts
 from megatron.config.training import SpikeConfig
 from megatron.data.history import Phase, describe_phases, go_on, pass_over, read_before, readings
-from megatron.training.progress import Progress, SpikeJudge, remembered
+from megatron.training.progress import Progress
+from megatron_lab.resilience.spikes import SpikeJudge, remembered
 from tests.unit.data.test_data_history import A, phase
 
 CONFIG = SpikeConfig(spike_policy="skip", spike_window=8, spike_threshold=6.0)

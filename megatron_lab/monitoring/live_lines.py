@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,43 +11,6 @@ from megatron.training.step import StepResult
 
 _SHOW_EVERY_S = 0.2
 """Seconds between changes of the progress bar."""
-
-
-class Pace:
-    """How fast the run goes, and how long it still takes: what is left at the pace of the last steps, with as much beside the steps
-    (evaluations, saves) as there has been.
-
-    Args:
-        total: samples of the whole run; 0 if that is not to be told.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._began: float | None = None
-        self._in_steps = 0.0
-        self._last: deque[tuple[float, int]] = deque(maxlen=20)
-
-    def step(self, now: float, seconds: float, samples: int) -> None:
-        """A step has been made. The first one, which makes connections and fills caches, is left out."""
-        if self._began is None:
-            self._began = now
-            return
-        self._in_steps += seconds
-        self._last.append((seconds, samples))
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples of a second, over the last steps; None before they are known."""
-        seconds = sum(each for each, _ in self._last)
-        return sum(samples for _, samples in self._last) / seconds if seconds else None
-
-    def seconds_left(self, now: float, consumed_samples: int) -> float | None:
-        """To the end of the run; None before it is known."""
-        pace = self.samples_per_s
-        if pace is None or self._began is None or not self._total:
-            return None
-        left = self._total - consumed_samples
-        return None if left <= 0 else left / pace * max(1.0, (now - self._began) / self._in_steps)
 
 
 class LiveLines:

@@ -4,8 +4,16 @@ loss that stays above where it began; a validation loss far above that of traini
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+
+from megatron.config.imports import named
+from megatron.config.outputs import run_folder
+from megatron.training.features import Feature, Run
+from megatron.training.inputs import Corpus
+from megatron.training.progress import Progress
+from megatron.training.reporter import Reporter
+from megatron.training.step import StepResult
+from megatron.training.watch import Watcher
 
 FAR_OFF = 10.0
 """A learning rate is told that differs from the usual one by more than this factor. Published runs stay within it: GPT-3 175B and
@@ -43,16 +51,6 @@ def rate_far_off(rate: float, flops: float) -> str | None:
         f"from random weights, {usual:.1e} (0.3118 x FLOPs^-0.125, DeepSeek LLM 2024): {what}. Unless it is meant so, try --lr "
         f"{usual:.0e}"
     )
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """What is known of the training data."""
-
-    tokens: int | None
-    """In one reading of it; None for made-up data, or where it is not known."""
-    split_in_order: bool
-    """Whether training and validation are the first and later documents of the same files (--split)."""
 
 
 class LossWarnings:
@@ -116,3 +114,38 @@ class LossWarnings:
         else:
             why = "The validation data is of another kind than the training data: is that meant?"
         return f"the validation loss, {loss:.2f}, is far above that of training, {mean:.2f}. {why}"
+
+
+class WarningWatcher(Watcher):
+    """Tells the warnings about losses, in the log and in the record of the run."""
+
+    def __init__(self, warnings: LossWarnings, reporter: Reporter, seq_length: int) -> None:
+        self._warnings, self._reporter, self._seq_length = warnings, reporter, seq_length
+
+    def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
+        """Look at the loss of a step that made an update."""
+        if result is not None and not result.skipped:
+            self._tell(progress, self._warnings.step(progress.iteration, result.loss))
+
+    def on_evaluation(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Look at the loss of the validation split."""
+        if "validation_loss" in values:
+            self._tell(progress, self._warnings.evaluation(values["validation_loss"], progress.consumed_samples * self._seq_length))
+
+    def _tell(self, progress: Progress, words: str | None) -> None:
+        if words is not None:
+            self._reporter.say(f"WARNING: {words}")
+            self._reporter.event("warning", progress, words)
+
+
+class WarningFeature(Feature):
+    """The warnings about losses, in every run."""
+
+    def watchers(self, run: Run) -> Sequence[Watcher]:
+        """Look at all losses."""
+        folder = run_folder(run.config.checkpoint, run.config.logging)
+        first: list[float] = []
+        if run.resumed.path is not None and folder is not None and run.context.rank == 0:
+            first = named("megatron.metrics.history:first_losses")(folder, STARTS)
+        warnings = LossWarnings(run.plan.total_iterations, run.data.corpus, first)
+        return [WarningWatcher(warnings, run.reporter, run.config.model.seq_length)]

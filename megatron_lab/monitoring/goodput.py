@@ -1,0 +1,151 @@
+"""Goodput: the share of a run's time that went into steps that count, since its first start. docs/spikes.md has the definition."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+from megatron.training.features import Feature, Run
+from megatron.training.progress import Progress
+from megatron.training.step import StepResult
+from megatron.training.watch import Watcher
+
+Use = Literal["steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts"]
+USES: tuple[Use, ...] = ("steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts")
+_MOST_S = 1e10
+
+
+class Goodput:
+    """An account of the time of a run, in which each moment has one use.
+
+    Args:
+        saved: what `to_json` returned for the checkpoint that the run goes on from; None for a run that begins.
+        began: when this start began, by the clock.
+        clock: seconds since an epoch that all starts share.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None = None, began: float | None = None, clock: Callable[[], float] = time.time):
+        self._clock = clock
+        self._since = clock() if began is None else began
+        self.seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
+        """By use. Their sum is the time since the first start."""
+        if saved is not None and _is_sound(saved):
+            self.seconds |= {use: float(saved["seconds"][use]) for use in USES}
+            self.seconds["between starts"] += max(0.0, self._since - saved["at"])
+
+    def spent(self, use: Use) -> None:
+        """All time since the last call had this use."""
+        now = self._clock()
+        self.seconds[use] += max(0.0, now - self._since)  # clocks are set back at times
+        self._since = now
+
+    def went_back(self, saved: Mapping[str, Any] | None) -> None:
+        """The run went back to a checkpoint: steps made since do not count, nor does the time since the last call.
+
+        Args:
+            saved: what `to_json` returned for that checkpoint.
+        """
+        self.spent("steps that do not count")
+        if saved is not None and _is_sound(saved):
+            lost = max(0.0, self.seconds["steps"] - saved["seconds"]["steps"])
+            self.seconds["steps"] -= lost
+            self.seconds["steps that do not count"] += lost
+
+    @property
+    def share(self) -> float:
+        """The goodput, from 0 to 1; 0 where no time is accounted for."""
+        total = math.fsum(self.seconds.values())
+        return self.seconds["steps"] / total if total else 0.0
+
+    def words(self) -> str:
+        """A line for the log."""
+        total = math.fsum(self.seconds.values())
+        parts = [f"{use} {seconds / total:.1%}" for use, seconds in self.seconds.items() if use != "steps" and seconds > 0]
+        return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(parts)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The account as a checkpoint holds it."""
+        return {"at": self._since, "seconds": dict(self.seconds)}
+
+
+def _is_sound(saved: Any) -> bool:
+    """Whether an account has the types and ranges that `to_json` gives it. One that has not is left out: no step depends on it."""
+    if not isinstance(saved, dict) or not isinstance(saved.get("seconds"), dict):
+        return False
+    numbers = [saved.get("at"), *(saved["seconds"].get(use) for use in USES)]
+    return all(type(each) in (int, float) and 0 <= each <= _MOST_S for each in numbers)
+
+
+NAME = "goodput"
+"""Name of the share in the metrics file, and of the account in the `config.json` of a checkpoint. It is not in `state.json`, which
+is the same for runs that took other times."""
+
+
+class GoodputWatcher(Watcher):
+    """Says what each moment of a run was used for.
+
+    Args:
+        checkpoint: returns the account in the checkpoint that the run has gone on from, unchecked.
+        say: writes a line into the log.
+    """
+
+    def __init__(self, account: Goodput, checkpoint: Callable[[], Any], say: Callable[[str], None]) -> None:
+        self._account, self._checkpoint, self._say = account, checkpoint, say
+        self._use: Use = "steps"
+
+    @contextmanager
+    def around_steps(self) -> Iterator[None]:
+        """Time before the first step is start-up."""
+        self._account.spent("start-up")
+        self._use = "steps"
+        yield
+
+    def on_phase(self, name: str, iteration: int | None = None) -> None:
+        """End an evaluation or a save, and note the next."""
+        if self._use != "steps":
+            self._account.spent(self._use)
+        self._use = _OF_PHASES.get(name, "steps")
+
+    def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
+        """End a step."""
+        self._account.spent("steps that do not count" if result is None or result.skipped else "steps")
+
+    def log_values(self, result: StepResult | None) -> Mapping[str, float]:
+        """The share up to now."""
+        return {NAME: self._account.share}
+
+    def record_values(self) -> Mapping[str, Any]:
+        """The seconds of each use."""
+        return {"spent": self._account.seconds}
+
+    def after_rewind(self, progress: Progress) -> None:
+        """What was done since the checkpoint does not count."""
+        self._account.went_back(self._checkpoint())
+
+    def on_end(self) -> None:
+        """Tell the share of the whole run."""
+        if self._use != "steps":
+            self._account.spent(self._use)
+        self._say(self._account.words())
+
+
+_OF_PHASES: Mapping[str, Use] = {"evaluating": "evaluations", "saving": "saves"}
+"""Phases of a rank whose time is not that of steps."""
+
+
+class GoodputFeature(Feature):
+    """The goodput, in every run: in lines of the log, in checkpoints, and at the end."""
+
+    def around_run(self, run: Run) -> AbstractContextManager[object]:
+        """Open the account, or go on with that of the checkpoint."""
+        began = time.time() - (time.monotonic() - run.started_at)
+        self._account = Goodput(run.control.checkpoint.get(NAME), began)
+        run.control.kept[NAME] = self._account.to_json
+        return nullcontext()
+
+    def watchers(self, run: Run) -> Sequence[Watcher]:
+        """Account for the time of the steps."""
+        return [GoodputWatcher(self._account, lambda: run.control.checkpoint.get(NAME), run.reporter.say)]
