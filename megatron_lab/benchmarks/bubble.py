@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.operations import Costs, Op, Schedule
 from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron_lab.benchmarks.runner import all_in_turns
 from megatron_lab.verification.local_ranks import run_ranks
 
 OFF_BOUND = 0.05
@@ -128,50 +129,53 @@ def _sleep_until(end: float) -> None:
 
 
 def measure(settings: Settings) -> list[Result]:
-    """Run every schedule; one step of each in turn, the first step of each left out."""
+    """Run every schedule; one step of each in turn."""
     simulated = {name: simulate(settings.schedule(name), settings.chunk_costs(name)).step_time for name in settings.schedules}
     timeout = 60.0 + 10.0 * (settings.repeats + 1) * sum(simulated.values())
     ranks = run_ranks(settings.stages, lambda rank: _stage(rank, settings, timeout), timeout=timeout)
     results = []
-    for number, name in enumerate(settings.schedules):
+    for name in settings.schedules:
         # All stages read the same clock. A step begins with the first chunk, which lies on stage 0, and ends with the last stage.
-        begins = [begin for begin, _ in ranks[0][number]]
-        ends = [max(stage[number][step][1] for stage in ranks) for step in range(len(begins))]
+        begins = [begin for begin, _ in ranks[0][name]]
+        ends = [max(stage[name][step][1] for stage in ranks) for step in range(len(begins))]
         steps = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        results.append(Result(name, simulated[name], steps[1:]))
+        results.append(Result(name, simulated[name], steps))
     return results
 
 
-def _stage(rank: int, settings: Settings, timeout: float) -> list[list[tuple[float, float]]]:
+def _stage(rank: int, settings: Settings, timeout: float) -> dict[str, list[tuple[float, float]]]:
     """Begin and end of every step of each schedule on one stage."""
     context = make_context(Topology(pp=settings.stages), rank, torch.device("cpu"), timeout_minutes=timeout / 60)
     executor = Executor(context, {"hidden": TensorSpec(settings.hidden, torch.float32)}, overlap=settings.overlap)
     executor.recorder = clock = _Clock()
     weight = torch.zeros((), requires_grad=True)
-    runs = [(settings.schedule(name), settings.chunk_costs(name)) for name in settings.schedules]
-    times: list[list[tuple[float, float]]] = [[] for _ in runs]
-    for _ in range(settings.repeats + 1):
-        for (schedule, costs), found in zip(runs, times, strict=True):
-            last = schedule.num_chunks - 1
 
-            def forward(chunk: int, microbatch: int, received: Tensors, costs: Costs = costs, last: int = last) -> Tensors:
-                x = received["hidden"] if received else torch.full(settings.hidden, float(microbatch))
+    def step_of(name: str) -> Callable[[], tuple[float, float]]:
+        schedule, costs = settings.schedule(name), settings.chunk_costs(name)
+        last = schedule.num_chunks - 1
 
-                def sleeps(x: torch.Tensor, *, again: bool) -> torch.Tensor:
-                    return _Sleep.apply(x, weight, costs, clock, again)
+        def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
+            x = received["hidden"] if received else torch.full(settings.hidden, float(microbatch))
 
-                out = recomputed(sleeps, x, ahead=True) if costs.recompute else sleeps(x, again=False)
-                if chunk < last:
-                    return {"hidden": out}
-                value = out.view(-1)[-1].item()
-                assert value == microbatch + last + 1, f"microbatch {microbatch} is {value} after {last + 1} chunks"
-                return {"loss": out.sum()}
+            def sleeps(x: torch.Tensor, *, again: bool) -> torch.Tensor:
+                return _Sleep.apply(x, weight, costs, clock, again)
 
+            out = recomputed(sleeps, x, ahead=True) if costs.recompute else sleeps(x, again=False)
+            if chunk < last:
+                return {"hidden": out}
+            value = out.view(-1)[-1].item()
+            assert value == microbatch + last + 1, f"microbatch {microbatch} is {value} after {last + 1} chunks"
+            return {"loss": out.sum()}
+
+        def step() -> tuple[float, float]:
             dist.barrier()
             begin = time.perf_counter()
             executor.run(schedule, forward)
-            found.append((begin, time.perf_counter()))
-    return times
+            return begin, time.perf_counter()
+
+        return step
+
+    return all_in_turns({name: step_of(name) for name in settings.schedules}, settings.repeats)
 
 
 def misses(results: Sequence[Result]) -> list[str]:

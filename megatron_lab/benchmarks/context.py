@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron.attention.documents import Documents
 from megatron.attention.parts import RunPair
@@ -32,6 +31,7 @@ from megatron.parallel.context import Group, make_context
 from megatron.parallel.cut import mirrored
 from megatron.parallel.topology import Topology
 from megatron.spec.layers import PLAIN
+from megatron_lab.benchmarks.runner import all_in_turns, of_slowest_rank
 from megatron_lab.benchmarks.slow_link import SlowLink
 from megatron_lab.verification.local_ranks import run_ranks
 
@@ -100,20 +100,21 @@ def measure(settings: Settings) -> Result:
         links["computation"].connected = False
         for link in links.values():
             link.bandwidth = 4 * _TOKENS * _HEADS * 2 * _SIZE / (settings.share * settings.step_s)
-        seconds: dict[str, dict[ContextWay, list[float]]] = {name: {way: [] for way in WAYS} for name in links}
+        seconds: dict[str, dict[ContextWay, list[float]]] = {name: {} for name in links}
+
+        def over(link: SlowLink, once: Callable[[], float]) -> Callable[[], float]:
+            def run() -> float:
+                with link.installed():
+                    return once()
+
+            return of_slowest_rank(run)
+
         with _sleeping_parts(settings):
             for way in WAYS:
                 once = _pass(settings.ranks, rank, way)
-                for turn in range(-1, settings.repeats):
-                    for name in reversed(links) if turn % 2 else links:
-                        with links[name].installed():
-                            dist.barrier()
-                            began = time.perf_counter()
-                            once()
-                            slowest = torch.tensor(time.perf_counter() - began)
-                        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                        if turn >= 0:
-                            seconds[name][way].append(slowest.item())
+                found = all_in_turns({name: over(link, once) for name, link in links.items()}, settings.repeats)
+                for name, times in found.items():
+                    seconds[name][way] = times
         return Result(**seconds)
 
     found: Result = run_ranks(settings.ranks, live, timeout=3600.0)[0]

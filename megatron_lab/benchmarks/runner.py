@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.parallel.context import Group
@@ -65,6 +66,20 @@ def timed_together(action: Callable[[], object]) -> float:
     action()
     dist.barrier()
     return time.perf_counter() - began
+
+
+def of_slowest_rank(action: Callable[[], object]) -> Callable[[], float]:
+    """Make an action of all ranks, which begin it together, a measurement of the seconds of the slowest. All get the same."""
+
+    def measure() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        seconds = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.item()
+
+    return measure
 
 
 def slowest(found: Sequence[tuple[Seconds, Seconds]]) -> tuple[Seconds, Seconds]:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.parallel import overlap
 from megatron.parallel.context import make_context
@@ -27,6 +26,7 @@ from megatron.parallel.topology import Topology
 from megatron.precision.products import PLAIN, Products
 from megatron.spec.weights import column, row
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lab.benchmarks.runner import all_in_turns, of_slowest_rank
 from megatron_lab.benchmarks.slow_link import SlowLink
 from megatron_lab.verification.local_ranks import run_ranks
 
@@ -79,19 +79,14 @@ def measure(settings: Settings) -> Result:
         kinds: dict[str, Overlap | None] = {"computation": None, "turns": None, "pieces": Pieces()}
         products = _Sleeping(settings)
         passes = {name: _pass(settings.ranks, rank, way, products) for name, way in kinds.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in kinds}
         told: dict[str, tuple[float, float]] = {}
+
+        def run(name: str) -> None:
+            link.connected, link.sent = name != "computation", 0.0
+            told[name] = passes[name](), link.sent
+
         with link.installed(), products.of_pieces():
-            for turn in range(-1, settings.repeats):
-                for name in reversed(kinds) if turn % 2 else kinds:
-                    link.connected, link.sent = name != "computation", 0.0
-                    dist.barrier()
-                    began = time.perf_counter()
-                    told[name] = passes[name](), link.sent
-                    slowest = torch.tensor(time.perf_counter() - began)
-                    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                    if turn >= 0:
-                        seconds[name].append(slowest.item())
+            seconds = all_in_turns({name: of_slowest_rank(partial(run, name)) for name in kinds}, settings.repeats)
         if told["turns"] != told["pieces"]:
             raise RuntimeError(f"(sum, bytes sent) are {told['turns']} one after the other, and {told['pieces']} in pieces")
         return Result(**seconds, sent=told["pieces"][1])
