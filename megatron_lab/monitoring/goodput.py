@@ -100,13 +100,12 @@ class GoodputWatcher(Watcher):
     def around_steps(self) -> Iterator[None]:
         """Time before the first step is start-up."""
         self._account.spent("start-up")
-        self._use = "steps"
         yield
+        self._end_phase()
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
         """End an evaluation or a save, and note the next."""
-        if self._use != "steps":
-            self._account.spent(self._use)
+        self._end_phase()
         self._use = _OF_PHASES.get(name, "steps")
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
@@ -127,9 +126,13 @@ class GoodputWatcher(Watcher):
 
     def on_end(self) -> None:
         """Tell the share of the whole run."""
+        self._end_phase()
+        self._say(self._account.words())
+
+    def _end_phase(self) -> None:
         if self._use != "steps":
             self._account.spent(self._use)
-        self._say(self._account.words())
+        self._use = "steps"
 
 
 _OF_PHASES: Mapping[str, Use] = {"evaluating": "evaluations", "saving": "saves"}

@@ -16,8 +16,10 @@ import torch
 
 import megatron.api
 from megatron.api import Callback, ConfigError, Trainer, settings, verify_layout, write_dataset
+from megatron.checkpoint.save_folder import read_config
 from megatron.config.cli import load
 from megatron.config.save import to_dict
+from megatron_lab.audit.trace_file import read_trace
 from megatron_lab.commands import generate_text
 from megatron_lab.foreign.huggingface.families import FAMILIES
 from megatron_lab.verification import prove
@@ -200,6 +202,27 @@ def test_a_run_by_hand_is_that_of_the_command_line(tmp_path: Path) -> None:
 
     losses = in_a_process(goes_on, tmp_path)
     assert losses[:2] == losses[2:]
+
+
+def test_steps_by_hand_are_watched_as_those_of_a_run(tmp_path: Path) -> None:
+    """By the features that the settings ask for: the trace of the steps, and the account of their time in a checkpoint."""
+
+    def by_hand() -> None:
+        for name in ("run", "hand"):
+            mine = settings(TINY, train_iters=3, device="cpu", save=tmp_path / name, save_trace=tmp_path / f"{name}.jsonl")
+            with Trainer(mine, quiet=True) as trainer:
+                if name == "run":
+                    trainer.fit()
+                    continue
+                for _ in range(3):
+                    trainer.step()
+                trainer.save()
+
+    in_a_process(by_hand, tmp_path)
+    (by_run,), (hand,) = (read_trace(tmp_path / f"{name}.jsonl") for name in ("run", "hand"))
+    assert hand.steps == by_run.steps and len(hand.steps) == 3
+    spent = read_config(Path(tmp_path, "hand", "iter_0000003"))["goodput"]["seconds"]
+    assert spent["steps"] > 0.0 and spent["start-up"] > 0.0
 
 
 def test_what_fails_leaves_a_process_in_which_one_can_go_on(tmp_path: Path) -> None:

@@ -55,3 +55,35 @@ def test_a_part_is_imported_where_a_setting_asks_for_it(tmp_path: Path) -> None:
     words = command_words({"num_experts": 2, "disable_bias_linear": True, "sentinel_interval": 2, "save_trace": tmp_path / "trace"})
     found = imported(tmp_path, *words)
     assert {EXPERTS, "megatron_lab.audit.sentinel", "megatron_lab.audit.watchers"} <= {*found}
+
+
+MOST_FILES = 30
+STEP = """
+import json, sys
+from megatron.config.cli import load
+from megatron.training.trainer import Trainer
+files = set()
+def called(frame, event, argument):
+    if event == "call":
+        files.add(frame.f_code.co_filename)
+with Trainer(load(sys.argv[2:], 1), quiet=True) as trainer:
+    trainer.step()
+    trainer.step()
+    sys.setprofile(called)
+    trainer.step()
+    sys.setprofile(None)
+json.dump(sorted(files), open(sys.argv[1], "w"))
+"""
+
+
+def test_a_step_passes_few_files(tmp_path: Path) -> None:
+    """All functions that a plain step calls lie in few files, those of the features that every run has among them."""
+    file = tmp_path / "files"
+    command = [sys.executable, "-c", STEP, str(file), *PLAIN, "--train-iters", "4", "--num-workers", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    parts = [Path(name).relative_to(ROOT).as_posix() for name in json.loads(file.read_text()) if Path(name).is_relative_to(ROOT)]
+    ours = [name for name in parts if name.startswith("megatron")]
+    assert {"megatron/training/loop.py", "megatron/pipeline_parallel/executor.py", "megatron_lab/monitoring/goodput.py"} <= {*ours}
+    assert len(ours) <= MOST_FILES, ours

@@ -18,6 +18,7 @@ import pytest
 
 from megatron.config.config import Config
 from megatron.spec.activations import FLAGS
+from megatron.training.features import FEATURES
 
 ROOT = Path(__file__).resolve().parents[2]
 MEGATRON, LAB = ROOT / "megatron", ROOT / "megatron_lab"
@@ -177,6 +178,16 @@ def test_parts_that_are_taken_by_name_exist() -> None:
             wrong += [] if name in defined else [f"{file}: {text}"]
             count += 1
     assert not wrong and count > 30
+
+
+def test_the_loop_knows_no_feature() -> None:
+    """Neither the module of one nor its flag: they enter by the table of features."""
+    loop = (MEGATRON / "training" / "loop.py").read_text().lower()
+    assert len(FEATURES) > 12
+    for row in FEATURES:
+        module = row.class_path.partition(":")[0].rpartition(".")[2]
+        words = {module, row.flag.lstrip("-").replace("-", "_")} - {"", "watchers", "feature"}  # which are words of the interface
+        assert not [word for word in words if word in loop], row
 
 
 def cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:

@@ -42,6 +42,8 @@ def test_every_row_is_a_feature_and_a_flag() -> None:
         ("--compile", {"compile": True}),
         ("--profile", {"profile": True, "profile_step_start": 1, "profile_step_end": 2}),
         ("--profile-pipeline", {"profile_pipeline": True, "profile_step_start": 1}),
+        ("--spike-policy", {"spike_policy": "warn"}),
+        ("--log-params-norm", {"log_params_norm": True}),
         ("--loss-picture", {"save": "folder", "no_loss_picture": None}),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lab.monitoring.goodput import USES, Goodput, Use
+from megatron.training.progress import Progress
+from megatron_lab.monitoring.goodput import USES, Goodput, GoodputWatcher, Use
 
 
 class Clock:
@@ -100,3 +101,59 @@ def test_an_account_that_is_none_is_begun_anew(change: dict[str, Any]) -> None:
     saved = {"at": 900.0, "seconds": dict.fromkeys(USES, 1.0)}
     assert Goodput(saved, clock=Clock()).seconds["steps"] == 1.0
     assert Goodput({**saved, **change}, clock=Clock()).seconds == dict.fromkeys(USES, 0.0)
+
+
+class Told:
+    """A result of a step, as far as the account asks."""
+
+    def __init__(self, *, skipped: bool = False) -> None:
+        self.skipped = skipped
+
+
+def test_the_phases_of_a_run_are_accounted_for() -> None:
+    """Start-up, steps of each kind, an evaluation, a save, a pause between two calls of `fit`, a rewind, and the end."""
+    clock, said = Clock(), list[str]()
+    account, progress = Goodput(clock=clock), Progress()
+    saved: dict[str, Any] = {}
+    watcher = GoodputWatcher(account, lambda: saved, said.append)
+
+    def step(seconds: float, result: Any) -> None:
+        watcher.on_phase("reading data", 1)
+        watcher.on_phase("in a step")
+        clock.now += seconds
+        watcher.on_result(progress, result, 4)
+        watcher.on_phase("between steps")
+
+    clock.now += 5.0
+    with watcher.around_steps():
+        step(10.0, Told())
+        step(3.0, Told(skipped=True))
+        step(1.0, None)  # --iterations-to-skip
+        watcher.on_phase("evaluating")
+        clock.now += 20.0
+        step(10.0, Told())
+        watcher.on_phase("saving")
+        saved |= json.loads(json.dumps(account.to_json()))
+        clock.now += 2.0
+    clock.now += 7.0  # the user's, between two calls of `fit`
+    with watcher.around_steps():
+        step(30.0, Told())
+        watcher.on_phase("rewinding")
+        clock.now += 6.0
+        watcher.after_rewind(progress)
+        step(10.0, Told())
+    watcher.on_phase("saving")
+    clock.now += 2.0
+    watcher.on_phase("evaluating")
+    clock.now += 4.0
+    watcher.on_end()
+    assert account.seconds == {
+        "steps": 30.0,
+        "start-up": 12.0,
+        "saves": 4.0,
+        "evaluations": 24.0,
+        "steps that do not count": 40.0,
+        "between starts": 0.0,
+    }
+    assert watcher.log_values(None) == {"goodput": 30.0 / 110.0} and watcher.record_values()["spent"] is account.seconds
+    assert len(said) == 1 and said[0].startswith("goodput 27.3% of ")
