@@ -16,7 +16,7 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
-from megatron_lab.data.preprocess.input_shards import find_sources
+from megatron_lab.data_tools.preprocess.input_shards import find_sources
 
 LEAST_BYTES = 20_000
 """With less, a hundredth of the text is shorter than what the model reads at once."""

@@ -20,7 +20,7 @@ _MODULES = {
         "legacy_checkpoint legacy_files legacy_optimizer legacy_settings megatron_source source torch_file"
     ),
     ("megatron.checkpoint", "megatron_lab.node_memory"): "keeper node_link node_storage",
-    ("megatron.data", "megatron_lab.data"): "megatron_order preprocess",
+    ("megatron.data", "megatron_lab.data_tools"): "megatron_order preprocess",
     ("megatron.data", "megatron_lab"): "tokenizers",
     ("megatron.training", "megatron_lab.monitoring"): (
         "compilation compiler_facts goodput live_lines loss_picture memory_report out_of_memory plan_report profiler rehearsal"

@@ -170,10 +170,10 @@ class SplitData(DataSplit):
                 )
         counts: Sequence[int | None] = [None] * len(weights)
         if not by_size:
-            counts = named("megatron_lab.data.megatron_order:requested_samples")(weights, num_samples)
+            counts = named("megatron_lab.data_tools.megatron_order:requested_samples")(weights, num_samples)
         sources = [self._dataset(each, num_samples=count) for each, count in zip(self.components, counts, strict=True)]
         cache = cache_for(self.components[0].dataset.prefix, self.config.data_cache_path, note=_log.info)
-        greedy = named("megatron_lab.data.megatron_order:GreedyBlend")(weights, num_samples, cache, by_size=by_size)
+        greedy = named("megatron_lab.data_tools.megatron_order:GreedyBlend")(weights, num_samples, cache, by_size=by_size)
         return BlendedDataset(sources, greedy)
 
     def _dataset(

@@ -70,7 +70,7 @@ class GPTDataset(SampleSource):
                 "  Keep --seq-length, or train with --data-order epoch."
             )
         else:
-            make = named("megatron_lab.data.megatron_order:MegatronOrder")
+            make = named("megatron_lab.data_tools.megatron_order:MegatronOrder")
             self.order = make(self.selection, num_samples=num_samples, cache=cache)
         self._passes = KeptPasses(self.order.index)
         self._tokens = TokenReader(dataset, vocab_size)

@@ -24,7 +24,7 @@ from megatron.data.blend import Blend
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from megatron.data.indexed_writer import MIN_ENTRIES, cache_for, write_dataset
-from megatron_lab.data.megatron_order import greedy_choices
+from megatron_lab.data_tools.megatron_order import greedy_choices
 
 MAX_BUILD_S = 10.0
 MAX_BUILD_MB = 1000.0

@@ -17,7 +17,7 @@ from megatron.data.tokenizer import planned_rows
 from megatron.spec.counts import flops_per_token, output_flops
 from megatron_lab.benchmarks.runner import all_in_turns
 from megatron_lab.benchmarks.shapes import Shape
-from megatron_lab.memory.measure import Measured, measure, prepare
+from megatron_lab.memory_plots.measure import Measured, measure, prepare
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.verification.local_ranks import run_ranks
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from megatron.config.data import DataConfig
 from megatron.config.launcher import module_start
 from megatron_lab.benchmarks.runner import all_in_turns, timed
-from megatron_lab.data.preprocess.engines import Engine
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess.engines import Engine
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 
 BARE, LOOP, TWO, MEMORY_MB = 0.85, 3.0, 1.8, 300.0
 """Asked for: at least this share of tiktoken's speed, so many times that of a plain loop of tokenizers and, with two workers, that
@@ -188,7 +188,7 @@ def run(settings: Settings) -> bool:
     Raises:
         ValueError: tokenizers is not installed, which trains the vocabulary.
     """
-    from megatron_lab.data.tokenizer_training import train
+    from megatron_lab.data_tools.tokenizer_training import train
 
     documents = texts(settings.megabytes)
     with tempfile.TemporaryDirectory(prefix="bench-preprocessing-") as name:

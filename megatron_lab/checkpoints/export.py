@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_lab.checkpoints.exported import Export
     from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
     from megatron_lab.checkpoints.model_card import UNKNOWN, Trained, model_card, next_steps
-    from megatron_lab.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
+    from megatron_lab.data_tools.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
     from megatron_lab.foreign.as_used import as_used
     from megatron_lab.foreign.folded_source import folded
     from megatron_lab.foreign.huggingface.families import fitting

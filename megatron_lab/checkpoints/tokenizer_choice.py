@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.data import TOKENIZER_FILES, DataConfig
-from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
     from megatron_lab.foreign.source import WeightSource

@@ -23,7 +23,7 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data.tokenizer import planned_rows
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.memory.measure import prepare
+from megatron_lab.memory_plots.measure import prepare
 from megatron_lab.planner.cluster import Cluster, load_cluster
 from megatron_lab.planner.step_time import StepTime, predict
 from megatron_lab.verification.local_ranks import run_ranks

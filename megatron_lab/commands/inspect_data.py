@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 
 from megatron.config.extras import optional
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.samples import SamplePiece
     from megatron.data.tokenizer import Tokenizer
-    from megatron_lab.data.dataset_check import DatasetProblem, LengthBin
+    from megatron_lab.data_tools.dataset_check import DatasetProblem, LengthBin
 
 _SHOWN_PROBLEMS = 20
 _BAR = 40  # characters
@@ -103,7 +103,7 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.tokenizer import build_tokenizer
-    from megatron_lab.data.dataset_check import length_histogram, verify
+    from megatron_lab.data_tools.dataset_check import length_histogram, verify
 
     tokenizer = build_tokenizer(config) if config.tokenizer_type else None
     dataset = IndexedDataset(given.prefix)
@@ -230,7 +230,7 @@ def draw_histogram(bins: list[LengthBin], name: str, path: Path) -> None:
 
 
 def _show_run(given: argparse.Namespace) -> int:
-    from megatron_lab.data.run_lineage import RunLineage
+    from megatron_lab.data_tools.run_lineage import RunLineage
 
     lineage = RunLineage.of(Path(given.run), given.ckpt_step)
     numbers = lineage.step_samples(given.step) if given.step is not None else range(given.sample, given.sample + 1)

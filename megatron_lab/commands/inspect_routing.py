@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> None:
     from megatron.parallel.context import connect, disconnect
     from megatron_lab.foreign.opening import open_source
-    from megatron_lab.schedules.figure import require_matplotlib, save_figure
+    from megatron_lab.schedule_plots.figure import require_matplotlib, save_figure
 
     if given.output is not None:
         require_matplotlib()

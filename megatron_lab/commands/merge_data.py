@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     from megatron.data.indexed_dataset import has_loss_mask, loss_mask_prefix
     from megatron.data.indexed_writer import join  # numpy only after --help
-    from megatron_lab.data.preprocess.storage import told_where_no_room
+    from megatron_lab.data_tools.preprocess.storage import told_where_no_room
 
     try:
         inputs, output = prefixes(given.input), Path(given.output_prefix)

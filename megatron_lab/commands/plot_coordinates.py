@@ -98,7 +98,7 @@ def take(argv: Sequence[str]) -> tuple[list[str], OwnFlags]:
 def _run(config: Config, own: OwnFlags) -> int:
     from megatron_lab.coordinates.check import at_width, changes, growth
     from megatron_lab.coordinates.figure import write_figure
-    from megatron_lab.schedules.figure import require_matplotlib
+    from megatron_lab.schedule_plots.figure import require_matplotlib
 
     if own.output is not None:
         check_output("--output", str(own.output))

@@ -104,9 +104,9 @@ def _run(words: Sequence[str], own: Own) -> int:
     variants = {"as given": [*words]} | {f"with {flags}": [*words, *shlex.split(flags)] for flags in own.others}
     loaded = {title: settings(flags, world_size, measured=own.measure) for title, flags in variants.items()}
 
-    from megatron_lab.memory.figure import write_figure
-    from megatron_lab.memory.over_step import draw_table, panel_of
-    from megatron_lab.schedules.figure import require_matplotlib
+    from megatron_lab.memory_plots.figure import write_figure
+    from megatron_lab.memory_plots.over_step import draw_table, panel_of
+    from megatron_lab.schedule_plots.figure import require_matplotlib
 
     if own.output is not None:
         require_matplotlib()

@@ -23,11 +23,11 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.schedules.files import check_output, write_picture
-from megatron_lab.schedules.formulas import expected
-from megatron_lab.schedules.panel import Panel, milliseconds
-from megatron_lab.schedules.table import TimelineRow, draw_table
-from megatron_lab.schedules.text import draw_text
+from megatron_lab.schedule_plots.files import check_output, write_picture
+from megatron_lab.schedule_plots.formulas import expected
+from megatron_lab.schedule_plots.panel import Panel, milliseconds
+from megatron_lab.schedule_plots.table import TimelineRow, draw_table
+from megatron_lab.schedule_plots.text import draw_text
 
 _USUAL_VIRTUAL_STAGES = 2
 """Of a schedule that can have any number."""

@@ -34,11 +34,18 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, get_args
 from megatron.config.data import DataConfig, DataOrder
 from megatron.config.training import TrainingConfig
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.data.input_flags import SKIP, SKIP_FILES, add_flags_of_megatron, add_input_flags, check_column, notes_of_megatron
-from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from megatron_lab.data_tools.input_flags import (
+    SKIP,
+    SKIP_FILES,
+    add_flags_of_megatron,
+    add_input_flags,
+    check_column,
+    notes_of_megatron,
+)
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:
-    from megatron_lab.data.preprocess.reports import Summary
+    from megatron_lab.data_tools.preprocess.reports import Summary
 
 _SHOWN_BAD_LINES = 20
 _SECONDS_TO_STOP = 5.0
@@ -211,10 +218,10 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
     from megatron.data.tokenizer import required_tokenizer_json
-    from megatron_lab.data.preprocess.chat import ChatTemplate, told_of_named
-    from megatron_lab.data.preprocess.engines import Engine
-    from megatron_lab.data.preprocess.job import preprocess
-    from megatron_lab.data.preprocess.shard_work import PreprocessJob
+    from megatron_lab.data_tools.preprocess.chat import ChatTemplate, told_of_named
+    from megatron_lab.data_tools.preprocess.engines import Engine
+    from megatron_lab.data_tools.preprocess.job import preprocess
+    from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 
     start = time.monotonic()
     chat = None
@@ -264,7 +271,7 @@ def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -
 
 
 def _build_index(given: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
-    from megatron_lab.data.index_making import build_index
+    from megatron_lab.data_tools.index_making import build_index
 
     for prefix in prefixes:
         lines = build_index(

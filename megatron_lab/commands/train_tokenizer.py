@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.data.input_flags import add_input_flags, check_column
+from megatron_lab.data_tools.input_flags import add_input_flags, check_column
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
-    from megatron_lab.data.tokenizer_training import TextSample
+    from megatron_lab.data_tools.tokenizer_training import TextSample
 
 _KINDS = ("sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe")
 
@@ -65,7 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from megatron_lab.data.tokenizer_training import output_files, take_sample, train  # numpy and tokenizers only after --help
+    from megatron_lab.data_tools.tokenizer_training import (  # numpy and tokenizers only after --help
+        output_files,
+        take_sample,
+        train,
+    )
 
     files = output_files(given.kind, given.output)
     there = [str(file) for file in files if file.exists()]

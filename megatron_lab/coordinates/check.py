@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.config.config import Config
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
-from megatron_lab.memory.measure import prepare
+from megatron_lab.memory_plots.measure import prepare
 
 Sizes = Mapping[str, Sequence[float]]
 """By the name of what is looked at: after each update, the root mean square of its change since the start."""

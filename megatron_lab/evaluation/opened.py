@@ -17,7 +17,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.imports import import_modules
 from megatron.config.parallel import ParallelConfig
 from megatron_lab.checkpoints.tokenizer_choice import named_tokenizer
-from megatron_lab.data.tokenizer_flags import add_tokenizer_flags
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,7 @@ from megatron.training.failure import together
 from megatron.training.features import Feature, Run
 from megatron.training.step import TrainStep
 from megatron.training.watch import Watcher
-from megatron_lab.schedules.of_run import RunPictures
+from megatron_lab.schedule_plots.of_run import RunPictures
 
 logger = logging.getLogger(__name__)
 

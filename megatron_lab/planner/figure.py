@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lab.planner.step_time import StepTime
-from megatron_lab.schedules.figure import save_figure
+from megatron_lab.schedule_plots.figure import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

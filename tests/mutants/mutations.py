@@ -16,7 +16,7 @@ KINDS = ("operator", "bound", "constant", "axis", "group", "scale", "dropped cal
 
 _GROUPS = {"tp": "dp", "dp": "tp", "pp": "dp", "cp": "tp", "ep": "etp", "etp": "ep"}
 """Names of process groups and axes of the topology, each with the one that takes its place."""
-_FOLDERS = {"data": ("megatron/data", "megatron_lab/data/preprocess"), "foreign": ("megatron_lab/foreign",)}
+_FOLDERS = {"data": ("megatron/data", "megatron_lab/data_tools/preprocess"), "foreign": ("megatron_lab/foreign",)}
 """Folders of packages that are not, or not only, in `megatron/`."""
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "-",

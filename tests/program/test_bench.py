@@ -21,7 +21,7 @@ from megatron_lab.benchmarks import activations, bubble, context, experts, loss,
 from megatron_lab.benchmarks.bubble import Result, misses
 from megatron_lab.benchmarks.shapes import SHAPES, Shape
 from megatron_lab.commands import bench
-from megatron_lab.memory.measure import Measured
+from megatron_lab.memory_plots.measure import Measured
 from tests.support.cli import ROOT, Finished, spawn_cli
 from tests.support.warm_python import warm_python
 

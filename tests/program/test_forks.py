@@ -19,7 +19,7 @@ from tests.support.runs import Ended, arguments, launch, report
 from tests.support.warm_python import warm_python
 
 FORKS = {
-    "megatron_lab/data/preprocess/engines.py": "workers on text; no torch",
+    "megatron_lab/data_tools/preprocess/engines.py": "workers on text; no torch",
     "megatron_lab/resilience/envoy.py": "from the supervisor, before it has ranks; it forks nothing that uses CUDA",
     "megatron_lab/resilience/point.py": "serves a store",
     "megatron_lab/resilience/ranks.py": "from the supervisor, which never calls CUDA",

@@ -12,9 +12,9 @@ import pytest
 
 from megatron.data.indexed_dataset import loss_mask_prefix
 from megatron_lab.commands import preprocess_data, train_tokenizer
-from megatron_lab.data.preprocess import storage
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.shard_work import parts_of
+from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.shard_work import parts_of
 from tests.support.corpora import EOD, JOB, documents, files_of, write_lines
 
 TEXTS = ['hello "you", there', "a\nb", "Größe", "code", "json", "wide ü", "end"]

@@ -18,12 +18,12 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from megatron.config.data import DataConfig
 from megatron_lab.commands.preprocess_data import Screen, main
-from megatron_lab.data.preprocess.input_shards import InputShard
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.part_files import ShardCounts, ShardReport
-from megatron_lab.data.preprocess.reports import Meter
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
-from megatron_lab.data.preprocess.text_records import InputPiece
+from megatron_lab.data_tools.preprocess.input_shards import InputShard
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.part_files import ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.reports import Meter
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess.text_records import InputPiece
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, json_lines, write_lines, written

@@ -21,10 +21,10 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.data import indexed_writer
 from megatron.data.indexed_writer import write_dataset
-from megatron_lab.data.preprocess import reports, shard_work
-from megatron_lab.data.preprocess.engines import Engine
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess import reports, shard_work
+from megatron_lab.data_tools.preprocess.engines import Engine
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import (
     BYTES,

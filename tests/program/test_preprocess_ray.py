@@ -13,10 +13,10 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron_lab.commands.preprocess_data import main
-from megatron_lab.data.preprocess import engines
-from megatron_lab.data.preprocess.engines import Engine
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess import engines
+from megatron_lab.data_tools.preprocess.engines import Engine
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import spawn_cli
 from tests.support.corpora import JOB, SKIP, TEXTS, documents, expected_of, files_of, write_lines, written

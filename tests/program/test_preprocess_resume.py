@@ -18,12 +18,12 @@ from typing import Any, Literal, NoReturn
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron_lab.data.preprocess import engines, shard_work
-from megatron_lab.data.preprocess.engines import Engine, Listen
-from megatron_lab.data.preprocess.input_shards import InputShard
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.part_files import ShardCounts, ShardReport
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess import engines, shard_work
+from megatron_lab.data_tools.preprocess.engines import Engine, Listen
+from megatron_lab.data_tools.preprocess.input_shards import InputShard
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.part_files import ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 from tests.support.bpe_trainer import train_bpe, write_bpe
 from tests.support.cli import ROOT
 from tests.support.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_gz, write_lines, written
@@ -137,7 +137,7 @@ def test_a_signal_that_python_drops_comes_again(tmp_path: Path) -> None:
     """In a destructor exceptions are printed and forgotten."""
     code = (
         "import os, signal, sys\n"
-        "from megatron_lab.data.preprocess import shard_work\n"
+        "from megatron_lab.data_tools.preprocess import shard_work\n"
         "from megatron_lab.commands import preprocess_data\n"
         "preprocess_data._SECONDS_TO_STOP = 0.2\n"
         "class Deaf:\n"

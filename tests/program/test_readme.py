@@ -25,7 +25,7 @@ from megatron.config.given import REQUESTS
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import one_f_one_b
 from megatron_lab.commands import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout
-from megatron_lab.data import input_flags
+from megatron_lab.data_tools import input_flags
 from megatron_lab.migration.compat import FAMILIES, KNOWN, TAKEN, Refused
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.launched import SCRIPTS, words_of

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.checkpoint.save_folder import read_config
 from megatron.training.step import TrainStep
-from megatron_lab.data.run_lineage import RunLineage
+from megatron_lab.data_tools.run_lineage import RunLineage
 from tests.support.byte_dataset import write_bytes
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.forked_modules import fork_modules

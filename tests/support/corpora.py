@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 
 BYTES = DataConfig(tokenizer_type="ByteTokenizer")
 EOD = 256

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_lab.data.preprocess.engines import run_shard_remotely
-from megatron_lab.data.preprocess.input_shards import InputShard
-from megatron_lab.data.preprocess.part_files import ShardReport
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess.engines import run_shard_remotely
+from megatron_lab.data_tools.preprocess.input_shards import InputShard
+from megatron_lab.data_tools.preprocess.part_files import ShardReport
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 
 
 def lost_at_first(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron_lab.schedules.panel import Panel
+from megatron_lab.schedule_plots.panel import Panel
 
 
 def chunks_of(name: str, chunks: int) -> int:

@@ -26,7 +26,8 @@ FILES = sorted(path.relative_to(ROOT) for path in MEGATRON.rglob("*.py") if path
 """The core. What lies beside its rooms are former names (tests/unit/test_moved_names.py)."""
 FILES_AROUND = sorted(path.relative_to(ROOT) for path in LAB.rglob("*.py"))
 STRICT_AROUND = "planner verification proofs flight resilience audit inference monitoring foreign node_memory tokenizers".split()
-IN_RUNS = [*FILES, *(file for file in FILES_AROUND if file.parts[1] in STRICT_AROUND or file.parts[1:3] == ("data", "preprocess"))]
+PREPROCESS = ("megatron_lab", "data_tools", "preprocess")
+IN_RUNS = [*FILES, *(file for file in FILES_AROUND if file.parts[1] in STRICT_AROUND or file.parts[:3] == PREPROCESS)]
 """The core, what works with the ranks of a run, what reads the weights of others, and what makes datasets of texts."""
 
 ABOVE = {

@@ -15,8 +15,8 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import ENDS, LEARNED, UNMARKED, DocumentRules, read_microbatch
-from megatron_lab.data.preprocess.chat import ChatEncoder, ChatTemplate, told_of_named
-from megatron_lab.data.preprocess.errors import BadRecordError
+from megatron_lab.data_tools.preprocess.chat import ChatEncoder, ChatTemplate, told_of_named
+from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.support.chats import CHATS, MARKED, PLAIN, SPECIAL, write_tokenizer
 

@@ -17,7 +17,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import SamplePiece, SampleSource
-from megatron_lab.data.megatron_order import GreedyBlend
+from megatron_lab.data_tools.megatron_order import GreedyBlend
 
 weights = st.lists(
     st.sampled_from([0.0, 1.0, 1.0, 2.0, 50.0, 1e-25]) | st.floats(0.01, 1.0) | st.floats(-9, 0).map(lambda power: 10.0**power),

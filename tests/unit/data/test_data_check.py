@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron_lab.data import dataset_check
-from megatron_lab.data.dataset_check import LengthBin, length_histogram, verify
+from megatron_lab.data_tools import dataset_check
+from megatron_lab.data_tools.dataset_check import LengthBin, length_histogram, verify
 from tests.unit.data.test_data_indexed import index_bytes
 
 

@@ -20,7 +20,7 @@ from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import NullTokenizer
-from megatron_lab.data.megatron_order import GreedyBlend
+from megatron_lab.data_tools.megatron_order import GreedyBlend
 
 A, B, C = (BlendPart(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
 

@@ -14,8 +14,8 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import Stretch
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron_lab.data import megatron_order
-from megatron_lab.data.megatron_order import GreedyBlend, MegatronPlan, requested_samples
+from megatron_lab.data_tools import megatron_order
+from megatron_lab.data_tools.megatron_order import GreedyBlend, MegatronPlan, requested_samples
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 

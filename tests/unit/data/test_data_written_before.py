@@ -16,9 +16,9 @@ from megatron.data import indexed_writer
 from megatron.data.history import Phase
 from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import ByteTokenizer
-from megatron_lab.data.preprocess import storage
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 from tests.support.cli import ROOT
 
 ARCHIVE = ROOT / "tests/support/written_before/data.tar.gz"

@@ -13,8 +13,8 @@ from hypothesis import given
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizer import build_tokenizer
-from megatron_lab.data.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
-from megatron_lab.data.sentencepiece_json import SentencePieceFile
+from megatron_lab.data_tools.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
+from megatron_lab.data_tools.sentencepiece_json import SentencePieceFile
 from tests.support.vocabularies import (
     BPE,
     SOURCES,

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lab.commands.preprocess_data import parser
-from megatron_lab.data.preprocess import input_shards, job, storage
-from megatron_lab.data.preprocess.engines import Engine
-from megatron_lab.data.preprocess.input_shards import LARGEST, SMALLEST, InputShard, cut, default_shard_size, find_sources
-from megatron_lab.data.preprocess.job import preprocess
-from megatron_lab.data.preprocess.reports import count_lines
-from megatron_lab.data.preprocess.shard_work import PreprocessJob
-from megatron_lab.data.preprocess.text_records import InputPiece, Kind, records
+from megatron_lab.data_tools.preprocess import input_shards, job, storage
+from megatron_lab.data_tools.preprocess.engines import Engine
+from megatron_lab.data_tools.preprocess.input_shards import LARGEST, SMALLEST, InputShard, cut, default_shard_size, find_sources
+from megatron_lab.data_tools.preprocess.job import preprocess
+from megatron_lab.data_tools.preprocess.reports import count_lines
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess.text_records import InputPiece, Kind, records
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
 
 

@@ -14,8 +14,8 @@ from megatron.config.data import DataConfig
 from megatron.data.tokenizer import SentencePieceTokenizer, build_tokenizer
 from megatron_lab.commands import train_tokenizer
 from megatron_lab.commands.train_tokenizer import main, parser
-from megatron_lab.data.tokenizer_flags import add_tokenizer_flags, tokenizer_config
-from megatron_lab.data.tokenizer_training import VocabularyKind, output_files, take_sample
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from megatron_lab.data_tools.tokenizer_training import VocabularyKind, output_files, take_sample
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron_lab.tokenizers.vocabulary_files import read_gpt2_bpe
 from tests.support.vocabularies import SOURCES, TEXT

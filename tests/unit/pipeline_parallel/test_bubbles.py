@@ -17,8 +17,8 @@ from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import Costs, with_recompute
 from megatron.spec.schedules import SCHEDULES
-from megatron_lab.schedules.formulas import expected
-from megatron_lab.schedules.table import idle_inside
+from megatron_lab.schedule_plots.formulas import expected
+from megatron_lab.schedule_plots.table import idle_inside
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
 
 WHOLE = 12

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import Costs
 from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron_lab.schedules.formulas import PUBLISHED, Expected, expected
+from megatron_lab.schedule_plots.formulas import PUBLISHED, Expected, expected
 from tests.support.timelines import chunks_of, timeline
 
 names = st.sampled_from(list(SCHEDULES))

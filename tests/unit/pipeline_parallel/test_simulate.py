@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.pipeline_parallel.simulate import Costs, OpSpan, Timeline, simulate
 from megatron.spec.operations import Message, Op, Schedule
 from megatron.spec.schedules import gpipe, one_f_one_b
-from megatron_lab.schedules.table import idle_inside
+from megatron_lab.schedule_plots.table import idle_inside
 from tests.support.schedule_examples import B, F, I, R, W, generated_schedules, random_schedules
 
 SCHEDULES = st.one_of(random_schedules(), generated_schedules(max_stages=4, max_microbatches=6))

@@ -12,8 +12,8 @@ import matplotlib
 import pytest
 
 from megatron.spec.operations import OpKind
-from megatron_lab.schedules.files import write_picture
-from megatron_lab.schedules.panel import NUM_SHADES, Colour, Panel, colour_of
+from megatron_lab.schedule_plots.files import write_picture
+from megatron_lab.schedule_plots.panel import NUM_SHADES, Colour, Panel, colour_of
 from tests.support.timelines import panel
 
 F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD

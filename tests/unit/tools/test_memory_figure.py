@@ -10,11 +10,11 @@ import pytest
 
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import Op, OpKind
-from megatron_lab.memory.figure import Panel, write_figure
-from megatron_lab.memory.measure import Measured
-from megatron_lab.memory.over_step import draw_table
+from megatron_lab.memory_plots.figure import Panel, write_figure
+from megatron_lab.memory_plots.measure import Measured
+from megatron_lab.memory_plots.over_step import draw_table
 from megatron_lab.planner.peak import Held
-from megatron_lab.schedules.panel import colour_of
+from megatron_lab.schedule_plots.panel import colour_of
 
 F, R, B = (Op(kind, 0, 0) for kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD))
 MB = 1_000_000

@@ -17,11 +17,11 @@ from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import Costs, Op, OpKind, forward_only
 from megatron.spec.schedules import SCHEDULES, make_schedule
 from megatron_lab.commands.plot_schedule import Terminal
-from megatron_lab.schedules.files import WRITERS, check_output, chrome_trace, write_picture
-from megatron_lab.schedules.formulas import expected
-from megatron_lab.schedules.panel import Panel, number, tick_step
-from megatron_lab.schedules.table import TimelineRow, draw_table, idle_inside, peak_live
-from megatron_lab.schedules.text import draw_text
+from megatron_lab.schedule_plots.files import WRITERS, check_output, chrome_trace, write_picture
+from megatron_lab.schedule_plots.formulas import expected
+from megatron_lab.schedule_plots.panel import Panel, number, tick_step
+from megatron_lab.schedule_plots.table import TimelineRow, draw_table, idle_inside, peak_live
+from megatron_lab.schedule_plots.text import draw_text
 from tests.support.timelines import chunks_of, moved, panel, timeline
 
 F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD

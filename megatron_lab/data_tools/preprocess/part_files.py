@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_lab.data.preprocess import storage
-from megatron_lab.data.preprocess.storage import digest
+from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.storage import digest
 
 _SUFFIXES = (".bin", ".idx")
 

@@ -10,8 +10,8 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
-from megatron_lab.data.preprocess import storage
-from megatron_lab.data.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
 
 _SEPARATORS = ",;\t|"
 _LONGEST_FIELD = 2**31 - 1  # as much as csv takes on every system

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from megatron.pipeline_parallel.simulate import Timeline
 from megatron.pipeline_parallel.validate import peak_live_activations
 from megatron.spec.operations import OpKind, Schedule
-from megatron_lab.schedules.formulas import Expected
-from megatron_lab.schedules.panel import Panel, depth_of_chunk, look_at, number
+from megatron_lab.schedule_plots.formulas import Expected
+from megatron_lab.schedule_plots.panel import Panel, depth_of_chunk, look_at, number
 
 _MOST_STAGES_LISTED = 4
 _HEADER = ("", "step ms", "paper", "bubble", "paper", "waits ms", "live", "paper", "live / v")

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from megatron.config.data import TOKENIZER_FILES
 from megatron.config.extras import optional
-from megatron_lab.data.preprocess.input_shards import InputShard
-from megatron_lab.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data.preprocess.shard_work import PreprocessJob, run_shard, tokenizer_of
+from megatron_lab.data_tools.preprocess.input_shards import InputShard
+from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob, run_shard, tokenizer_of
 
 Listen = Callable[[int, ShardCounts | ShardReport], None]
 """Called with the index of a shard, and its progress or its report."""

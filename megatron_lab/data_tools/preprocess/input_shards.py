@@ -16,9 +16,9 @@ from functools import cached_property
 
 import xxhash
 
-from megatron_lab.data.preprocess import storage
-from megatron_lab.data.preprocess.csv_records import check_columns
-from megatron_lab.data.preprocess.text_records import InputPiece, Kind, row_groups
+from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.csv_records import check_columns
+from megatron_lab.data_tools.preprocess.text_records import InputPiece, Kind, row_groups
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")

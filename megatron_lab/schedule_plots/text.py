@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpKind
-from megatron_lab.schedules.panel import (
+from megatron_lab.schedule_plots.panel import (
     ANSI_RESET,
     KIND_NAMES,
     Drawing,

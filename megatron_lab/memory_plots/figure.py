@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpKind
-from megatron_lab.memory.measure import Measured
+from megatron_lab.memory_plots.measure import Measured
 from megatron_lab.planner.peak import Held
 from megatron_lab.planner.state_report import amount
-from megatron_lab.schedules.figure import save_figure
-from megatron_lab.schedules.panel import KIND_NAMES, colour_of
+from megatron_lab.schedule_plots.figure import save_figure
+from megatron_lab.schedule_plots.panel import KIND_NAMES, colour_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

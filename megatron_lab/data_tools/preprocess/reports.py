@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron.data.indexed_writer import appearing
-from megatron_lab.data.preprocess import storage
-from megatron_lab.data.preprocess.input_shards import InputShard
-from megatron_lab.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data.preprocess.text_records import InputPiece
+from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.input_shards import InputShard
+from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.text_records import InputPiece
 
 
 @dataclass

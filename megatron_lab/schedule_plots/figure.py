@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.version import how_to_install
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpKind
-from megatron_lab.schedules.panel import (
+from megatron_lab.schedule_plots.panel import (
     KIND_NAMES,
     NUM_SHADES,
     Drawing,

@@ -8,8 +8,8 @@ from megatron.config.config import Config
 from megatron.config.given import DryRun
 from megatron.data.tokenizer import planned_rows
 from megatron.parallel.topology import Topology
-from megatron_lab.memory.figure import Panel
-from megatron_lab.memory.measure import measure
+from megatron_lab.memory_plots.figure import Panel
+from megatron_lab.memory_plots.measure import measure
 from megatron_lab.planner.dry_run import PlannedStep, Planner
 from megatron_lab.planner.plan import RankKind
 from megatron_lab.planner.plan_text import table

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from megatron.config.extras import optional
 from megatron.data.indexed_writer import appearing
-from megatron_lab.data.preprocess.errors import DamagedFileError
-from megatron_lab.data.preprocess.input_shards import cut, find_sources
-from megatron_lab.data.preprocess.text_records import PARSERS, InputPiece, Kind, parse_values, records
-from megatron_lab.data.sentencepiece_json import added_token
+from megatron_lab.data_tools.preprocess.errors import DamagedFileError
+from megatron_lab.data_tools.preprocess.input_shards import cut, find_sources
+from megatron_lab.data_tools.preprocess.text_records import PARSERS, InputPiece, Kind, parse_values, records
+from megatron_lab.data_tools.sentencepiece_json import added_token
 from megatron_lab.tokenizers.vocabulary_files import END_OF_TEXT
 
 VocabularyKind = Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe"]

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from megatron.config.extras import optional
 from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import LEARNED
-from megatron_lab.data.preprocess.errors import BadRecordError
-from megatron_lab.data.preprocess.text_records import check_encodable
+from megatron_lab.data_tools.preprocess.errors import BadRecordError
+from megatron_lab.data_tools.preprocess.text_records import check_encodable
 from megatron_lab.tokenizers.bpe_rules import read_json
 from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, required_tokenizer_json
-from megatron_lab.data.sentencepiece_json import (
+from megatron_lab.data_tools.sentencepiece_json import (
     SentencePieceFile,
     added_token,
     bpe_model,

@@ -9,14 +9,14 @@ from typing import Literal
 
 from megatron.data.indexed_dataset import loss_mask_prefix
 from megatron.data.indexed_writer import join, write_shuffled
-from megatron_lab.data.preprocess import storage
-from megatron_lab.data.preprocess.engines import Engine
-from megatron_lab.data.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
-from megatron_lab.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data.preprocess.reports import DiskRoom, JobReports, Meter, Summary
-from megatron_lab.data.preprocess.shard_work import BadShardError, PreprocessJob, file_digests, settings
-from megatron_lab.data.preprocess.storage import told_where_no_room
-from megatron_lab.data.preprocess.text_records import InputPiece, Kind
+from megatron_lab.data_tools.preprocess import storage
+from megatron_lab.data_tools.preprocess.engines import Engine
+from megatron_lab.data_tools.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
+from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.reports import DiskRoom, JobReports, Meter, Summary
+from megatron_lab.data_tools.preprocess.shard_work import BadShardError, PreprocessJob, file_digests, settings
+from megatron_lab.data_tools.preprocess.storage import told_where_no_room
+from megatron_lab.data_tools.preprocess.text_records import InputPiece, Kind
 
 _RESUME = "Go on with --resume: finished shards are kept."
 _ON_DISK = f"Make room there. {_RESUME}"

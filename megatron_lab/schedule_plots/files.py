@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.spec.operations import OpKind
-from megatron_lab.schedules.figure import require_matplotlib, write_figure
-from megatron_lab.schedules.panel import KIND_NAMES, Panel
-from megatron_lab.schedules.text import draw_text
+from megatron_lab.schedule_plots.figure import require_matplotlib, write_figure
+from megatron_lab.schedule_plots.panel import KIND_NAMES, Panel
+from megatron_lab.schedule_plots.text import draw_text
 
 _TEXT_WIDTH = 200
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
 from megatron.config.extras import optional
-from megatron_lab.data.preprocess import csv_records, storage
-from megatron_lab.data.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data_tools.preprocess import csv_records, storage
+from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
 
 Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"]
 

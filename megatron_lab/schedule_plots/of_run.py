@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.pipeline_parallel.simulate import Timeline
-from megatron_lab.schedules.figure import require_matplotlib
-from megatron_lab.schedules.files import write_picture
-from megatron_lab.schedules.panel import Panel
-from megatron_lab.schedules.table import TimelineRow, draw_table
+from megatron_lab.schedule_plots.figure import require_matplotlib
+from megatron_lab.schedule_plots.files import write_picture
+from megatron_lab.schedule_plots.panel import Panel
+from megatron_lab.schedule_plots.table import TimelineRow, draw_table
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from megatron.data.indexed_dataset import MARK_TYPE, loss_mask_prefix, token_dty
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.samples import ENDS
 from megatron.data.tokenizer import Tokenizer, build_tokenizer, required_tokenizer_json
-from megatron_lab.data.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
-from megatron_lab.data.preprocess.errors import BadRecordError, DamagedFileError
-from megatron_lab.data.preprocess.input_shards import InputShard
-from megatron_lab.data.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data.preprocess.storage import digest, told_where_no_room
-from megatron_lab.data.preprocess.text_records import PARSERS, InputPiece, parse_values, records
+from megatron_lab.data_tools.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
+from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data_tools.preprocess.input_shards import InputShard
+from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.storage import digest, told_where_no_room
+from megatron_lab.data_tools.preprocess.text_records import PARSERS, InputPiece, parse_values, records
 
 FORMAT = 1
 """Version of part files and reports; those of another version are not used again."""
