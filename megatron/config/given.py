@@ -210,7 +210,8 @@ def _suggest(unknown: Sequence[Given], found: Sorted) -> None:
     """Suggest what may have been meant, unless too many flags are unknown: then the fault is likely another."""
     for item in unknown[:_MOST_GUESSED]:
         name = item.name.lstrip("-")
-        names = nearest_names(name, _spellings())
+        negative = [f"no-{flag.name}" for flag in flags().values() if flag.default is True]
+        names = nearest_names(name, [*flags(), *negative])
         names = [near for near in names if _reads(near, item.values) is not None] or names[:1]
         advice = _perhaps(names) if names else "See --help for all flags."
         if not names and (old := nearest_names(name, [*of_megatron().KNOWN, *of_megatron().TAKEN])):
@@ -253,11 +254,6 @@ def _reads(name: str, values: Sequence[str]) -> tuple[str, Any] | None:
         return flag.field, flag.read(name, values)
     except ValueError:
         return None
-
-
-def _spellings() -> list[str]:
-    """The names of all settings, and the negative form of switches that are on by default."""
-    return [*flags(), *(f"no-{flag.name}" for flag in flags().values() if flag.default is True)]
 
 
 def _note_repeated(found: Sorted) -> None:

@@ -26,16 +26,15 @@ def import_modules(names: Iterable[str]) -> Iterator[Violation]:
     """
     for name in names:
         try:
-            _import_file(name) if name.endswith(".py") else _import(name)
+            if name.endswith(".py"):
+                _import_file(name)
+            else:
+                _look_in(os.getcwd())
+                importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises is told as a problem of the settings
             what = f"{type(error).__name__}: {error}".rstrip(": ")
             rule = "It takes names of modules (my_optimizers, found in the current folder too) or files (parts/mine.py)."
             yield Violation(("--imports",), f"--imports {name} cannot be imported: {what.rstrip('.')}.", rule)
-
-
-def _import(name: str) -> None:
-    _look_in(os.getcwd())
-    importlib.import_module(name)
 
 
 def _look_in(folder: str) -> None:

@@ -196,7 +196,7 @@ class Executor:
 
     def _forward(self, step: Step, received: Tensors, forward: ForwardFunction, training: bool) -> Tensors:
         op = step.op
-        inputs = {name: _leaf(t, training and self._boundary[name].requires_grad) for name, t in received.items()}
+        inputs = {name: t.detach().requires_grad_(training and self._boundary[name].requires_grad) for name, t in received.items()}
         if not training:
             return {name: t.detach() for name, t in forward(op.chunk, op.microbatch, inputs).items()}
         kept: Kept | None = None
@@ -262,7 +262,3 @@ class Executor:
         for received in (state.inputs, state.gradients):
             if received:
                 self._messenger.recycle(received)
-
-
-def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(requires_grad)

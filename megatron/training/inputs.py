@@ -224,11 +224,6 @@ class BatchMaker:
             positions = torch.from_numpy(self.cutting.of_samples.places(self.cutting.group.index)).to(self.context.device)
         return positions.unsqueeze(1).expand(-1, self.micro_batch_size)
 
-    def _documents(self, bounds: NDArray[np.int32], on_device: torch.Tensor, cut: Cut | None) -> Documents:
-        """The documents of a microbatch."""
-        found: Documents = named("megatron.attention.documents:Documents")(bounds, on_device, self.micro_batch_size, cut)
-        return found
-
     @functools.cached_property
     def _samples(self) -> Documents | None:
         """Whole samples, where attention needs to know which ranks hold which tokens of them."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from megatron.config.checks.finding import (
     Change,
@@ -105,13 +104,12 @@ def notes(config: Config, world_size: int) -> list[str]:
     expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size  # they hold each expert once
     facts = {"data_ranks": data_ranks, "sharing_ranks": sharing_ranks, "expert_ranks": expert_ranks}
     facts |= {"chunks": chunks, "microbatches": microbatches}
-    look_up = _look_up(config, **facts)
     found = [
         f"{shown(config, flag.field)} {idle.effect}: {idle.words}."
         for flag in flags().values()
         if is_changed(config, flag.field)
         for idle in flag.facts.idle
-        if idle.holds(look_up)
+        if idle.holds(lambda name: facts[name] if name in facts else value_of(config, name))
     ]
     by_blocks = parallel.sharding == "optim_grads_params" and sharing_ranks > 1 and parallel.fsdp_shard_size != 1
     left = left_to_buckets(config) if by_blocks else []
@@ -143,8 +141,3 @@ _ALWAYS = {
 
 _ON_HOST = {"optimizer_cpu_offload": "--fsdp-params-cpu keeps the whole state of a block in host memory"}
 """The same with --fsdp-params-cpu."""
-
-
-def _look_up(config: Config, **counted: int) -> Callable[[str], Any]:
-    """A function that gives the value of a setting, or of a number that was counted from the settings, by its name."""
-    return lambda name: counted[name] if name in counted else value_of(config, name)

@@ -24,13 +24,10 @@ not_beside_clipped_scores = exclude_each_other(
 not_beside_rates_of_tables = exclude_each_other(_RANK, "decoupled_lr", why=f"It is the rate of embedding and output. {_OF_UPDATES}")
 
 
-def _without_lora(config: Config) -> Change:
-    return without(config, _RANK, "lora_alpha", "lora_targets")
-
-
 def _refused(config: Config, message: str, nearest: Sequence[Change], *fields: str) -> Iterator[Finding]:
     if config.model.lora_rank is not None:
-        yield Finding(f"{shown(config, _RANK)} {message}", [tuple(nearest), _without_lora(config)], fields=(_RANK, *fields))
+        plain = without(config, _RANK, "lora_alpha", "lora_targets")
+        yield Finding(f"{shown(config, _RANK)} {message}", [tuple(nearest), plain], fields=(_RANK, *fields))
 
 
 @rule(_RANK, STRATEGY, reads=(*SHARDING, SHARD_SIZE, RESHARD))

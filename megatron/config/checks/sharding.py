@@ -27,11 +27,12 @@ from megatron.spec.weights import Weight, layer_weights, outside_layers
 
 def left_to_buckets(config: Config) -> list[str]:
     """What optim_grads_params leaves to buckets, in words: what is tied, and what tensor ranks sum their gradients of."""
-    weights = list(_weights(config.model))
+    weights, parallel = list(_weights(config.model)), config.parallel
     left = {
         "the tied word embedding": any(weight.tied for weight in weights),
         "the norms of queries and keys": any(weight.partial_over_tp(False) for weight in weights),
-        "what sequence parallelism leaves whole on each tensor rank": _splits_sequence(config),
+        "what sequence parallelism leaves whole on each tensor rank": parallel.sequence_parallel
+        and parallel.tensor_model_parallel_size > 1,
         "the experts": _experts_of_a_copy(config) <= 1 and any(weight.of_experts for weight in weights),
     }
     return [what for what, is_left in left.items() if is_left]
@@ -51,10 +52,6 @@ def _experts_of_a_copy(config: Config) -> float:
         return math.inf  # where all ranks hold them once there is nothing to share
     ranks = parallel.fsdp_shard_size * parallel.tensor_model_parallel_size
     return ranks / (parallel.expert_tensor_size * parallel.expert_model_parallel_size)
-
-
-def _splits_sequence(config: Config) -> bool:
-    return config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
 
 
 STRATEGY, SHARD_SIZE, RESHARD = "data_parallel_sharding_strategy", "fsdp_shard_size", "fsdp_reshard_after_forward"
