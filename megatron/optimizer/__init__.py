@@ -1,4 +1,4 @@
-"""Updates shards: main parameters, loss scale, clipping, schedules of learning rate and weight decay."""
+"""Updates shards: main parameters and moments, update rules, loss scale, sums of squares for clipping."""
 
 from megatron.moved import find_moved
 

@@ -1,4 +1,4 @@
-"""Update rules: what each must see of a parameter, which state it keeps, and the code that updates.
+"""Update rules: what each must see of a parameter, which state it keeps, and the code that updates. AdamW is here too.
 
 A rule is chosen for each parameter by its group (`spec/groups.py`) and its record, so an optimizer may treat some parameters
 differently (as Muon leaves vectors and embeddings to AdamW). It gets targets: the main parameters that lie on this rank, each with

@@ -1,4 +1,4 @@
-"""The update rules by the value of --optimizer, and which parameters each of them gets."""
+"""The update rules by the value of --optimizer, and which parameters each of them gets. AdamW is in `rule.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3): thin over the linear operation.
+"""Layers with parameters: column- and row-parallel linear layers (Shoeybi et al. 2019, section 3), LoRA adapters, the word
+embedding, and norms.
 
 Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer
 gives [s/n, b, out].

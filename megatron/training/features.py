@@ -1,8 +1,10 @@
 """Optional parts of a run: which setting asks for each part, where its code is, and when it takes part.
 
 Their code lies in `megatron_lab`. The table `FEATURES` names it by texts, so a part is imported only if the settings ask for it.
-Five features are on by default: every run describes itself, accounts for its time (goodput) and warns of losses that do not fall;
-several ranks are watched for hangs (`--hang-warn-s`), and a run that keeps a record has it drawn (`--loss-picture`, `--report`).
+Rows without a flag are in every run: its account of time (goodput), warnings about losses, and the start-up log. Two rows are on by
+default: `--hang-warn-s` if there are several ranks, and `--loss-picture` with `--report` if the run keeps a record.
+
+To add a feature, write a `Feature` and its `Watcher` in `megatron_lab`, add a row here, and a setting in `megatron/config/`.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The parts of a run on this rank, when its first step is about to begin."""
+class RunParts:
+    """What a feature is given before the first step: the parts of a run on this rank. A rewind does not change the plan here."""
 
     config: Config
     context: ParallelContext
@@ -64,7 +66,8 @@ class Feature:
         self.config = config
 
     def begin(self) -> None:
-        """Called when all forks are over: CUDA may be used from now on. Ranks are not connected yet."""
+        """Called after every feature is created. From now on CUDA may be used, so no process may be forked. Ranks are not connected
+        yet."""
 
     def connected(self, context: ParallelContext, stack: ExitStack, explanations: Explanations) -> None:
         """Called when the ranks are connected.
@@ -74,19 +77,19 @@ class Feature:
             explanations: takes explanations of errors that only this feature can give.
         """
 
-    def chosen(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings with what the feature chooses. Called before the model is built."""
+    def adjust_config(self, config: Config, context: ParallelContext) -> Config:
+        """Return the settings, changed where this feature decides one. Called before the model is built."""
         return config
 
-    def lines(self, run: Run) -> list[str]:
+    def start_up_lines(self, run: RunParts) -> list[str]:
         """Return lines for the start-up log."""
         return []
 
-    def around_run(self, run: Run) -> AbstractContextManager[object]:
+    def around_run(self, run: RunParts) -> AbstractContextManager[object]:
         """Return a context manager that is entered before the run opens its record, and left after the record is closed."""
         return nullcontext()
 
-    def watchers(self, run: Run) -> Sequence[Watcher]:
+    def watchers(self, run: RunParts) -> Sequence[Watcher]:
         """Return what watches the steps. Called before the first step."""
         return ()
 
@@ -118,7 +121,6 @@ def _draws(config: Config) -> bool:
 _LAB = "megatron_lab"
 PICTURES = FeatureRow("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws(c))
 FEATURES = (
-    # The first three speak in front of a step's line of the log, as all others behind it.
     FeatureRow("", f"{_LAB}.monitoring.goodput:GoodputFeature", lambda c, ranks: True),
     FeatureRow("--spike-policy", f"{_LAB}.resilience.spikes:SpikeFeature", lambda c, ranks: c.spikes.spike_policy != "none"),
     FeatureRow("", f"{_LAB}.monitoring.run_warnings:WarningFeature", lambda c, ranks: True),
@@ -189,21 +191,21 @@ class Features:
         for feature in self:
             feature.connected(context, stack, self._explanations)
 
-    def chosen(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings with what each feature chooses."""
+    def adjust_config(self, config: Config, context: ParallelContext) -> Config:
+        """Return the settings, changed where features decide some."""
         for feature in self:
-            config = feature.chosen(config, context)
+            config = feature.adjust_config(config, context)
         return config
 
     def built(self, step: TrainStep, vocab_size: int) -> None:
-        """Take the built model, for words on a failure."""
+        """Keep the built model for messages about exhausted memory."""
         self._step, self._vocab_size = step, vocab_size
 
-    def lines(self, run: Run) -> list[str]:
+    def start_up_lines(self, run: RunParts) -> list[str]:
         """Return the start-up lines of all features, in the order of the table."""
-        return [line for feature in self for line in feature.lines(run)]
+        return [line for feature in self for line in feature.start_up_lines(run)]
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Return the watchers of all features, in the order of the table."""
         return [watcher for feature in self for watcher in feature.watchers(run)]
 

@@ -46,7 +46,7 @@ class NoSaver:
     keep = poll = settle = went_back = finish = save
 
     def place(self, iteration: int) -> str:
-        """There is none.
+        """Raise an error, since nothing is saved.
 
         Raises:
             ValueError: always.
@@ -55,7 +55,7 @@ class NoSaver:
 
 
 class Rewound(NamedTuple):
-    """What a run goes on with that went back to a checkpoint."""
+    """What a run continues with after it went back to a checkpoint."""
 
     plan: BatchSizePlan
     batches: RunBatches
@@ -69,12 +69,12 @@ GoBack = Callable[[Progress, BatchSizePlan, "Saver | NoSaver", Callable[[str], N
 
 @dataclass
 class Control:
-    """What the loop and the optional parts of a run tell each other, beside what a `Watcher` is told."""
+    """State that the loop and the features share: the loaded checkpoint, further entries of checkpoints, a request to go back."""
 
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
-    """The `config.json`, unchecked, of the checkpoint that the run has gone on from; empty if there is none."""
-    kept: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """Functions whose results each checkpoint has in its `config.json`, by their names there."""
+    """The `config.json`, unchecked, of the checkpoint from which the run continues; empty if there is none."""
+    checkpoint_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """Functions that return further entries of a checkpoint's `config.json`, by the names of the entries."""
     go_back: GoBack | None = None
     """Set by a watcher after a step, if the run must go back to a checkpoint. The same on all ranks."""
 
@@ -99,33 +99,33 @@ class Loop:
     """When the job started, by time.monotonic()."""
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
     """Those that ask the run to exit."""
-    watchers: Callable[[Progress], list[Watcher]] = lambda progress: []
-    """Creates the watchers of the optional features. All ranks call it together, before the first step."""
+    feature_watchers: Callable[[], list[Watcher]] = list
+    """Creates the watchers of the features. All ranks call it together, before the first step."""
     control: Control = field(default_factory=Control)
-    _of_features: list[Watcher] | None = None
-    """The watchers of the optional features, while the run is under way."""
-    _watching: list[Watcher] = field(default_factory=list)
-    """These and the user's own."""
+    _feature_watchers: list[Watcher] | None = None
+    """The watchers of the features, while the run is under way."""
+    _watchers: list[Watcher] = field(default_factory=list)
+    """These, and behind them the user's callbacks."""
     _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict)
-    """By name the methods of theirs that do something, of those that are called in each step."""
+    """For each method that is called in every step, those of the watchers that override it."""
 
     def run(self, progress: Progress, *, until: int | None = None, callbacks: Sequence[Watcher] = ()) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
 
         Args:
             until: the iteration at which it pauses: nothing is saved or evaluated then, and it may be called again.
-            callbacks: watch these steps, behind what the settings ask for.
+            callbacks: watch these steps. They are called after the watchers of the features.
 
         Returns:
             whether a signal ended it.
         """
-        began_at = progress.iteration
+        began_at, collects = progress.iteration, gc.isenabled()
         if self.config.training.manual_gc:
             gc.disable()
         try:
             with self.signals.noted():
                 try:
-                    with self.watching(progress, callbacks):
+                    with self.watching(callbacks):
                         stopped = self._train(progress, until)
                     if stopped == _PAUSED:
                         self.saver.settle(self.reporter.say)
@@ -134,37 +134,38 @@ class Loop:
                 except _SHARED_FAILURES:  # on every rank alike, so the save under way can be finished
                     self.saver.finish(self.reporter.say)
                     raise
-                for watcher in callbacks if stopped == _PAUSED else self._watching:
+                for watcher in callbacks if stopped == _PAUSED else self._watchers:
                     watcher.close()
                 if stopped != _PAUSED:
-                    self._of_features = None
+                    self._feature_watchers = None
                     self.saver.finish(self.reporter.say)
                     self._finish(progress, stopped)
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         return stopped == _ON_SIGNAL
 
     @contextmanager
-    def watching(self, progress: Progress, callbacks: Sequence[Watcher] = ()) -> Iterator[None]:
-        """Within the block steps are watched: by the optional features, and behind them by the user's callbacks."""
-        if self._of_features is None:
-            self._of_features = self.watchers(progress)
-        self._watching = [*self._of_features, *callbacks]
+    def watching(self, callbacks: Sequence[Watcher] = ()) -> Iterator[None]:
+        """Enter the context managers of all watchers. Steps may be made only within this block."""
+        if self._feature_watchers is None:
+            self._feature_watchers = self.feature_watchers()
+        self._watchers = [*self._feature_watchers, *callbacks]
         names = ("on_phase", "before_step", "on_result", "after_step", "on_log")
-        self._calls = {name: overridden(self._watching, name) for name in names}
+        self._calls = {name: overridden(self._watchers, name) for name in names}
         with ExitStack() as stack:
-            for watcher in self._watching:
+            for watcher in self._watchers:
                 stack.enter_context(watcher.around_steps())
             yield
 
-    def close(self) -> None:
-        """End the watching of steps, if the run did not come to its end."""
-        for watcher in self._of_features or ():
+    def close(self, callbacks: Sequence[Watcher] = ()) -> None:
+        """Close the watchers of the features, if the run did not come to its end, and these callbacks."""
+        for watcher in (*(self._feature_watchers or ()), *callbacks):
             watcher.close()
-        self._of_features = None
+        self._feature_watchers = None
 
     def _phase(self, name: str, iteration: int | None = None) -> None:
-        """Tell everybody what this rank is about."""
+        """Tell the watchers what this rank does now."""
         for call in self._calls["on_phase"]:
             call(name, iteration)
 
@@ -225,13 +226,13 @@ class Loop:
 
     def _log_values(self, result: StepResult | None) -> dict[str, float]:
         """Further numbers of a line of the log. All ranks call it together."""
-        found = {name: value for watcher in self._watching for name, value in watcher.log_values(result).items()}
+        found = {name: value for watcher in self._watchers for name, value in watcher.log_values(result).items()}
         if result is not None:
             found |= {name: float(metric(self.step, result)) for name, metric in METRICS.items()}
         return found
 
     def _record_values(self) -> dict[str, Any]:
-        return {name: value for watcher in self._watching for name, value in watcher.record_values().items()}
+        return {name: value for watcher in self._watchers for name, value in watcher.record_values().items()}
 
     def _between_steps(self, progress: Progress) -> str | None:
         """Evaluate and save, if it is time. Returns why the run is to stop, if an evaluation was given up."""
@@ -242,7 +243,7 @@ class Loop:
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress)
         if progress.is_multiple_of(self.config.checkpoint.memory_save_interval):
-            self._keep(progress)
+            self._save_to_node_memory(progress)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
             gc.collect()
         return None
@@ -256,7 +257,7 @@ class Loop:
             if found is not None:
                 self.plan, self.train_batches, self.control.checkpoint = found.plan, found.batches.training, found.checkpoint
                 self.reporter.event("rewind", progress, f"back from iteration {left} to {progress.iteration}", left=left)
-                for watcher in self._watching:
+                for watcher in self._watchers:
                     watcher.after_rewind(progress)
         self._phase("between steps")
         return found is not None
@@ -285,7 +286,7 @@ class Loop:
                 done = self._evaluate(progress, self.valid_batches, "validation")
             if done and self.test_batches is not None:
                 self._evaluate(progress, self.test_batches, "test")
-        for watcher in self._watching:
+        for watcher in self._watchers:
             watcher.on_end()
         why = self.signals.words() if stopped == _ON_SIGNAL else stopped
         words = f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}"
@@ -302,7 +303,7 @@ class Loop:
                 self.reporter.say(f"  the evaluation at iteration {progress.iteration} is given up {self.signals.words()}")
             else:
                 values = self.reporter.evaluation(progress, *found, split)
-                for watcher in self._watching:
+                for watcher in self._watchers:
                     watcher.on_evaluation(progress, values)
             if self.config.training.manual_gc:
                 gc.collect()
@@ -313,29 +314,29 @@ class Loop:
         with self.reporter.paused("saving", progress):
             self.step.finish_publishing()  # no result may be written where it is still read
             if self.config.checkpoint.save is not None:
-                for watcher in self._watching:
+                for watcher in self._watchers:
                     watcher.before_save(progress)
             with self.timers("save-checkpoint", level=0):
                 optimizer, scaler, say = self.step.optimizer, self.step.scaler, self.reporter.say
-                place = self.saver.save(progress, optimizer, scaler, self.schedule, say, self.kept())
+                place = self.saver.save(progress, optimizer, scaler, self.schedule, say, self.checkpoint_extras())
                 if place is not None:
                     self.reporter.event("save", progress, f"checkpoint {place}")
-                    for watcher in self._watching:
+                    for watcher in self._watchers:
                         watcher.after_save(progress, place)
             if self.config.training.manual_gc:
                 gc.collect()
 
-    def _keep(self, progress: Progress) -> None:
+    def _save_to_node_memory(self, progress: Progress) -> None:
         """Copy the state into the memory of the nodes."""
         self._phase("saving")
         with self.reporter.paused("keeping the state", progress), self.timers("keep-state", level=0):
             self.step.finish_publishing()
             optimizer, scaler, say = self.step.optimizer, self.step.scaler, self.reporter.say
-            self.saver.keep(progress, optimizer, scaler, self.schedule, say, self.kept())
+            self.saver.keep(progress, optimizer, scaler, self.schedule, say, self.checkpoint_extras())
 
-    def kept(self) -> dict[str, Any]:
-        """Return what a checkpoint of now has in its `config.json` of the optional parts, by name."""
-        return {name: value() for name, value in self.control.kept.items()}
+    def checkpoint_extras(self) -> dict[str, Any]:
+        """Return the features' entries for the `config.json` of a checkpoint that is written now."""
+        return {name: value() for name, value in self.control.checkpoint_extras.items()}
 
     def _time_is_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins

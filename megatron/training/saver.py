@@ -151,7 +151,7 @@ class Saver:
         scaler: GradScaler,
         schedule: LearningSchedule,
         say: Say,
-        kept: Mapping[str, Any] = MappingProxyType({}),
+        extras: Mapping[str, Any] = MappingProxyType({}),
     ) -> str | None:
         """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
 
@@ -159,7 +159,7 @@ class Saver:
 
         Args:
             say: writes a line into the log, on the first rank.
-            kept: what `config.json` holds beside the record of the run.
+            extras: further entries of `config.json`, beside the record of the run.
 
         Returns:
             the checkpoint's folder (or its URL), None if there was nothing to do.
@@ -170,7 +170,7 @@ class Saver:
         if self._config.save is None or self._last == progress.iteration:
             return None
         state = self._state(progress, optimizer, scaler, schedule, has_optimizer=self._config.save_optim)
-        record = {**self._record, **kept}
+        record = {**self._record, **extras}
         tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
         self._last = progress.iteration
         location = self.place(progress.iteration)
@@ -195,19 +195,19 @@ class Saver:
         scaler: GradScaler,
         schedule: LearningSchedule,
         say: Say,
-        kept: Mapping[str, Any] = MappingProxyType({}),
+        extras: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Copy the whole state into the memory of the nodes; it is there a little later. All ranks call it together.
 
         Args:
-            kept: see `save`.
+            extras: see `save`.
 
         Raises:
             CheckpointError: on all ranks, if the state cannot be saved at all. That a copy fails is told in the log.
         """
         if self._memory is not None:
             state = self._state(progress, optimizer, scaler, schedule, has_optimizer=True)
-            record = {**self._record, **kept}
+            record = {**self._record, **extras}
             self._memory.save(progress.iteration, global_tensors(optimizer, self._context), record, state, _unless_fine(say))
 
     @staticmethod

@@ -30,7 +30,7 @@ from megatron.model.build import Model, model_of
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
 from megatron.training.failure import Explanations
-from megatron.training.features import PICTURES, Features, Run
+from megatron.training.features import PICTURES, Features, RunParts
 from megatron.training.inputs import Batches, RunData, open_data
 from megatron.training.loop import Control, Loop, NoSaver, evaluate
 from megatron.training.progress import BatchSizePlan, Progress, Resumed
@@ -84,7 +84,7 @@ class Trainer:
         self._stack, self._running, self._joins = ExitStack(), ExitStack(), context is None
         self._by_hand_stack = ExitStack()
         """Watches steps that are made by hand; entered by the first of them."""
-        self._runs = self._watches = False
+        self._begun = self._steps_by_hand = False
         self._by_hand: tuple[int, Batches] | None = None
         try:
             self._make(
@@ -130,7 +130,7 @@ class Trainer:
         check_backend(config, on_cuda=context.device.type == "cuda")
         startup.set_logging(context.rank)
         plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
-        self.config = config = features.chosen(startup.with_batch_size(config, plan), context)
+        self.config = config = features.adjust_config(startup.with_batch_size(config, plan), context)
         self.data = open_data(config, context) if data is None else data
         record = run_record(config, command)
         saver = self._saver(config.checkpoint, record)
@@ -155,7 +155,7 @@ class Trainer:
             quiet=quiet,
         )
         control = Control(resumed.checkpoint)
-        self._parts = Run(
+        self._parts = RunParts(
             *(config, context, self.steps, progress, reporter, plan, num_parameters, kernel_choice),
             data=self.data,
             resumed=resumed,
@@ -164,7 +164,7 @@ class Trainer:
         )
         for line in [
             *settings.notes,
-            *features.lines(self._parts),
+            *features.start_up_lines(self._parts),
             *batches.describe(progress.phases),
             *startup.describe_outputs(config, draws=draws),
             *resumed.notes,
@@ -187,7 +187,7 @@ class Trainer:
             test_batches=batches.test,
             started_at=started_at,
             signals=signals,
-            watchers=lambda progress: features.watchers(self._parts),
+            feature_watchers=lambda: features.watchers(self._parts),
             control=control,
         )
 
@@ -214,7 +214,7 @@ class Trainer:
             NonFiniteError: loss or gradient is not finite, in a precision without a loss scale.
         """
         until = None if iterations is None else self.progress.iteration + iterations
-        self._run()
+        self._begin()
         self._stop_watching()
         return self._loop.run(self.progress, until=until, callbacks=[*self.callbacks, *callbacks])
 
@@ -230,10 +230,10 @@ class Trainer:
         Raises:
             ValueError: the tokens do not make a step.
         """
-        self._run()
-        if not self._watches:
-            self._watches = True
-            self._by_hand_stack.enter_context(self._loop.watching(self.progress, self.callbacks))
+        self._begin()
+        if not self._steps_by_hand:
+            self._steps_by_hand = True
+            self._by_hand_stack.enter_context(self._loop.watching(self.callbacks))
         if tokens is not None:
             return self._loop.advance(self.progress, next(self._batches_of(tokens)))
         consumed = self.progress.consumed_samples
@@ -270,14 +270,14 @@ class Trainer:
         if folder is None and checkpoint.save is None:
             raise ValueError("there is no folder to save in: name one, or give --save in the settings")
         self.steps.finish_publishing()
-        self._run()
+        self._begin()
         loop, say = self._loop, self._loop.reporter.say
         saver, owns = loop.saver, ExitStack()
         if folder is not None and os.fspath(folder) != checkpoint.save:
             saver = self._saver(dataclasses.replace(checkpoint, save=os.fspath(folder)), run_record(self.config, ()))
             owns.enter_context(saver.owning())
         with owns:
-            place = saver.save(self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, say, loop.kept())
+            place = saver.save(self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, say, loop.checkpoint_extras())
             saver.finish(say)
         return place or saver.place(self.progress.iteration)
 
@@ -297,10 +297,12 @@ class Trainer:
         self.steps.finish_publishing()
         plan = BatchSizePlan(self.config.training, self.context.data_group.size, self.config.model.seq_length)
         resumed = self._resume(dataclasses.replace(self.config, checkpoint=checkpoint), plan)
+        self._loop.control.checkpoint = resumed.checkpoint
         vars(self.progress).update(vars(resumed.progress))
         plan = plan.resumed_at(self.progress.iteration, self.progress.consumed_samples)
         batches = self.data.at(self.progress, plan, self.context)
         self._loop.plan, self._loop.schedule, self._loop.train_batches = plan, resumed.schedule, batches.training
+        self._parts = dataclasses.replace(self._parts, resumed=resumed, plan=plan)
 
     def close(self) -> None:
         """Close files, and leave the job if this trainer has joined it."""
@@ -316,8 +318,8 @@ class Trainer:
         """End the run, and close what it has opened; where this rank has failed and others may be in a collective, only the run: to
         leave them might hang."""
         self._by_hand_stack.__exit__(kind, error, trace)
-        if error is None and self._runs:
-            self._loop.close()
+        if error is None and self._begun:
+            self._loop.close(self.callbacks if self._steps_by_hand else ())
         self._running.__exit__(kind, error, trace)
         if error is None or launched().world_size == 1:
             self._end_by_hand()
@@ -328,17 +330,17 @@ class Trainer:
     def _stop_watching(self) -> None:
         """Leave the watching of steps that are made by hand."""
         self._by_hand_stack.close()
-        self._watches = False
+        self._steps_by_hand = False
 
     def _end_by_hand(self) -> None:
         if self._by_hand is not None:
             self._by_hand[1].close()  # type: ignore[attr-defined]
             self._by_hand = None
 
-    def _run(self) -> None:
+    def _begin(self) -> None:
         """Begin the run, unless it is under way: from here on it owns its save folder, and keeps its record."""
-        if not self._runs:
-            self._runs = True
+        if not self._begun:
+            self._begun = True
             self._running.enter_context(self._loop.saver.owning())
             for feature in self._features:
                 self._running.enter_context(feature.around_run(self._parts))

@@ -13,16 +13,21 @@ from megatron.training.step import StepResult, TrainStep
 
 
 class Watcher:
-    """Observes a run; users call it a callback. All ranks call every method together, so each may communicate. A fault of the run
-    itself is raised as an AuditError on all of them; any other error ends the training too."""
+    """Observes a run; users call it a callback. All ranks call every method together, so each may communicate. To report a fault of
+    the run, raise an AuditError on all ranks; any other error ends the training too.
+
+    In each step the methods are called in the order in which they stand here. When the run ends, `close` is called after the last
+    save, then the last evaluation is made (`on_evaluation`), then `on_end` is called. After a failure none of them is called.
+    """
 
     def around_steps(self) -> AbstractContextManager[object]:
-        """What is entered while steps are made, and left with the error that ends them, if one does."""
+        """Return a context manager that is held while steps are made, once for each `fit`. If an error ends them, it is left with
+        that error."""
         return nullcontext()
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
         """Called when this rank begins something else: "reading data" (of this iteration), "in a step", "between steps",
-        "evaluating", "saving" or "rewinding"."""
+        "evaluating", "saving" or "rewinding". Not called for steps that are made by hand."""
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
         """Called before the step over this batch."""
@@ -55,17 +60,18 @@ class Watcher:
         """Called when a checkpoint is written, or with --async-save copied to be written, with its folder or URL."""
 
     def after_rewind(self, progress: Progress) -> None:
-        """Called after the run went back to a checkpoint; `progress` is that of the place where it goes on."""
-
-    def on_end(self) -> None:
-        """Called when the run ends, after the last evaluation."""
+        """Called after the run went back to a checkpoint; `progress` is already the restored one."""
 
     def close(self) -> None:
-        """Called when the run ends, or when `Trainer.fit` returns before that. A last evaluation may still follow."""
+        """Called when the run ends, before its last evaluation. A user's callback is closed when `Trainer.fit` returns, or with the
+        trainer after steps by hand."""
+
+    def on_end(self) -> None:
+        """Called when the run ends, after its last evaluation."""
 
 
 def overridden(watchers: Sequence[Watcher], name: str) -> list[Callable[..., Any]]:
-    """Return the methods of this name that do something: a watcher has its own, and not that of the base class."""
+    """Return the methods of this name of the watchers that override it."""
     methods = [getattr(watcher, name) for watcher in watchers]
     return [method for method in methods if getattr(method, "__func__", None) is not getattr(Watcher, name)]
 
@@ -76,7 +82,7 @@ Metric = Callable[[TrainStep, StepResult], float]
 """A number of the user's own: of a step that was made, with its result. Every rank calls it when a line of the log is due, so
 it may communicate; the first rank's number counts."""
 METRICS: dict[str, Metric] = {}
-"""Those that `register_metric` has added, by name. They stand in the log line, the metrics file and the curves."""
+"""Registered metrics, by name (`register_metric`). They stand in the log line, the metrics file and the curves."""
 
 
 def register_metric(name: str, metric: Metric) -> None:

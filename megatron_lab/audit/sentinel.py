@@ -27,7 +27,7 @@ from megatron.parallel.collectives import all_reduce, gather_objects, passed_obj
 from megatron.parallel.cut import Cut
 from megatron.parallel.params import ParamEntry, Shard
 from megatron.spec.operations import OpKind
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
@@ -298,7 +298,7 @@ def _moved(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tensor]) ->
 class SentinelFeature(Feature):
     """--sentinel-interval."""
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Compare in every N-th step."""
         interval = run.config.debug.sentinel_interval
         assert interval is not None

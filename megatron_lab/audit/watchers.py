@@ -12,7 +12,7 @@ from megatron.model.gpt import ModelInputs
 from megatron.parallel.params import global_records
 from megatron.parallel.products import dtype_name
 from megatron.training.failure import together
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
@@ -190,7 +190,7 @@ class Tracing(Watcher):
 class TraceFeature(Feature):
     """--save-trace."""
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Write the first steps of the run."""
         return [Tracing(run.config, run.step, run.progress)]
 
@@ -198,7 +198,7 @@ class TraceFeature(Feature):
 class ChecksFeature(Feature):
     """--check-replicas-every."""
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Compare the copies of weights, and audit the first step."""
         every = run.config.debug.check_replicas_every
         assert every is not None

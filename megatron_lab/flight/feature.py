@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import Explanations
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.watch import Watcher
 from megatron_lab.flight.stragglers import StragglerReports
 from megatron_lab.flight.watched import Flight, stack_folder, watched
@@ -31,7 +31,7 @@ class HangFeature(Feature):
         self._flight = stack.enter_context(watched(context, self.config.parallel, stack_folder(self.config.checkpoint.save)))
         explanations.code_asked_for, explanations.lost = self._flight.code_asked_for, self._flight.lost
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Record the phases and operations of this rank, and compare ranks if that is asked for."""
         run.step.executor.mark = self._flight.operation
         every = run.config.parallel.straggler_interval

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch._dynamo.utils import calculate_time_spent, counters
 
 from megatron.config.precision import SpeedConfig
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
@@ -51,6 +51,6 @@ class CompilationReports(Watcher):
 class CompilationFeature(Feature):
     """Reports of what --compile does."""
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Report after each step in which something was compiled."""
         return [CompilationReports(run.config.speed, run.reporter)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 from megatron.training.watch import Watcher
@@ -19,7 +19,7 @@ _MOST_S = 1e10
 
 
 class Goodput:
-    """An account of the time of a run, in which each moment has one use.
+    """Divides the time of a run among `USES`. No second counts twice.
 
     Args:
         saved: what `to_json` returned for the checkpoint that the run goes on from; None for a run that begins.
@@ -36,8 +36,8 @@ class Goodput:
             self.seconds |= {use: float(saved["seconds"][use]) for use in USES}
             self.seconds["between starts"] += max(0.0, self._since - saved["at"])
 
-    def spent(self, use: Use) -> None:
-        """All time since the last call had this use."""
+    def enter(self, use: Use) -> None:
+        """Enter the time since the last entry under a use."""
         now = self._clock()
         self.seconds[use] += max(0.0, now - self._since)  # clocks are set back at times
         self._since = now
@@ -48,7 +48,7 @@ class Goodput:
         Args:
             saved: what `to_json` returned for that checkpoint.
         """
-        self.spent("steps that do not count")
+        self.enter("steps that do not count")
         if saved is not None and _is_sound(saved):
             lost = max(0.0, self.seconds["steps"] - saved["seconds"]["steps"])
             self.seconds["steps"] -= lost
@@ -67,12 +67,12 @@ class Goodput:
         return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """The account as a checkpoint holds it."""
+        """Return the account as a checkpoint holds it. `at` is the time of the last entry."""
         return {"at": self._since, "seconds": dict(self.seconds)}
 
 
 def _is_sound(saved: Any) -> bool:
-    """Whether an account has the types and ranges that `to_json` gives it. One that has not is left out: no step depends on it."""
+    """Return whether an account has the types and ranges that `to_json` gives it. A malformed one is ignored."""
     if not isinstance(saved, dict) or not isinstance(saved.get("seconds"), dict):
         return False
     numbers = [saved.get("at"), *(saved["seconds"].get(use) for use in USES)]
@@ -80,8 +80,11 @@ def _is_sound(saved: Any) -> bool:
 
 
 NAME = "goodput"
-"""Name of the share in the metrics file, and of the account in the `config.json` of a checkpoint. It is not in `state.json`, which
-is the same for runs that took other times."""
+"""Name of the share in the metrics file, and of the account in the `config.json` of a checkpoint. `state.json` does not hold it,
+since that must not depend on the time that a run took."""
+
+_USE_OF_PHASE: Mapping[str, Use] = {"evaluating": "evaluations", "saving": "saves"}
+"""Uses of the phases that are not steps."""
 
 
 class GoodputWatcher(Watcher):
@@ -98,19 +101,19 @@ class GoodputWatcher(Watcher):
 
     @contextmanager
     def around_steps(self) -> Iterator[None]:
-        """Time before the first step is start-up."""
-        self._account.spent("start-up")
+        """Enter the time before the steps, since the start or since an earlier `fit`, as start-up."""
+        self._account.enter("start-up")
         yield
         self._end_phase()
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """End an evaluation or a save, and note the next."""
+        """Enter a finished evaluation or save, and remember the new phase."""
         self._end_phase()
-        self._use = _OF_PHASES.get(name, "steps")
+        self._use = _USE_OF_PHASE.get(name, "steps")
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """End a step."""
-        self._account.spent("steps that do not count" if result is None or result.skipped else "steps")
+        """Enter the time since the last entry as a step."""
+        self._account.enter("steps that do not count" if result is None or result.skipped else "steps")
 
     def log_values(self, result: StepResult | None) -> Mapping[str, float]:
         """The share up to now."""
@@ -131,24 +134,20 @@ class GoodputWatcher(Watcher):
 
     def _end_phase(self) -> None:
         if self._use != "steps":
-            self._account.spent(self._use)
+            self._account.enter(self._use)
         self._use = "steps"
-
-
-_OF_PHASES: Mapping[str, Use] = {"evaluating": "evaluations", "saving": "saves"}
-"""Phases of a rank whose time is not that of steps."""
 
 
 class GoodputFeature(Feature):
     """The goodput, in every run: in lines of the log, in checkpoints, and at the end."""
 
-    def around_run(self, run: Run) -> AbstractContextManager[object]:
+    def around_run(self, run: RunParts) -> AbstractContextManager[object]:
         """Open the account, or go on with that of the checkpoint."""
         began = time.time() - (time.monotonic() - run.started_at)
         self._account = Goodput(run.control.checkpoint.get(NAME), began)
-        run.control.kept[NAME] = self._account.to_json
+        run.control.checkpoint_extras[NAME] = self._account.to_json
         return nullcontext()
 
-    def watchers(self, run: Run) -> Sequence[Watcher]:
+    def watchers(self, run: RunParts) -> Sequence[Watcher]:
         """Account for the time of the steps."""
         return [GoodputWatcher(self._account, lambda: run.control.checkpoint.get(NAME), run.reporter.say)]

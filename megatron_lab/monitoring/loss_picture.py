@@ -16,7 +16,7 @@ from typing import Self
 
 from megatron.config.launcher import module_start
 from megatron.config.outputs import run_folder
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.startup import PICTURE, REPORT, missing_library
 
 EVERY_S, FIRST_S = 60.0, 15.0
@@ -129,7 +129,7 @@ class LossPicture:
 class PictureFeature(Feature):
     """loss.png while the run goes on, and report.html at its end."""
 
-    def around_run(self, run: Run) -> AbstractContextManager[object]:
+    def around_run(self, run: RunParts) -> AbstractContextManager[object]:
         """Have the first rank start the programs that make them."""
         logging, folder = run.config.logging, run_folder(run.config.checkpoint, run.config.logging)
         if run.context.rank != 0 or folder is None:

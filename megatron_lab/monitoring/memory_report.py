@@ -16,7 +16,7 @@ from megatron.config.config import Config
 from megatron.metrics.measures import process_bytes
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
@@ -206,11 +206,11 @@ class MemoryFeature(Feature):
         """Have the job planned."""
         self._rehearsal.begin(self.config)
 
-    def lines(self, run: Run) -> list[str]:
+    def start_up_lines(self, run: RunParts) -> list[str]:
         """Take the plan; gives what it says of the fullest rank."""
         return self.account.expect(self._rehearsal.plan(run.context), run.context)
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Report after the first step and every so many."""
         interval = run.config.logging.memory_interval
         assert interval is not None

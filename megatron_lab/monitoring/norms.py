@@ -11,7 +11,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import Shard
 from megatron.spec.weights import in_layer
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
 
@@ -91,7 +91,7 @@ class NormWatcher(Watcher):
 class NormFeature(Feature):
     """--log-params-norm and --log-layer-norms."""
 
-    def watchers(self, run: Run) -> Sequence[Watcher]:
+    def watchers(self, run: RunParts) -> Sequence[Watcher]:
         """Compute the norms when a line of the log is due."""
         logging = run.config.logging
         return [NormWatcher(run.step, whole=logging.log_params_norm, layers=logging.log_layer_norms)]

@@ -22,7 +22,7 @@ from megatron.config.launcher import launched
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
 from megatron.training.watch import Watcher
@@ -247,10 +247,10 @@ class PlanFeature(Feature):
         """Have the steps planned."""
         self._plan.begin(self.config)
 
-    def lines(self, run: Run) -> list[str]:
+    def start_up_lines(self, run: RunParts) -> list[str]:
         """Take the plan; gives the time of a step that it foretells."""
         return self._plan.expect(run.context)
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Measure the first steps, and compare."""
         return [PlanReport(self._plan, run.step, self._account, run.reporter.say)]

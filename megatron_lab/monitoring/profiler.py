@@ -28,7 +28,7 @@ from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Op, OpKind
 from megatron.training.failure import together
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.step import TrainStep
 from megatron.training.watch import Watcher
 from megatron_lab.schedule_plots.of_run import RunPictures
@@ -374,7 +374,7 @@ class _Profiling(Watcher):
 class ProfileFeature(Feature):
     """--profile."""
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Profile the steps of the window."""
         context = run.context
         return [_Profiling(together(context, lambda: StepProfiler(run.config.logging, context.rank, context.device)))]
@@ -387,6 +387,6 @@ class PipelineProfileFeature(Feature):
         super().__init__(config)
         self._draw = RunPictures().draw if launched().rank == 0 else None
 
-    def watchers(self, run: Run) -> list[Watcher]:
+    def watchers(self, run: RunParts) -> list[Watcher]:
         """Measure one step, and draw it."""
         return [_Profiling(together(run.context, lambda: PipelineProfiler(run.config.logging, run.step, run.context, self._draw)))]

@@ -186,6 +186,6 @@ class RecomputeFeature(Feature):
         """Choose, on the first rank."""
         self._choice = choose_layers(self.config)
 
-    def chosen(self, config: Config, context: ParallelContext) -> Config:
+    def adjust_config(self, config: Config, context: ParallelContext) -> Config:
         """Return the settings with the numbers of the first rank."""
         return with_layers(config, self._choice, context)

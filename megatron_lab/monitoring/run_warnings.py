@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.config.imports import named
 from megatron.config.outputs import run_folder
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.inputs import Corpus
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
@@ -141,7 +141,7 @@ class WarningWatcher(Watcher):
 class WarningFeature(Feature):
     """The warnings about losses, in every run."""
 
-    def watchers(self, run: Run) -> Sequence[Watcher]:
+    def watchers(self, run: RunParts) -> Sequence[Watcher]:
         """Look at all losses."""
         folder = run_folder(run.config.checkpoint, run.config.logging)
         first: list[float] = []

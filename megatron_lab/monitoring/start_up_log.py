@@ -27,7 +27,7 @@ from megatron.spec.groups import describe_groups
 from megatron.spec.layers import context_ways
 from megatron.spec.operations import Costs, Schedule
 from megatron.spec.weights import model_weights
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import BatchSizePlan
 from megatron.training.startup import describe_attention, device_peak
 from megatron.training.step import TrainStep
@@ -164,7 +164,7 @@ def describe_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Itera
 class StartUpFeature(Feature):
     """The description of every run."""
 
-    def lines(self, run: Run) -> list[str]:
+    def start_up_lines(self, run: RunParts) -> list[str]:
         """Describe the run, and advise on settings that waste much."""
         config, context, vocab_size = run.config, run.context, run.step.model.vocab_size
         found = advice(config, context.topology.world_size, this_job().gpus_per_node, vocab_size)

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.training import SpikeConfig
-from megatron.training.features import Feature, Run
+from megatron.training.features import Feature, RunParts
 from megatron.training.progress import Progress
 from megatron.training.step import Spike, StepResult
 from megatron.training.watch import Watcher
 from megatron_lab.resilience.rewind import Rewinds
 
 _LEAST_SPREAD = 1e-3
-"""Least robust standard deviation, as a share of the median: where steps are nearly alike, rounding is no spike."""
+"""Lower bound of the robust standard deviation, as a share of the median: where steps are nearly alike, rounding is no spike."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class SpikeJudge:
     """Compares a step with the steps before.
 
     Args:
-        recent: loss and gradient norm of the steps before, the last ones behind; may be longer than the window.
+        recent: loss and gradient norm of the steps before, the oldest first; may be longer than the window.
     """
 
     config: SpikeConfig
     recent: Sequence[tuple[float, float]]
 
     def __call__(self, loss: float, grad_norm: float) -> Spike | None:
-        """What the step stands out from; None if it is no spike, or too few steps are known to say so."""
+        """Return a spike with the medians of the window; None if the step is none, or too few steps are known to say so."""
         window = self.recent[-self.config.spike_window :]
-        if self.config.spike_policy == "none" or len(window) < self.config.spike_window // 2:
+        if len(window) < self.config.spike_window // 2:
             return None
         losses, norms = zip(*window, strict=True)
         if not (self._stands_out(loss, losses) or self._stands_out(grad_norm, norms)):
@@ -50,12 +50,12 @@ class SpikeJudge:
         return value > middle + self.config.spike_threshold * max(spread, _LEAST_SPREAD * abs(middle))
 
 
-def remembered(
+def window_with(
     recent: Sequence[tuple[float, float]], loss: float, grad_norm: float, config: SpikeConfig
 ) -> list[tuple[float, float]]:
     """The window after a step. A spike enters it too: so a run that stays at another level is judged by that, once half of the
-    window has it. A step that overflowed does not: its norm is no number."""
-    if config.spike_policy == "none" or not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    window has it. A step that overflowed does not: its norm is not finite."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return list(recent)
     return [*recent, (loss, grad_norm)][-config.spike_window :]
 
@@ -64,7 +64,7 @@ def in_words(spike: Spike, iteration: int, samples: range) -> str:
     """A line for the log.
 
     Args:
-        samples: the numbers of those of the step.
+        samples: the range of the numbers of the step's samples.
     """
     return (
         f"loss spike at iteration {iteration}: loss {spike.loss:.6g} (median {spike.median_loss:.6g}), "
@@ -74,13 +74,14 @@ def in_words(spike: Spike, iteration: int, samples: range) -> str:
 
 
 class SpikeWatcher(Watcher):
-    """Has each step judged before its update, tells spikes, and remembers the steps. With policy rewind it goes back.
+    """Judges each step before its update (`TrainStep.judge`), logs spikes, and remembers the steps. With policy rewind it asks the
+    loop to go back.
 
     Args:
         rewinds: takes the run back; None with other policies.
     """
 
-    def __init__(self, run: Run, rewinds: Rewinds | None) -> None:
+    def __init__(self, run: RunParts, rewinds: Rewinds | None) -> None:
         self._config, self._progress, self._reporter, self._control = run.config.spikes, run.progress, run.reporter, run.control
         self._rewinds = rewinds
         run.step.judge = self._judge
@@ -89,7 +90,7 @@ class SpikeWatcher(Watcher):
         """Take the step into the window, tell a spike, and ask to go back if that is the policy."""
         if result is None:
             return
-        progress.recent = remembered(progress.recent, result.loss, result.grad_norm, self._config)
+        progress.recent = window_with(progress.recent, result.loss, result.grad_norm, self._config)
         if result.spike is not None:
             words = in_words(
                 result.spike, progress.iteration, range(progress.consumed_samples - samples, progress.consumed_samples)
@@ -108,9 +109,9 @@ class SpikeWatcher(Watcher):
 
 
 class SpikeFeature(Feature):
-    """--spike-policy."""
+    """Tells, skips or goes back from loss spikes (--spike-policy)."""
 
-    def watchers(self, run: Run) -> Sequence[Watcher]:
+    def watchers(self, run: RunParts) -> Sequence[Watcher]:
         """Watch the losses and gradient norms of all steps."""
         resumed = run.resumed
         return [SpikeWatcher(run, Rewinds.of(run.config, run.context, run.step, resumed.schedule, run.data, resumed.path))]

@@ -3,6 +3,7 @@ the same; parts of the user's own train, resume, are planned and proved."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -205,24 +206,37 @@ def test_a_run_by_hand_is_that_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_steps_by_hand_are_watched_as_those_of_a_run(tmp_path: Path) -> None:
-    """By the features that the settings ask for: the trace of the steps, and the account of their time in a checkpoint."""
+    """By the features that the settings ask for: the trace of the steps, and the account of their time in a checkpoint, which a
+    trainer that loads it goes on with. The user's callbacks are closed with the trainer, and Python's collector stays as it was."""
 
-    def by_hand() -> None:
+    def by_hand() -> list[str]:
+        notes = Notes()
         for name in ("run", "hand"):
-            mine = settings(TINY, train_iters=3, device="cpu", save=tmp_path / name, save_trace=tmp_path / f"{name}.jsonl")
-            with Trainer(mine, quiet=True) as trainer:
+            mine = settings(TINY, train_iters=4, device="cpu", save=tmp_path / name, save_trace=tmp_path / f"{name}.jsonl")
+            with Trainer(mine, quiet=True, callbacks=[] if name == "run" else [notes]) as trainer:
                 if name == "run":
-                    trainer.fit()
+                    gc.disable()
+                    trainer.fit(3)
+                    assert not gc.isenabled()
+                    gc.enable()
                     continue
                 for _ in range(3):
                     trainer.step()
                 trainer.save()
+                assert "close" not in notes.calls
+        with Trainer(settings(TINY, train_iters=4, device="cpu"), quiet=True) as trainer:
+            trainer.load(tmp_path / "hand")
+            trainer.step()
+            trainer.save(tmp_path / "longer")
+        return notes.calls
 
-    in_a_process(by_hand, tmp_path)
+    calls = in_a_process(by_hand, tmp_path)
+    assert calls[-1] == "close" and calls.count("close") == 1 and calls[:2] == ["before 1", "after 1"]
     (by_run,), (hand,) = (read_trace(tmp_path / f"{name}.jsonl") for name in ("run", "hand"))
     assert hand.steps == by_run.steps and len(hand.steps) == 3
     spent = read_config(Path(tmp_path, "hand", "iter_0000003"))["goodput"]["seconds"]
-    assert spent["steps"] > 0.0 and spent["start-up"] > 0.0
+    longer = read_config(Path(tmp_path, "longer", "iter_0000004"))["goodput"]["seconds"]
+    assert longer["steps"] > spent["steps"] > 0.0 and longer["start-up"] > spent["start-up"] > 0.0
 
 
 def test_what_fails_leaves_a_process_in_which_one_can_go_on(tmp_path: Path) -> None:

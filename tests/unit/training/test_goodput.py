@@ -27,7 +27,7 @@ class Clock:
 def _spend(account: Goodput, clock: Clock, *spans: tuple[Use, float]) -> None:
     for use, passed in spans:
         clock.now += passed
-        account.spent(use)
+        account.enter(use)
 
 
 def test_a_run_of_two_starts() -> None:
@@ -77,7 +77,7 @@ def test_no_time_is_lost_and_no_share_is_above_one(spans: list[tuple[Any, float]
     assert account.share == 0.0
     for use, passed in spans:
         clock.now += passed
-        account.spent(use)
+        account.enter(use)
         total = math.fsum(account.seconds.values())
         assert total >= before and 0.0 <= account.share <= 1.0
         before = total
