@@ -186,7 +186,7 @@ def own(tmp_path: Path) -> Path:
     folder = tmp_path / "my texts"
     folder.mkdir()
     for name in ("tour.md", "data.md"):
-        (folder / name).write_bytes((ROOT / "docs" / name).read_bytes())
+        (folder / name).write_bytes((ROOT / "docs" / name).read_bytes()[:19_000])  # a longer page changes no expected size
     (folder / "table.csv").write_text("text,n\n" + "a row of a table,1\n" * 100)
     (folder / "code.py").write_text("print('hello')\n")
     (folder / "latin.txt").write_bytes(b"caf\xe9")
