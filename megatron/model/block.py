@@ -224,7 +224,7 @@ def _attention_of(
 
 @dataclass(frozen=True)
 class Treatment:
-    """That of one segment."""
+    """Says how the tensors of one segment are treated between forward and backward."""
 
     recomputed: bool
     ahead: bool
@@ -259,7 +259,7 @@ class Treatment:
 
 
 def treatments(segments: Sequence[Segment]) -> list[Treatment]:
-    """Those of a chunk's segments, in the order of the forward."""
+    """Return the treatments of a chunk's segments, in the order of the forward."""
     last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
     last_offloaded = max((place for place, segment in enumerate(segments) if segment.offloaded), default=None)
     return [

@@ -62,7 +62,7 @@ class Update:
     """The numbers of one update of all parameters."""
 
     learning_rate: float
-    """That of --lr; a group's is `rate`."""
+    """The value of --lr now; `rate` gives the learning rate of a group."""
     weight_decay: float
     """Weight decay before a group's factor; a group's is `decay`."""
     factor: float
@@ -314,7 +314,7 @@ class AdamW(UpdateRule):
         self._apex = config.use_apex
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
+        """Make the updater by torch's fused AdamW, or by NVIDIA apex."""
         if self._apex:
             return by_torch(targets, apex_optimizer("FusedAdam")(param_groups(targets), adam_w_mode=True, lr=0.0))
         return fused(targets, self.moments, self._kernel)

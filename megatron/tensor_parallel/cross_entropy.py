@@ -349,7 +349,7 @@ def chosen_chunk(tokens: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class LossForm:
-    """How the loss is computed, and what stands beside the cross entropy."""
+    """Says how the loss is computed, and which losses are added to the cross entropy."""
 
     chunk_tokens: int | None = None
     """Tokens whose logits are there at once; 0: all of a microbatch; None: as `chosen_chunk` says."""
@@ -362,7 +362,7 @@ class LossForm:
 
     @classmethod
     def of(cls, memory: MemoryConfig, training: TrainingConfig) -> LossForm:
-        """As the settings say."""
+        """Make the form that the settings ask for."""
         return cls(memory.loss_chunk_tokens, training.z_loss_coeff, training.label_smoothing, training.mtp_loss_scaling_factor)
 
     def chunk(self, tokens: int, columns: int) -> int:
@@ -426,6 +426,6 @@ class OutputLayer(nn.Module):
         return x if self.input_factor == 1.0 else x * self.input_factor
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the logits, padding included: [s, b, v/n]."""
+        """Compute this rank's columns of the logits, padding included: [s, b, v/n]."""
         mode: InputMode = "gather" if self.gather else "copy"
         return parallel_linear(x, self.weight, None, self.columns.group, input_mode=mode, defers=False, overlap=self.overlap)

@@ -36,14 +36,14 @@ class VectorUser(nn.Module):
     """A module that uses vectors in ordinary operations."""
 
     _entered: Vectors | None = None
-    """Those that have entered in front of a compiled graph, while it runs."""
+    """While a compiled graph runs, the vectors that have entered in front of it."""
 
     def vectors(self) -> tuple[nn.Parameter | None, ...]:
-        """The parameters, looked up anew: others take their place when they are sharded."""
+        """Return the parameters, looked up anew, since sharding puts other tensors in their place."""
         raise NotImplementedError
 
     def entering(self) -> Vectors:
-        """The same for use in the module's forward."""
+        """Return the vectors as the module's forward uses them."""
         if torch.compiler.is_compiling():
             assert self._entered is not None, "a compiled graph gets its vectors as inputs"
             return self._entered
@@ -51,7 +51,7 @@ class VectorUser(nn.Module):
 
 
 def vector_users(module: nn.Module) -> list[VectorUser]:
-    """Those in a module that have vectors."""
+    """Return the modules within a module that use vectors."""
     return [one for one in module.modules() if isinstance(one, VectorUser) and any(v is not None for v in one.vectors())]
 
 
@@ -112,7 +112,7 @@ class LinearLayer(VectorUser):
         return self.bias if self.form.output_mode == "plain" else None
 
     def vectors(self) -> tuple[nn.Parameter | None, ...]:
-        """See `VectorUser`: the bias, where it is added to the ranks' sum."""
+        """Return the bias if it is added to the sum of the ranks, and None otherwise; see `VectorUser`."""
         return (None if self.used_bias is not None else self.bias,)
 
     def product(self, x: torch.Tensor | Remade) -> torch.Tensor:
@@ -288,7 +288,7 @@ class Norm(VectorUser):
         return self._normalise(self._kept(x))
 
     def remade(self, x: torch.Tensor) -> Remade:
-        """The same for a linear layer, which then keeps nothing: in backward it normalises again what the norm keeps.
+        """Normalise for a linear layer that keeps nothing of its input: its backward normalises again what the norm keeps.
 
         Sharded parameters are there for that: it happens while backward is in the layer, since schedules that put weight gradients
         off are refused for them (`late_gradients_find_their_block`).
@@ -303,11 +303,11 @@ class Norm(VectorUser):
         return x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type == "cpu" or self.zero_centred else x
 
     def vectors(self) -> tuple[nn.Parameter | None, ...]:
-        """See `VectorUser`."""
+        """Return weight and bias; see `VectorUser`."""
         return self.weight, self.bias
 
     def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the normalised channels are multiplied by, and what is added to them, in a dtype; None for nothing."""
+        """Return the factors of the normalised channels and their offsets, in a dtype; None for a norm without them."""
         if all(vector is None for vector in self.vectors()):
             return None, None
         weight, bias = (None if vector is None else vector.to(dtype) for vector in self.entering())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a feature is given before the first step: the parts of a run on this rank. A rewind does not change the plan here."""
+    """Holds the parts of a run on this rank, as a feature gets them before the first step. A rewind leaves the plan."""
 
     config: Config
     context: ParallelContext

@@ -253,10 +253,10 @@ class Sources(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is known of the training data."""
+    """Describes the training data, for warnings."""
 
     tokens: int | None
-    """In one reading of it; None for made-up data, or where it is not known."""
+    """Number of tokens in one epoch; None for made-up data, and if the number is unknown."""
     split_in_order: bool
     """Whether training and validation are the first and later documents of the same files (--split)."""
 
@@ -274,7 +274,7 @@ class RunData:
 
     @property
     def corpus(self) -> Corpus:
-        """What is known of the training data here."""
+        """The description of the training data, as far as this rank knows it."""
         parts = self.datasets.train.components if self.datasets is not None else ()
         tokens = sum(each.dataset.num_tokens(each.documents) for each in parts)
         return Corpus(tokens or None, bool(parts) and not has_own_splits(self.config.data))

@@ -37,7 +37,7 @@ class NoSaver:
     keeps_in_memory = False
 
     def owning(self) -> AbstractContextManager[object]:
-        """There is no folder to own."""
+        """Do nothing, since the run has no folder to own."""
         return nullcontext()
 
     def save(self, *_: Any) -> None:
@@ -55,7 +55,7 @@ class NoSaver:
 
 
 class Rewound(NamedTuple):
-    """What a run continues with after it went back to a checkpoint."""
+    """Holds the parts with which a run continues after it went back to a checkpoint."""
 
     plan: BatchSizePlan
     batches: RunBatches
@@ -98,16 +98,16 @@ class Loop:
     started_at: float
     """When the job started, by time.monotonic()."""
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
-    """Those that ask the run to exit."""
+    """The signals that ask the run to exit."""
     feature_watchers: Callable[[], list[Watcher]] = list
     """Creates the watchers of the features. All ranks call it together, before the first step."""
     control: Control = field(default_factory=Control)
     _feature_watchers: list[Watcher] | None = None
     """The watchers of the features, while the run is under way."""
     _watchers: list[Watcher] = field(default_factory=list)
-    """These, and behind them the user's callbacks."""
+    """The watchers of the features, and behind them the user's callbacks."""
     _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict)
-    """For each method that is called in every step, those of the watchers that override it."""
+    """Methods of the watchers that are called in every step, by name; without those that only the base class has."""
 
     def run(self, progress: Progress, *, until: int | None = None, callbacks: Sequence[Watcher] = ()) -> bool:
         """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.

@@ -157,7 +157,7 @@ class ScheduleLengths:
     warmup_samples: float
     """Length of the linear warm-up. A fraction of the decay length need not be a whole number."""
     decay_samples: int
-    """Where the rate reaches its floor, counted from the start of the run (warm-up included)."""
+    """Samples from the start of the run, warm-up included, to the floor of the rate."""
     wsd_decay_samples: int
     """Length of the final decay of WSD, which ends at `decay_samples`; 0 for other styles."""
     total_samples: int

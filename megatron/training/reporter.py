@@ -74,8 +74,7 @@ class Live(Protocol):
 
 
 class Pace:
-    """How fast the run goes, and how long it still takes: what is left at the pace of the last steps, with as much beside the steps
-    (evaluations, saves) as there has been.
+    """Measures the pace of the run and estimates the time to its end, from the last steps and the share of time outside of steps.
 
     Args:
         total: samples of the whole run; 0 if that is not to be told.
@@ -102,7 +101,7 @@ class Pace:
         return sum(samples for _, samples in self._last) / seconds if seconds else None
 
     def seconds_left(self, now: float, consumed_samples: int) -> float | None:
-        """To the end of the run; None before it is known."""
+        """Return the estimated seconds to the end of the run; None before the first steps."""
         pace = self.samples_per_s
         if pace is None or self._began is None or not self._total:
             return None

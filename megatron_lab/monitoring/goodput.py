@@ -31,7 +31,7 @@ class Goodput:
         self._clock = clock
         self._since = clock() if began is None else began
         self.seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
-        """By use. Their sum is the time since the first start."""
+        """Seconds by use. Their sum is the time since the first start."""
         if saved is not None and _is_sound(saved):
             self.seconds |= {use: float(saved["seconds"][use]) for use in USES}
             self.seconds["between starts"] += max(0.0, self._since - saved["at"])
@@ -124,7 +124,7 @@ class GoodputWatcher(Watcher):
         return {"spent": self._account.seconds}
 
     def after_rewind(self, progress: Progress) -> None:
-        """What was done since the checkpoint does not count."""
+        """Move the steps since the checkpoint to those that do not count."""
         self._account.went_back(self._checkpoint())
 
     def on_end(self) -> None:

@@ -1,4 +1,4 @@
-"""What a terminal shows below the log: how far the run is, and the last step."""
+"""Shows two lines below the log on a terminal: a progress bar and the last step."""
 
 from __future__ import annotations
 

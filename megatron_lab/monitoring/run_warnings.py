@@ -1,5 +1,7 @@
-"""What is told of a run that likely goes wrong, once each, with the likely cause and what to do: its learning rate, at the start; a
-loss that stays above where it began; a validation loss far above that of training."""
+"""Warnings about a run that likely goes wrong, each given once, with the likely cause and what to do.
+
+They are about the learning rate, at the start; a loss that stays above its start; and a validation loss far above that of training.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def usual_rate(flops: float) -> float:
 
 
 def rate_far_off(rate: float, flops: float) -> str | None:
-    """What to tell of a learning rate that is far outside of what the size of a run suggests; None where it is not."""
+    """Return a warning about a learning rate that is far from what the size of a run suggests; None for any other."""
     if rate <= 0 or flops <= 0:
         return None
     usual = usual_rate(flops)
@@ -70,7 +72,7 @@ class LossWarnings:
         self._told: set[str] = set()
 
     def step(self, iteration: int, loss: float) -> str | None:
-        """What to tell after a step with an update, if anything."""
+        """Take the loss of a step with an update, and return a warning if it is time for one."""
         self._recent.append(loss)
         if len(self._first) < STARTS:
             self._first.append(loss)
@@ -88,7 +90,7 @@ class LossWarnings:
         )
 
     def evaluation(self, loss: float, tokens: int) -> str | None:
-        """What to tell after an evaluation, if anything.
+        """Take the loss of the validation split, and return a warning if it is time for one.
 
         Args:
             tokens: read for training so far.
