@@ -138,8 +138,9 @@ python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt "$
 
 say "Done"
 python tools/report.py "$run/checkpoints" --expect-lower-loss
-echo "Everything is in $folder: the curves in run/checkpoints/loss.png, the checkpoints beside it, the numbers in run/metrics.jsonl,"
-echo "the sample in run/sample.txt."
+curves=$(cd "$folder" && ls run/checkpoints/report.html run/checkpoints/loss.png 2>/dev/null | paste -sd' ' | sed 's/ / and /' || true)
+echo "Everything is in $folder: the curves in ${curves:-run/checkpoints/history.jsonl}, the checkpoints beside it, the numbers in"
+echo "run/metrics.jsonl, the sample in run/sample.txt."
 
 # Commands that can be pasted into any shell, in any folder. The settings are in a file, so that they are short.
 quote() { printf '%q ' "$@" | sed 's/ $//'; }

@@ -234,6 +234,25 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     assert (tmp_path / "my run/run-48/checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "48"
 
 
+def test_the_end_names_only_files_that_are_there(tmp_path: Path) -> None:
+    """The picture needs a library, and the report can be switched off."""
+    script = (ROOT / "examples/quickstart.sh").read_text()
+    lines = script[script.index("curves=$(") : script.index('echo "run/metrics.jsonl')]
+    checkpoints = tmp_path / "run/checkpoints"
+    checkpoints.mkdir(parents=True)
+    for files, told in (
+        ([], "history.jsonl"),
+        (["report.html"], "report.html"),
+        (["loss.png"], "loss.png and run/checkpoints/report.html"),
+    ):
+        for name in files:
+            (checkpoints / name).touch()
+        said = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", f"folder={tmp_path}\n{lines}"], capture_output=True, text=True, check=True
+        )
+        assert f"the curves in run/checkpoints/{told}, the checkpoints" in said.stdout
+
+
 def test_what_suits_a_text(own: Path, tmp_path: Path) -> None:
     """A digest that follows the files and the column, and sizes that follow how much there is."""
     told, words = describe(str(own), "text")
