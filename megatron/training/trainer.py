@@ -317,9 +317,13 @@ class Trainer:
     def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the run, and close what it has opened; where this rank has failed and others may be in a collective, only the run: to
         leave them might hang."""
-        self._by_hand_stack.__exit__(kind, error, trace)
-        if error is None and self._begun:
-            self._loop.close(self.callbacks if self._steps_by_hand else ())
+        try:
+            self._by_hand_stack.__exit__(kind, error, trace)
+            if error is None and self._begun:
+                self._loop.close(self.callbacks if self._steps_by_hand else ())
+        except BaseException as fault:
+            self._running.__exit__(type(fault), fault, fault.__traceback__)
+            raise
         self._running.__exit__(kind, error, trace)
         if error is None or launched().world_size == 1:
             self._end_by_hand()

@@ -239,6 +239,25 @@ def test_steps_by_hand_are_watched_as_those_of_a_run(tmp_path: Path) -> None:
     assert longer["steps"] > spent["steps"] > 0.0 and longer["start-up"] > spent["start-up"] > 0.0
 
 
+def test_a_callback_that_cannot_be_closed_leaves_the_save_folder_free(tmp_path: Path) -> None:
+    """The record of the run ends with the fault, and another trainer may save there at once."""
+
+    class Fails(Callback):
+        def close(self) -> None:
+            raise KeyError("cannot close")
+
+    def fail() -> None:
+        mine = settings(TINY, train_iters=4, device="cpu", save=tmp_path / "save")
+        with pytest.raises(KeyError), Trainer(mine, quiet=True, callbacks=[Fails()]) as trainer:
+            trainer.step()
+        with Trainer(mine, quiet=True) as trainer:
+            trainer.fit()
+
+    in_a_process(fail, tmp_path)
+    lines = (tmp_path / "save/history.jsonl").read_text().splitlines()
+    assert any('"event": "end"' in line and "cannot close" in line for line in lines)
+
+
 def test_what_fails_leaves_a_process_in_which_one_can_go_on(tmp_path: Path) -> None:
     def fail() -> str:
         wrong = settings(
