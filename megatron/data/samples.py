@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES
 
-# ---- marks of tokens: which ones a model is to learn, and where documents end (see `loss_mask.py`)
+# ---- marks of tokens: which ones a model is to learn, and where documents end (see `indexed_dataset.py`)
 
 LEARNED = 1
 """The token counts in the loss where it is the one to predict."""

@@ -147,9 +147,9 @@ class Timers:
         self._clock = clock
         self._elapsed: dict[str, float] = {}
 
-    def __call__(self, name: str, level: int = 0) -> AbstractContextManager[None]:
+    def __call__(self, name: str, level: int = 0) -> AbstractContextManager[object]:
         """While it is entered, the time counts for the timer of that name."""
-        return self._timed(name) if level <= self._level else nullcontext()
+        return self.of_level(level)(name)
 
     def of_level(self, level: int) -> Callable[[str], AbstractContextManager[object]]:
         """Return a function from names to context managers of timers. If timers of this level are off, these do nothing."""

@@ -7,7 +7,7 @@ scalable for LLM training", arXiv 2502.16982). For a matrix W [outputs, inputs] 
     W = (1 - rate decay) W - rate scale NS(U)
 
 NS is Newton and Schulz's iteration, which takes singular values to about 1. It needs the whole matrix. Momentum stays where the
-gradient's piece is, as finely cut as any; the pieces of U travel (`matrix_exchange.py`).
+gradient's piece is, as finely cut as any; the pieces of U travel (`matrix_plan.py`).
 
 What is one matrix: the two halves of a gated MLP are two; queries, keys and values, fused in one weight, are three, as both sources
 have them, and as Megatron-LM does. --muon-no-split-qkv takes the fused weight as one, --muon-split-heads each head of each.

@@ -2,7 +2,7 @@
 
 It makes the main parameters and moments of each group of shards, on the device or in host memory, by the rule of each parameter. It
 updates one group after the other, so that gathering the parameters of one group overlaps the update of the next. (Rules that need
-numbers of whole parameters, see `statistics.py`, or whole matrices, see `matrix_exchange.py`, begin with all groups.) Unscaling and
+numbers of whole parameters, see `statistics.py`, or whole matrices, see `matrix_plan.py`, begin with all groups.) Unscaling and
 clipping are one factor on the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
 """
 

@@ -232,8 +232,8 @@ class Trainer:
         """
         self._begin()
         if not self._steps_by_hand:
-            self._steps_by_hand = True
             self._by_hand_stack.enter_context(self._loop.watching(self.callbacks))
+            self._steps_by_hand = True
         if tokens is not None:
             return self._loop.advance(self.progress, next(self._batches_of(tokens)))
         consumed = self.progress.consumed_samples

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from megatron.spec.counts import count_parameters
 from megatron.training.step import TrainStep
 from megatron_lab.benchmarks.overlap_bound import BucketTimes, shortest_step
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY
+from megatron_lab.benchmarks.runner import all_in_turns
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.benchmarks.slow_link import SENT, SlowLink
 from megatron_lab.benchmarks.unit_times import UnitClock
@@ -142,13 +144,14 @@ def _run_case(case: Case, settings: Settings, context: ParallelContext, link: Sl
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return seconds.item()
 
-    timed("computation")  # the first one makes connections and memory
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(settings.repeats):
-        times["computation"].append(timed("computation"))
-        link.bandwidth = link.sent / _STEPS / times["computation"][-1]
-        for name in ("off", "on") if i % 2 else ("on", "off"):
-            times[name].append(timed(name))
+    computation: list[float] = []
+
+    def begin_round() -> None:
+        computation.append(timed("computation"))
+        link.bandwidth = link.sent / _STEPS / computation[-1]
+
+    found = all_in_turns({name: partial(timed, name) for name in ("off", "on")}, settings.repeats, begin_round)
+    times = {"computation": computation[1:], **found}  # the first round makes connections and memory
     if losses["on"] != losses["off"]:
         raise RuntimeError(f"{case.strategy}: overlap changes the loss from {losses['off']} to {losses['on']}")
     return Result(

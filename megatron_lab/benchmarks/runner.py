@@ -17,14 +17,20 @@ T = TypeVar("T")
 Seconds = list[float]
 
 
-def all_in_turns(measurements: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
+def all_in_turns(
+    measurements: Mapping[str, Callable[[], T]], turns: int, before_turn: Callable[[], object] = lambda: None
+) -> dict[str, list[T]]:
     """Make measurements in turns, after one turn to warm up. Every other turn goes backwards.
+
+    Args:
+        before_turn: called before each turn, that to warm up included.
 
     Returns:
         what each measurement returned, turn by turn.
     """
     found: dict[str, list[T]] = {name: [] for name in measurements}
     for turn in range(-1, turns):
+        before_turn()
         for name in measurements if turn % 2 else reversed([*measurements]):
             result = measurements[name]()
             if turn >= 0:

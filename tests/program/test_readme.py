@@ -336,7 +336,7 @@ def test_flags_exist(name: str) -> None:
 
 def test_names_of_the_tour_are_in_their_files() -> None:
     """`file.py`, `name`: the text says where a name is."""
-    found = re.findall(r"`(megatron/[\w/]+\.py)`,\s+`([\w.]+)(?:\(\w*\))?`", TEXTS["tour.md"])
+    found = re.findall(r"`(megatron(?:_lab)?/[\w/]+\.py)`,\s+`([\w.]+)(?:\(\w*\))?`", TEXTS["tour.md"])
     assert len(found) > 15
     for path, name in found:
         for part in name.split("."):

@@ -324,6 +324,19 @@ def test_docstrings_say_what_a_thing_is() -> None:
     assert not found, f"begin with a noun at {found}"
 
 
+def test_files_that_docstrings_name_exist() -> None:
+    """A file that moves leaves no text behind that sends a reader to its old place."""
+    folders = (MEGATRON, LAB, ROOT / "tools", ROOT / "tests")
+    there = {path.name for folder in folders for path in folder.rglob("*.py")} | {path.name for path in ROOT.glob("*.py")}
+    found = [
+        f"{file}: {name}"
+        for file in (*FILES, *FILES_AROUND)
+        for name in re.findall(r"`[\w/]*?(\w+\.py)`", (ROOT / file).read_text())
+        if name not in there
+    ]
+    assert not found, found
+
+
 def calls(file: Path) -> Iterator[ast.Call]:
     """Every call."""
     return (child for child in nodes(file) if isinstance(child, ast.Call))

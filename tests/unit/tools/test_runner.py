@@ -16,6 +16,9 @@ def test_turns_go_forwards_and_backwards_after_one_to_warm_up() -> None:
     assert "".join(order) == "abc" + "cba" + "abc"
     assert found == {"a": [6, 7], "b": [5, 8], "c": [4, 9]}
     order.clear()
+    begun: list[int] = []
+    all_in_turns({"a": lambda: 0.0}, 2, lambda: begun.append(len(begun)))
+    assert begun == [0, 1, 2], "before each turn, that to warm up included"
     assert in_turns(lambda: measurement("a"), lambda: measurement("b"), 1) == ([4], [3])
 
 
