@@ -1,20 +1,26 @@
-"""Train, watch and prove from a program or a notebook, with the very objects of the command line. docs/python.md shows how."""
+"""Python interface of the framework: train, observe and verify runs from a program or a notebook. It uses the same classes as the
+command line.
+
+docs/python.md has examples.
+"""
 
 from megatron.api.runs import Trainer, build_model, connect, settings, verify_layout, write_dataset
 from megatron.config.cli import LoadedConfig
 from megatron.config.errors import ConfigError, Violation
 from megatron.model.mlp import register_activation
-from megatron.optimizer.rule import KeptState, Lists, Target, Update, UpdateRule, scaled
+from megatron.optimizer.rule import StateSpec, Target, TensorLists, Update, UpdateRule, scaled
 from megatron.optimizer.rules import register_optimizer
 from megatron.parallel.context import ParallelContext, disconnect
 from megatron.training.failure import NonFiniteError, SetupError
 from megatron.training.inputs import RunData, open_data
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Watcher as Callback
-from megatron.training.watch import register_metric
+from megatron.training.watch import Callback, register_metric
 from megatron_lab.inference.generate import Sampling
 from megatron_lab.inference.language_model import LanguageModel
+
+KeptState, Lists = StateSpec, TensorLists
+"""Former names of `StateSpec` and `TensorLists`."""
 
 __all__ = [
     "Callback",
@@ -29,8 +35,10 @@ __all__ = [
     "RunData",
     "Sampling",
     "SetupError",
+    "StateSpec",
     "StepResult",
     "Target",
+    "TensorLists",
     "TrainStep",
     "Trainer",
     "Update",

@@ -1,4 +1,5 @@
-"""What a program makes before it makes a trainer: settings, a dataset, the place of this process, a model."""
+"""Functions that prepare a run from Python (settings, dataset, process groups, model), the verification of a layout, and the
+trainer with a method for text generation."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ import torch
 from megatron.config.cli import LoadedConfig, load_values
 from megatron.config.data import DataConfig
 from megatron.config.errors import ConfigError
-from megatron.config.launcher import launched
-from megatron.config.rules import violations
+from megatron.config.launcher import read_process_info
+from megatron.config.rules import find_violations
 from megatron.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron.data.indexed_writer import write_dataset as writing
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.model.build import Model, model_of
+from megatron.model.build import Model, build_model_from_config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.context import connect as join
 from megatron.training import startup, trainer
@@ -26,83 +27,91 @@ from megatron_lab.inference.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from megatron_lab.proofs.report import Proof
-    from megatron_lab.verification.prove import ReferenceKind
+    from megatron_lab.verification.prove import ReferenceType
 
 
 def settings(
-    values: Mapping[str, Any] | str | os.PathLike[str] | None = None, *, world_size: int | None = None, **more: Any
+    values: Mapping[str, Any] | str | os.PathLike[str] | None = None, *, world_size: int | None = None, **overrides: Any
 ) -> LoadedConfig:
-    """Settings that can be run, by the names of the command line: `--num-layers 2` is `num_layers=2`, a switch is True or False.
+    """Resolve and check the settings of a run. Names are those of the command line: `--num-layers 2` is `num_layers=2`, a switch is
+    True or False.
 
     Args:
-        values: a mapping, flat or under topics as `--print-config` prints them, or a YAML file as --config reads it.
-        world_size: ranks of the run; by default those that the launcher gives, or one.
-        more: further settings, which count before `values`. `model="llama3-8b"` takes those of a model that --model knows, and
-            `config=[...]` those of files, below all others.
+        values: a mapping, flat or by topic as `--print-config` prints it, or the path of a YAML file as for --config.
+        world_size: number of ranks of the run; by default that of the launcher, or one.
+        overrides: additional settings, which take precedence over `values`. `model="llama3-8b"` loads the settings of a model that
+            --model knows. `config=[...]` loads settings from files, which have the lowest precedence.
 
     Raises:
-        ConfigError: with all problems together; `violations` has them one by one.
+        ConfigError: the settings have problems. `violations` lists all of them.
     """
-    given: Mapping[str, Any] = {"config": values} if isinstance(values, str | os.PathLike) else values or {}
-    return load_values(given, launched().world_size if world_size is None else world_size, more)
+    source_values: Mapping[str, Any] = {"config": values} if isinstance(values, str | os.PathLike) else values or {}
+    return load_values(source_values, read_process_info().world_size if world_size is None else world_size, overrides)
 
 
 def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **tokenizer: Any) -> str:
-    """Make a dataset of texts, each of them a document with its end, and give its prefix, which `data_path` takes.
+    """Write texts to an indexed dataset, as documents with end-of-document tokens. Returns the prefix of the dataset, for
+    `data_path`.
 
-    It is that of tools/preprocess_data.py, which is for more text than memory holds. One process writes it: under a launcher, the
-    first rank, before others read it.
+    The dataset equals that of tools/preprocess_data.py, which is meant for texts that do not fit in memory. Only one process may
+    write: under a launcher, the first rank, before the other ranks read the dataset.
 
     Args:
-        prefix: path of the files without .bin and .idx; folders are made. Files that are there already must hold the same.
-        texts: one document, or several.
-        tokenizer: settings that name it, such as `tokenizer_type="ByteTokenizer"`.
+        prefix: path of the files without .bin and .idx. Missing folders are created. Existing files must have the same content.
+        texts: one document or several documents.
+        tokenizer: settings of the tokenizer, such as `tokenizer_type="ByteTokenizer"`.
 
     Raises:
-        ValueError: other data lies there, or the tokenizer cannot be made.
+        ValueError: the files exist with other content, or the tokenizer cannot be built.
     """
-    made = build_tokenizer(DataConfig(**tokenizer))
-    documents = [np.append(made.encode_array(text), made.eod) for text in ([texts] if isinstance(texts, str) else texts)]
-    where = os.fspath(prefix)
-    if Path(f"{where}.idx").exists() or Path(f"{where}.bin").exists():
-        there = IndexedDataset(where)
-        same = there.num_documents == len(documents) and all(
-            np.array_equal(there.document(number), document) for number, document in enumerate(documents)
+    built_tokenizer = build_tokenizer(DataConfig(**tokenizer))
+    documents = [
+        np.append(built_tokenizer.encode_array(text), built_tokenizer.eod)
+        for text in ([texts] if isinstance(texts, str) else texts)
+    ]
+    path = os.fspath(prefix)
+    if Path(f"{path}.idx").exists() or Path(f"{path}.bin").exists():
+        existing = IndexedDataset(path)
+        is_same = existing.num_documents == len(documents) and all(
+            np.array_equal(existing.document(document_index), document) for document_index, document in enumerate(documents)
         )
-        if not same:
-            raise ValueError(f"{where}.bin and {where}.idx hold other data, which stays as it is: name another prefix")
-        return where
-    Path(where).parent.mkdir(parents=True, exist_ok=True)
-    with writing(where, token_dtype(made.vocab_size)) as file:
+        if not is_same:
+            raise ValueError(f"{path}.bin and {path}.idx contain other data, which is not overwritten: use another prefix")
+        return path
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with writing(path, token_dtype(built_tokenizer.vocab_size)) as file:
         for document in documents:
             file.add_documents(document)
-    return where
+    return path
 
 
 def connect(run: LoadedConfig) -> ParallelContext:
-    """The place of this process in the job that the launcher describes, or a world of one. A trainer joins by itself; this is for
-    those who make its parts one by one, and who call `disconnect` at the end.
+    """Connect this process with the other ranks of the launcher's job, or create a world of one process. Returns the process groups
+    of this rank.
+
+    A trainer does this itself. This function is for programs that build the components of a run one by one; they call `disconnect`
+    at the end.
 
     Raises:
-        ValueError: there is no such device, or the ranks do not find each other.
+        ValueError: the device does not exist, or the ranks cannot connect.
     """
     startup.set_numerics(run.config)
     return join(run.config.parallel)
 
 
 def build_model(run: LoadedConfig, context: ParallelContext, vocab_size: int) -> Model:
-    """This rank's part of the model, on the meta device: a trainer gives it memory and initial values.
+    """Build this rank's part of the model on the meta device. A trainer allocates and initialises it.
 
     Args:
-        vocab_size: rows of the word embedding, as `open_data` finds them.
+        vocab_size: rows of the word embedding, from `open_data`.
 
     Raises:
-        ValueError: the layers cannot be placed on the stages.
+        ValueError: the layers cannot be distributed over the pipeline stages.
     """
-    return model_of(run.config, context, vocab_size)
+    return build_model_from_config(run.config, context, vocab_size)
 
 
-# ---- A proof of a layout as a function.
+# ---- Verification of a layout.
 
 
 def verify_layout(
@@ -111,62 +120,66 @@ def verify_layout(
     *,
     steps: int = 4,
     max_ranks: int = 8,
-    reference: ReferenceKind = "plain",
-    isolates: bool = False,
+    reference: ReferenceType = "plain",
+    isolate_settings: bool = False,
 ) -> list[Proof]:
-    """Prove that a layout trains as one process does, as tools/verify_layout.py: the model is made small and trained in float64 on
-    processes that are forked from this one, and compared loss by loss, gradient by gradient, weight by weight.
+    """Prove that a layout gives the same training as a single process, like tools/verify_layout.py.
+
+    The model is scaled down and trained in float64 on forked processes. Losses, gradients and weights are compared with those of a
+    reference run.
 
     Args:
         run: settings of the run, of any size (`settings(..., world_size=N)`).
-        world_size: its ranks.
-        steps: iterations that are compared.
-        max_ranks: the most processes at once; larger layouts are reduced axis by axis.
-        reference: `plain`, a model that shares no code with this one, or `self`, a run of the same code in one process, which is
-            the one that knows parts of the user's own.
-        isolates: look for the settings with which a difference comes and goes, for a minute at most.
+        world_size: number of ranks of the run.
+        steps: number of iterations to compare.
+        max_ranks: maximum number of processes at a time. Larger layouts are reduced axis by axis.
+        reference: "plain" for a model that shares no code with the framework, or "self" for a run of the same code in one process.
+            Only "self" supports user-defined components.
+        isolate_settings: search for the settings that cause a difference, for at most one minute.
 
     Returns:
-        a proof for each small layout that stands for the given one: `equal`, and `findings` in the order of cause.
+        a proof for each of the small layouts that together represent the layout of `run`. `equal` is its result, `findings` lists
+        the differences, those first that cause the others.
 
     Raises:
-        ConfigError: the settings do not fit so many ranks.
-        ValueError: the plain reference does not know a part of the model.
-        RuntimeError: this process has used a GPU, after which it cannot fork.
+        ConfigError: the settings do not fit the number of ranks.
+        ValueError: the plain reference does not support a component of the model.
+        RuntimeError: this process has used a GPU and therefore cannot fork.
     """
-    from megatron_lab.proofs.verify import Effort, vocabulary_of
+    from megatron_lab.proofs.verify import Effort, get_vocab_size
     from megatron_lab.proofs.verify import verify_layout as verify
 
-    if problems := violations(run.config, world_size):
-        raise ConfigError(problems)
+    if rule_violations := find_violations(run.config, world_size):
+        raise ConfigError(rule_violations)
     if torch.cuda.is_initialized():
         raise RuntimeError(
-            "this process has used a GPU, so that it cannot fork ranks: prove layouts before training, or in another"
+            "this process has used a GPU, so it cannot fork ranks: verify layouts before training, or in another process"
         )
-    effort = Effort(steps, max_ranks, isolates, reference)
-    return verify(run.config, world_size, vocabulary_of(run.config.data), effort)
+    effort = Effort(steps, max_ranks, isolate_settings, reference)
+    return verify(run.config, world_size, get_vocab_size(run.config.data), effort)
 
 
-# ---- The trainer of programs and notebooks.
+# ---- Trainer for programs and notebooks.
 
 
 class Trainer(trainer.Trainer):
     __doc__ = trainer.Trainer.__doc__
 
     def language_model(self, tokenizer: Tokenizer | None = None) -> LanguageModel:
-        """The model as it is now, for logits and texts. It has the trainer's weights, not a copy of them.
+        """Return a language model with the current weights of the trainer, for logits and text generation. The weights are shared,
+        not copied.
 
         Args:
-            tokenizer: by default that of the settings.
+            tokenizer: by default the tokenizer of the settings.
 
         Raises:
-            ValueError: this layout keeps no whole weights, or cuts sequences: save, and take `LanguageModel.load`.
+            ValueError: the layout shards the weights or splits sequences. Save a checkpoint and use `LanguageModel.load` instead.
         """
-        self.steps.finish_publishing()
+        self.steps.finish_param_gather()
         parallel = self.config.parallel
         if parallel.sharding == "optim_grads_params" or self.model.sequence_parallel or self.context.topology.cp > 1:
             raise ValueError(
-                "a model with --sequence-parallel, context ranks or optim_grads_params is made for whole sequences in training: "
-                "save it, and take LanguageModel.load"
+                "a trainer with --sequence-parallel, context parallelism or optim_grads_params cannot generate text: "
+                "save a checkpoint, and use LanguageModel.load"
             )
         return LanguageModel(self.model, self.context, tokenizer or build_tokenizer(self.config.data))
