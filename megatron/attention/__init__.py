@@ -1,1 +1,5 @@
-"""Attention itself, between the layers that make queries, keys and values and the one that joins the heads."""
+"""Attention kernels: from queries, keys and values to the attention output of each head. Projections are in `megatron.model`."""
+
+from megatron.moved import find_moved
+
+find_moved()

@@ -1,8 +1,9 @@
-"""Which kernel computes attention, and what it keeps: for the layers that call it, and for a plan on a machine without the device.
+"""Selection of the attention kernel: which kernel runs, and whether it saves the probabilities. Used by the attention layers, and
+by dry runs on machines without the device.
 
-torch chooses at each call, from the kernels that are switched on. So a backend is chosen once, by leaving only its kernel on; who
-asks for the kernel reads the same switches. cuDNN's kernel and flash attention are never both on in a run, so the order in which
-torch would try these two, which differs between devices, decides nothing.
+torch chooses a kernel at every call among those that are enabled. So a run selects its backend once, by enabling only the kernels
+of that backend. Code that needs to know the kernel reads the same switches. cuDNN's kernel and flash attention are never both
+enabled in a run. So it does not matter which of the two torch would try first, which depends on the device.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.backends import cuda as switches
 from torch.nn.attention import SDPBackend
 
 from megatron.parallel.torch_private import fused_sdp_choice
-from megatron.spec.attention_backends import AttentionBackend, AttentionCall, AttentionKernel, kernels_of
+from megatron.spec.attention_backends import AttentionBackend, AttentionCall, AttentionKernel, get_kernels
 
-BLOCK_BY_BLOCK = "products block by block"
-"""What `blocks.py` computes attention by, in words."""
+BLOCKWISE_KERNEL_NAME = "products block by block"
+"""Name that log lines use for the computation of `blocks.py`."""
 
 
-_IN_WORDS = {
+_KERNEL_NAMES = {
     SDPBackend.FLASH_ATTENTION.value: "flash attention",
     SDPBackend.CUDNN_ATTENTION.value: "cuDNN's attention",
     SDPBackend.EFFICIENT_ATTENTION.value: "memory-efficient attention",
@@ -32,88 +33,98 @@ _IN_WORDS = {
 
 
 def use_backend(backend: AttentionBackend) -> Callable[[], None]:
-    """Have attention of this process computed by these kernels only, from now on; returns what brings back those before."""
-    before = kernels_in_use()
-    _switch_on(kernels_of(backend))
-    return functools.partial(_switch_on, before)
+    """Enable only the attention kernels of a backend (`--attention-backend`) in this process.
+
+    Returns:
+        a function that enables the previous kernels again.
+    """
+    previous_kernels = get_enabled_kernels()
+    _enable_only(get_kernels(backend))
+    return functools.partial(_enable_only, previous_kernels)
 
 
 @contextlib.contextmanager
 def backend_in_use(backend: AttentionBackend) -> Iterator[None]:
-    """For a while."""
-    bring_back = use_backend(backend)
+    """Enable only the attention kernels of a backend (`--attention-backend`) within the context."""
+    restore = use_backend(backend)
     try:
         yield
     finally:
-        bring_back()
+        restore()
 
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """While entered, compute by the kernels of auto if cuDNN's is on: for a call with a mask, or whose shape is new each time."""
+    """Within the context, disable cuDNN's attention kernel. If it is enabled, the kernels of the backend "auto" replace it.
+
+    Used for calls with a mask, and for calls whose shapes change from call to call.
+    """
     with backend_in_use("auto") if switches.cudnn_sdp_enabled() else contextlib.nullcontext():
         yield
 
 
-def kernels_in_use() -> tuple[AttentionKernel, ...]:
-    """Return the kernels from which torch chooses now."""
-    on: dict[AttentionKernel, bool] = {
+def get_enabled_kernels() -> tuple[AttentionKernel, ...]:
+    """Return the enabled attention kernels. Torch chooses one of them at every call."""
+    is_enabled: dict[AttentionKernel, bool] = {
         "flash": switches.flash_sdp_enabled(),
         "cudnn": switches.cudnn_sdp_enabled(),
         "efficient": switches.mem_efficient_sdp_enabled(),
         "math": switches.math_sdp_enabled(),
     }
-    return tuple(kernel for kernel, enabled in on.items() if enabled)
+    return tuple(kernel for kernel, enabled in is_enabled.items() if enabled)
 
 
-def _switch_on(kernels: tuple[AttentionKernel, ...]) -> None:
+def _enable_only(kernels: tuple[AttentionKernel, ...]) -> None:
     switches.enable_flash_sdp("flash" in kernels)
     switches.enable_cudnn_sdp("cudnn" in kernels)
     switches.enable_mem_efficient_sdp("efficient" in kernels)
     switches.enable_math_sdp("math" in kernels)
 
 
-def flash_is_on() -> bool:
-    """Whether flash attention is among the kernels that are switched on."""
+def is_flash_enabled() -> bool:
+    """Return whether flash attention is enabled."""
     return bool(switches.flash_sdp_enabled())
 
 
-def attention_kernel(call: AttentionCall, *, flash: bool = True) -> AttentionKernel:
-    """The kernel that `scaled_dot_product_attention` chooses among those that are switched on.
+def select_kernel(call: AttentionCall, *, has_flash: bool = True) -> AttentionKernel:
+    """Predict which enabled kernel `scaled_dot_product_attention` chooses for a call.
 
     Args:
-        flash: the GPU has flash attention.
+        has_flash: whether the GPU supports flash attention.
     """
-    for kernel in kernels_in_use():
-        if call.obstacle(kernel) is None and (flash or kernel not in ("flash", "cudnn")):
+    for kernel in get_enabled_kernels():
+        if call.find_obstacle(kernel) is None and (has_flash or kernel not in ("flash", "cudnn")):
             return kernel
     return "math"
 
 
-def keeps_probabilities(q: torch.Tensor, v: torch.Tensor, *, grouped: bool, dropout: float) -> bool:
-    """Whether attention of these queries [..., d] and values [..., e] keeps its probabilities."""
-    flash = not q.is_cuda or flash_runs_on(q.device)
-    call = AttentionCall(8 * q.itemsize, q.shape[-1], grouped, q.is_cuda, dropout, value_size=v.shape[-1])
-    return attention_kernel(call, flash=flash) == "math"
+def saves_probabilities(q: torch.Tensor, v: torch.Tensor, *, is_grouped: bool, dropout: float) -> bool:
+    """Return whether the attention kernel chosen for queries [..., d] and values [..., e] saves the probabilities for backward, as
+    only the unfused kernel ("math") does."""
+    has_flash = not q.is_cuda or has_flash_attention(q.device)
+    call = AttentionCall(8 * q.itemsize, q.shape[-1], is_grouped, q.is_cuda, dropout, value_head_size=v.shape[-1])
+    return select_kernel(call, has_flash=has_flash) == "math"
 
 
-def chosen_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, grouped: bool) -> str | None:
-    """Name the kernel that torch chooses for causal attention of these tensors; None if none that is switched on takes it.
+def find_kernel_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, is_grouped: bool) -> str | None:
+    """Return the name of the kernel that torch chooses for causal attention of these tensors; None if no enabled kernel supports
+    them.
 
     Args:
-        q, k, v: [samples, heads, s, channels], with the shapes, strides and `requires_grad` of a call; values do not matter.
-        grouped: there are fewer key-value heads than query heads.
+        q, k, v: [samples, heads, s, channels], with the shapes, strides and `requires_grad` of the call. Their values do not
+            matter.
+        is_grouped: whether there are fewer key-value heads than query heads.
     """
     try:
-        backend = fused_sdp_choice(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
-    except RuntimeError:  # on CUDA, where a CPU returns `SDPBackend.ERROR`
+        backend = fused_sdp_choice(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped)
+    except RuntimeError:  # raised on CUDA; on a CPU the result is `SDPBackend.ERROR`
         return None
-    return _IN_WORDS.get(backend)
+    return _KERNEL_NAMES.get(backend)
 
 
 @functools.cache
-def flash_runs_on(device: torch.device) -> bool:
-    """Whether this GPU has flash attention."""
-    if device.type == "meta":  # in a plan, for GPUs that this machine need not have
+def has_flash_attention(device: torch.device) -> bool:
+    """Return whether the device supports flash attention."""
+    if device.type == "meta":  # in a dry run, for GPUs that this machine need not have
         return True
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,8 +1,10 @@
-"""Causal attention computed block by block, for what torch's kernels do not take: windows, capped scores, sinks. No [s, s] tensor
-is made: a block of queries meets only the keys in its reach, and backward computes its probabilities again.
+"""Causal attention computed in blocks of queries, for cases that torch's kernels do not support: windows, capped scores and sinks.
 
-Shapes: `s` sequence, `b` microbatch, `g` key-value heads, `r` query heads of each, `d` size of a query, `e` of a value. Within a
-block: `q` queries, `k` keys, `B = b * g`.
+No [s, s] tensor is allocated. A block of queries is multiplied only by the keys that the mask lets it see, and backward recomputes
+the probabilities.
+
+Shapes: `s` sequence, `b` microbatch, `g` key-value heads, `r` query heads per key-value head, `d` size of a query head, `e` size of
+a value head. Within a block: `q` queries, `k` keys, `B = b * g`.
 """
 
 from __future__ import annotations
@@ -13,328 +15,352 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.attention.documents import Documents
-from megatron.parallel.products import writes_wide_products
+from megatron.parallel.products import has_float32_output
 from megatron.parallel.random import seed_device
 from megatron.spec.layers import ScoreSpec
 
-_MOST_QUERIES = 128
-"""Queries of a block. More would compute more scores outside of a window, fewer would take more launches."""
-_MOST_SCORES = 1 << 25
-"""Scores of a block, which has fewer queries where their reach is long."""
+_MAX_QUERIES_PER_BLOCK = 128
+"""Largest number of queries in a block. With more, more scores outside of a window would be computed; with fewer, there would
+be more kernel launches."""
+_MAX_SCORES_PER_BLOCK = 1 << 25
+"""Largest number of scores in a block. A block has fewer queries if they see many keys."""
 
 
-class Reach(NamedTuple):
-    """What a query at a place of the sequence may attend to."""
+class CausalMask(NamedTuple):
+    """Causal mask: which keys a query may attend to, optionally limited to a window and to the document of the query."""
 
     window: int | None
-    """Tokens before its own; None for all."""
+    """Number of earlier tokens that a token may attend to; None for all."""
     documents: Documents | None
-    """Whose bounds it does not cross."""
-    first: int = 0
-    """Place of the first query among the keys, which lie at 0, 1, ..."""
-    origin: int = 0
-    """Place of the first key in its sample."""
+    """Documents that attention does not cross; None if a token may attend to its complete sample."""
+    query_offset: int = 0
+    """Position of the first query relative to the first key."""
+    key_offset: int = 0
+    """Position of the first key in its sample."""
 
-    def blocks(self, queries: int, keys: int, scores_of_a_key: int) -> Iterator[tuple[slice, slice]]:
-        """Queries, and the keys in their reach, of each block that has any.
+    def iterate_blocks(self, num_queries: int, num_keys: int, scores_per_pair: int) -> Iterator[tuple[slice, slice]]:
+        """Divide the score matrix into blocks of queries, and yield for each block its slice of queries and the slice of keys that
+        they may attend to.
+
+        Blocks without visible keys are left out.
 
         Args:
-            scores_of_a_key: those that one query token has with one key token, over all samples and heads.
+            scores_per_pair: number of scores of one query token and one key token, over all samples and heads.
         """
-        longest = keys if self.window is None else min(keys, self.window + _MOST_QUERIES)
-        size = max(1, min(_MOST_QUERIES, _MOST_SCORES // (scores_of_a_key * longest)))
-        for start in range(0, queries, size):
-            some = slice(start, min(start + size, queries))
-            lowest = 0 if self.window is None else max(0, self.first + start - self.window)
+        max_keys = num_keys if self.window is None else min(num_keys, self.window + _MAX_QUERIES_PER_BLOCK)
+        block_size = max(1, min(_MAX_QUERIES_PER_BLOCK, _MAX_SCORES_PER_BLOCK // (scores_per_pair * max_keys)))
+        for start in range(0, num_queries, block_size):
+            block = slice(start, min(start + block_size, num_queries))
+            first_key = 0 if self.window is None else max(0, self.query_offset + start - self.window)
             if self.documents is not None:
-                lowest = max(lowest, self.documents.lowest_start(self.origin + self.first + start) - self.origin)
-            if lowest < (highest := min(keys, self.first + some.stop)):
-                yield some, slice(lowest, highest)
+                first_key = max(
+                    first_key, self.documents.min_document_start(self.key_offset + self.query_offset + start) - self.key_offset
+                )
+            if first_key < (end_key := min(num_keys, self.query_offset + block.stop)):
+                yield block, slice(first_key, end_key)
 
-    def hidden(self, queries: slice, keys: slice, device: torch.device) -> torch.Tensor:
-        """Which keys of a block a query does not see: [b or 1, q, k]."""
-        at = torch.arange(self.first + queries.start, self.first + queries.stop, device=device)[:, None]
-        keys_at = torch.arange(keys.start, keys.stop, device=device)
-        hidden = keys_at > at
+    def compute_mask(self, queries: slice, keys: slice, device: torch.device) -> torch.Tensor:
+        """Compute the mask of a block, [b or 1, q, k]: True where a query must not attend to a key."""
+        query_positions = torch.arange(self.query_offset + queries.start, self.query_offset + queries.stop, device=device)[:, None]
+        key_positions = torch.arange(keys.start, keys.stop, device=device)
+        is_masked = key_positions > query_positions
         if self.window is not None:
-            hidden |= keys_at < at - self.window
+            is_masked |= key_positions < query_positions - self.window
         if self.documents is None:
-            return hidden[None]
-        place = self.origin + self.first
-        starts = self.documents.starts[place + queries.start : place + queries.stop]  # [q, b]
-        return hidden | (keys_at + self.origin < starts.t()[..., None])
+            return is_masked[None]
+        offset = self.key_offset + self.query_offset
+        starts = self.documents.document_starts[offset + queries.start : offset + queries.stop]  # [q, b]
+        return is_masked | (key_positions + self.key_offset < starts.t()[..., None])
 
-    def sees_all(self, queries: slice, keys: slice) -> bool:
-        """Whether each query of a block sees each key for sure: what documents hide is not looked at."""
-        far = self.first + queries.stop - 1 - keys.start
+    def is_unmasked(self, queries: slice, keys: slice) -> bool:
+        """Return whether every query of a block certainly sees every key. With documents the answer is always False."""
+        max_distance = self.query_offset + queries.stop - 1 - keys.start
         return (
-            self.documents is None and keys.stop <= self.first + queries.start + 1 and (self.window is None or far <= self.window)
+            self.documents is None
+            and keys.stop <= self.query_offset + queries.start + 1
+            and (self.window is None or max_distance <= self.window)
         )
 
 
-class Call(NamedTuple):
-    """What is computed, beside queries, keys and values."""
+class BlockAttentionOptions(NamedTuple):
+    """Settings of a blockwise attention call: everything except its tensors."""
 
-    scores: ScoreSpec
-    reach: Reach
+    score_spec: ScoreSpec
+    mask: CausalMask
     dropout: float = 0.0
-    seed: int = 0
-    """Seed of the first block's dropout mask."""
-    partial: bool = False
-    """Whether queries see keys that are not in the call, so that some may see none that are."""
+    dropout_seed: int = 0
+    """Seed of the dropout mask of block 0; block i has this seed + i."""
+    has_partial_keys: bool = False
+    """Whether the call has only some of the keys, so that a query may see none of them."""
 
 
-def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call) -> torch.Tensor:
-    """softmax(score(q k^T)) v, with all but the products in at least float32.
+def block_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, options: BlockAttentionOptions
+) -> torch.Tensor:
+    """Compute softmax(score(q k^T)) v block by block. Everything except the matrix products is computed in at least float32.
 
     Args:
-        q: [s, b, g, r, d].
-        k, v: [keys, b, g, d] and [keys, b, g, e].
-        sinks: what stands beside the scores in each head's softmax, [g * r]; None for nothing.
+        q: queries, [s, b, g, r, d].
+        k, v: keys [keys, b, g, d] and values [keys, b, g, e].
+        sinks: attention sinks, one more logit in each head's softmax, [g * r]; None for no learnable sinks.
 
     Returns:
         [s, b, g * r * e].
     """
-    out: torch.Tensor = _BlockAttention.apply(q, k, v, sinks, call)
+    out: torch.Tensor = _BlockAttention.apply(q, k, v, sinks, options)
     return out.flatten(2)
 
 
-def attention_of_a_token(
+def single_token_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    visible: torch.Tensor | None,
-    scores: ScoreSpec,
+    is_visible: torch.Tensor | None,
+    score_spec: ScoreSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same for one token after all others, without a backward.
+    """Compute `block_attention` for one new token after all stored tokens, without support for backward.
 
     Args:
         q: [b, g, r, d].
-        k, v: [b, g, keys, d] and [b, g, keys, e], those of its window.
-        visible: [b, 1, 1, keys], False where a key is none; None where all are.
+        k, v: [b, g, keys, d] and [b, g, keys, e]: the tokens of the window.
+        is_visible: [b, 1, 1, keys], False for slots without a token; None if all slots have one.
 
     Returns:
         [b, g, r, e].
     """
-    found = _capped(_product(q.flatten(0, 1), k.flatten(0, 1).mT), scores, q.shape[-1]).view(*q.shape[:3], -1)
-    if visible is not None:
-        found.masked_fill_(~visible, -torch.inf)
-    shares, _ = _softmax(found[:, :, None], scores, sinks)
-    return _product(shares.flatten(0, 2), v.flatten(0, 1)).view(*q.shape[:3], -1)
+    masked_scores = _scale_and_cap(_matmul(q.flatten(0, 1), k.flatten(0, 1).mT), score_spec, q.shape[-1]).view(*q.shape[:3], -1)
+    if is_visible is not None:
+        masked_scores.masked_fill_(~is_visible, -torch.inf)
+    probs, _ = _softmax_in_place(masked_scores[:, :, None], score_spec, sinks)
+    return _matmul(probs.flatten(0, 2), v.flatten(0, 1)).view(*q.shape[:3], -1)
 
 
-def largest_scores(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
-    """The largest score of each head over all samples and all pairs in reach: [g * r], in at least float32.
+def compute_max_logits(q: torch.Tensor, k: torch.Tensor, options: BlockAttentionOptions) -> torch.Tensor:
+    """Compute the largest score of each head over all samples and all pairs of a query and a key that it may attend to: [g * r], in
+    at least float32.
 
     Args:
         q: [s, b, g, r, d].
         k: [keys, b, g, d].
     """
     s, b, g, r, _ = q.shape
-    found = q.new_full((g, r), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for queries, keys in call.reach.blocks(s, len(k), b * g * r):
-        scores = _scores(q[queries], k[keys], call)
-        _hide(scores, call, queries, keys)
-        torch.maximum(found, scores.view(b, g, -1, r, scores.shape[-1]).amax((0, 2, 4)), out=found)
-    return found.flatten()
+    max_logits = q.new_full((g, r), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for queries, keys in options.mask.iterate_blocks(s, len(k), b * g * r):
+        scores = _compute_scores(q[queries], k[keys], options)
+        _apply_mask(scores, options, queries, keys)
+        torch.maximum(max_logits, scores.view(b, g, -1, r, scores.shape[-1]).amax((0, 2, 4)), out=max_logits)
+    return max_logits.flatten()
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Keeps its inputs, its result and a log of a sum a row."""
+    """Autograd function of `block_attention`. Saves its inputs, its output and the logsumexp of the scores of each query."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, options: BlockAttentionOptions
     ) -> torch.Tensor:
         out = q.new_empty((*q.shape[:4], v.shape[-1]))
-        log_sums = q.new_empty(q.shape[:4], dtype=torch.promote_types(q.dtype, torch.float32))
-        attend_by_blocks(q, k, v, call, out, log_sums, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, log_sums)
-        ctx.call = call
+        logsumexp = q.new_empty(q.shape[:4], dtype=torch.promote_types(q.dtype, torch.float32))
+        block_attention_forward(q, k, v, options, out, logsumexp, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, logsumexp)
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, sinks, out, log_sums = ctx.saved_tensors
+        q, k, v, sinks, out, logsumexp = ctx.saved_tensors
         b, g, r = q.shape[1:4]
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-        # Sums over blocks, in the wide dtype.
-        grad_k, grad_v = (torch.zeros((b * g, len(x), x.shape[-1]), dtype=log_sums.dtype, device=x.device) for x in (k, v))
-        grad_sinks = None if sinks is None else torch.zeros((g, r), dtype=log_sums.dtype, device=q.device)
-        grads = Grads(grad_q, grad_k, grad_v, grad_sinks)
-        differentiate_by_blocks(grad, q, k, v, ctx.call, out, log_sums, grads, sinks)
-        both = (total.view(b, g, len(x), -1).permute(2, 0, 1, 3).to(x.dtype) for total, x in ((grad_k, k), (grad_v, v)))
-        return grad_q, *both, None if sinks is None or grad_sinks is None else grad_sinks.flatten().to(sinks.dtype), None
+        # Gradients of keys and values are summed over blocks in the dtype of the softmax.
+        grad_k, grad_v = (torch.zeros((b * g, len(x), x.shape[-1]), dtype=logsumexp.dtype, device=x.device) for x in (k, v))
+        grad_sinks = None if sinks is None else torch.zeros((g, r), dtype=logsumexp.dtype, device=q.device)
+        grads = AttentionGrads(grad_q, grad_k, grad_v, grad_sinks)
+        block_attention_backward(grad, q, k, v, ctx.options, out, logsumexp, grads, sinks)
+        grads_kv = (total.view(b, g, len(x), -1).permute(2, 0, 1, 3).to(x.dtype) for total, x in ((grad_k, k), (grad_v, v)))
+        return grad_q, *grads_kv, None if sinks is None or grad_sinks is None else grad_sinks.flatten().to(sinks.dtype), None
 
 
-class Grads(NamedTuple):
-    """Where gradients go."""
+class AttentionGrads(NamedTuple):
+    """Output buffers for the gradients of one attention call."""
 
     q: torch.Tensor
-    """[s, b, g, r, d]: is written, or added to."""
+    """Gradient of the queries, [s, b, g, r, d]. `block_attention_backward` overwrites it or, with `accumulate_grad_q`, adds to
+    it."""
     k: torch.Tensor
-    """[B, keys, d] in the dtype of the softmax: is added to."""
+    """Gradient of the keys, [B, keys, d] (B = b g), in the dtype of the softmax. The backward adds to it."""
     v: torch.Tensor
-    """[B, keys, e] in the dtype of the softmax: is added to."""
+    """Gradient of the values, [B, keys, e] (B = b g), in the dtype of the softmax. The backward adds to it."""
     sinks: torch.Tensor | None = None
-    """[g, r] in the dtype of the softmax: is added to."""
+    """Gradient of the attention sinks, [g, r], in the dtype of the softmax. The backward adds to it."""
 
 
-def attend_by_blocks(
+def block_attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: Call,
+    options: BlockAttentionOptions,
     out: torch.Tensor,
-    log_sums: torch.Tensor,
+    logsumexp: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Write attention of queries [s, b, g, r, d] to keys and values [keys, b, g, d] and [keys, b, g, e].
+    """Compute attention of queries [s, b, g, r, d] to keys and values, [keys, b, g, d] and [keys, b, g, e], into given tensors.
+
+    A query of a block without visible keys is not written. A query that sees no key, in a block with visible keys, gets the output
+    zero and the logsumexp minus infinity.
 
     Args:
-        out: is written, [s, b, g, r, e], where a query sees any of the keys.
-        log_sums: is written likewise, [s, b, g, r]: the logarithm of the sum of exp of a query's scores. It is minus infinity for a
-            query that sees no key but lies in a block with one that does; its `out` is zero.
-        sinks: [g * r]; None where the softmax has none, or they are not in this part of it.
+        out: output [s, b, g, r, e].
+        logsumexp: logarithm of the sum of exp(score) of each query, [s, b, g, r].
+        sinks: [g * r]; None if the softmax has no learnable sinks, or if another call includes them.
     """
     s, b, g, r, _ = q.shape
-    for number, (queries, keys) in enumerate(call.reach.blocks(s, len(k), b * g * r)):
-        scores = _scores(q[queries], k[keys], call)
-        _hide(scores, call, queries, keys)
-        shares, log_sum = _softmax(scores.view(b, g, -1, r, scores.shape[-1]), call.scores, sinks, partial=call.partial)
-        if call.dropout:
-            shares.mul_(_kept(shares, call, number))
-        mixed = _product(shares.flatten(2, 3).flatten(0, 1), _heads(v[keys]))
-        out[queries] = mixed.view(b, g, -1, r, v.shape[-1]).permute(2, 0, 1, 3, 4)
-        log_sums[queries] = log_sum.permute(2, 0, 1, 3)
+    for block_index, (queries, keys) in enumerate(options.mask.iterate_blocks(s, len(k), b * g * r)):
+        scores = _compute_scores(q[queries], k[keys], options)
+        _apply_mask(scores, options, queries, keys)
+        probs, block_logsumexp = _softmax_in_place(
+            scores.view(b, g, -1, r, scores.shape[-1]), options.score_spec, sinks, has_partial_keys=options.has_partial_keys
+        )
+        if options.dropout:
+            probs.mul_(_dropout_mask(probs, options, block_index))
+        block_out = _matmul(probs.flatten(2, 3).flatten(0, 1), _flatten_heads(v[keys]))
+        out[queries] = block_out.view(b, g, -1, r, v.shape[-1]).permute(2, 0, 1, 3, 4)
+        logsumexp[queries] = block_logsumexp.permute(2, 0, 1, 3)
 
 
-def differentiate_by_blocks(
+def block_attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: Call,
+    options: BlockAttentionOptions,
     out: torch.Tensor,
-    log_sums: torch.Tensor,
-    grads: Grads,
+    logsumexp: torch.Tensor,
+    grads: AttentionGrads,
     sinks: torch.Tensor | None = None,
     *,
-    adds: bool = False,
+    accumulate_grad_q: bool = False,
 ) -> None:
-    """The backward of `attend_by_blocks`.
+    """Compute the gradients of `block_attention_forward`.
 
     Args:
-        grad: of the result, [s, b, g, r, e].
-        out, log_sums: of all keys that a query sees, also those that are in no part of this call.
-        adds: whether gradients of queries are added to what is there.
+        grad: gradient of the output, [s, b, g, r, e].
+        out, logsumexp: of all keys that a query sees, including keys outside of this call.
+        grads: receives the gradients.
+        accumulate_grad_q: add to the gradients of the queries instead of overwriting them.
     """
     s, b, g, r, d = q.shape
-    for number, (queries, keys) in enumerate(call.reach.blocks(s, len(k), b * g * r)):
-        raw = _scores(q[queries], k[keys], call)
-        slopes = None if call.scores.softcap is None else 1 - (raw / call.scores.softcap).square_()
-        _hide(raw, call, queries, keys)
-        log_sum = log_sums[queries].permute(1, 2, 0, 3)  # [b, g, q, r]
-        shares = raw.view(b, g, -1, r, raw.shape[-1]).sub_(log_sum[..., None]).exp_().view(raw.shape)
-        some_grad, some_out = grad[queries], out[queries]
-        delta = (some_grad.to(log_sums.dtype) * some_out).sum(-1).permute(1, 2, 0, 3)  # [b, g, q, r]
+    for block_index, (queries, keys) in enumerate(options.mask.iterate_blocks(s, len(k), b * g * r)):
+        scores = _compute_scores(q[queries], k[keys], options)
+        softcap_grad = None if options.score_spec.softcap is None else 1 - (scores / options.score_spec.softcap).square_()
+        _apply_mask(scores, options, queries, keys)
+        block_logsumexp = logsumexp[queries].permute(1, 2, 0, 3)  # [b, g, q, r]
+        probs = scores.view(b, g, -1, r, scores.shape[-1]).sub_(block_logsumexp[..., None]).exp_().view(scores.shape)
+        block_grad, block_out = grad[queries], out[queries]
+        delta = (block_grad.to(logsumexp.dtype) * block_out).sum(-1).permute(1, 2, 0, 3)  # [b, g, q, r]
         if grads.sinks is not None:
-            grads.sinks.sub_(((_sinks_of(sinks, log_sum) - log_sum).exp_() * delta).sum((0, 2)))
-        rows = _rows(some_grad)
-        grad_shares = _product(rows, _heads(v[keys]).mT)
-        kept = _kept(shares, call, number) if call.dropout else None
-        if kept is not None:
-            grad_shares.mul_(kept)
-        grads.v[:, keys] += _product((shares if kept is None else shares * kept).mT, rows)
-        grad_scores = shares.mul_(grad_shares.sub_(delta.flatten(2).flatten(0, 1)[..., None]))
-        if slopes is not None:
-            grad_scores.mul_(slopes)
-        grad_scores.mul_(_scale(call.scores, d))
-        some = _product(grad_scores, _heads(k[keys])).view(b, g, -1, r, d).permute(2, 0, 1, 3, 4)
-        if adds:
-            grads.q[queries] += some
+            grads.sinks.sub_(((_broadcast_sinks(sinks, block_logsumexp) - block_logsumexp).exp_() * delta).sum((0, 2)))
+        grad_rows = _flatten_queries(block_grad)
+        grad_probs = _matmul(grad_rows, _flatten_heads(v[keys]).mT)
+        dropout_mask = _dropout_mask(probs, options, block_index) if options.dropout else None
+        if dropout_mask is not None:
+            grad_probs.mul_(dropout_mask)
+        grads.v[:, keys] += _matmul((probs if dropout_mask is None else probs * dropout_mask).mT, grad_rows)
+        grad_scores = probs.mul_(grad_probs.sub_(delta.flatten(2).flatten(0, 1)[..., None]))
+        if softcap_grad is not None:
+            grad_scores.mul_(softcap_grad)
+        grad_scores.mul_(_softmax_scale(options.score_spec, d))
+        block_grad_q = _matmul(grad_scores, _flatten_heads(k[keys])).view(b, g, -1, r, d).permute(2, 0, 1, 3, 4)
+        if accumulate_grad_q:
+            grads.q[queries] += block_grad_q
         else:
-            grads.q[queries] = some
-        grads.k[:, keys] += _product(grad_scores.mT, _rows(q[queries]))
+            grads.q[queries] = block_grad_q
+        grads.k[:, keys] += _matmul(grad_scores.mT, _flatten_queries(q[queries]))
 
 
-def _scale(scores: ScoreSpec, size: int) -> float:
-    return size**-0.5 if scores.scale is None else scores.scale
+def _softmax_scale(score_spec: ScoreSpec, head_size: int) -> float:
+    return head_size**-0.5 if score_spec.scale is None else score_spec.scale
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
-    """Scaled and capped: [q, b, g, r, d] and [k, b, g, d] to [B, q * r, k]."""
-    return _capped(_product(_rows(q), _heads(k).mT), call.scores, q.shape[-1])
+def _compute_scores(q: torch.Tensor, k: torch.Tensor, options: BlockAttentionOptions) -> torch.Tensor:
+    """Multiply queries [q, b, g, r, d] by keys [k, b, g, d], and scale and cap the scores: [B, q * r, k]."""
+    return _scale_and_cap(_matmul(_flatten_queries(q), _flatten_heads(k).mT), options.score_spec, q.shape[-1])
 
 
-def _capped(products: torch.Tensor, scores: ScoreSpec, size: int) -> torch.Tensor:
-    """Scale and cap products of queries and keys of a size, in place."""
-    products.mul_(_scale(scores, size))
-    return products if scores.softcap is None else products.div_(scores.softcap).tanh_().mul_(scores.softcap)
+def _scale_and_cap(logits: torch.Tensor, score_spec: ScoreSpec, head_size: int) -> torch.Tensor:
+    """Scale and cap products of queries and keys in place."""
+    logits.mul_(_softmax_scale(score_spec, head_size))
+    return logits if score_spec.softcap is None else logits.div_(score_spec.softcap).tanh_().mul_(score_spec.softcap)
 
 
-def _softmax(
-    scores: torch.Tensor, spec: ScoreSpec, sinks: torch.Tensor | None, *, partial: bool = False
+def _softmax_in_place(
+    scores: torch.Tensor, score_spec: ScoreSpec, sinks: torch.Tensor | None, *, has_partial_keys: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn scores [b, g, q, r, k] into probabilities in place; and the logarithm of each row's denominator, [b, g, q, r].
+    """Turn scores [b, g, q, r, k] into probabilities in place, and compute the logsumexp of each row, [b, g, q, r].
 
     Args:
-        partial: there may be rows of minus infinity alone. They become zeros, with the logarithm of zero.
+        has_partial_keys: whether rows may consist of minus infinity only. Their probabilities become zero, and their logsumexp
+            minus infinity.
     """
-    highest = scores.amax(-1)
-    if partial:
-        highest.clamp_(min=torch.finfo(highest.dtype).min)
-    sink = None if spec.softmax == "vanilla" else _sinks_of(sinks, highest)
-    if sink is not None:
-        highest = torch.maximum(highest, sink)
-    total = scores.sub_(highest[..., None]).exp_().sum(-1)
-    if sink is not None:
-        total += (sink - highest).exp_()
-    scores.div_((total.clamp(min=1.0) if partial else total)[..., None])  # any other row has exp(0) in its sum
-    return scores, total.log_().add_(highest)
+    row_max = scores.amax(-1)
+    if has_partial_keys:
+        row_max.clamp_(min=torch.finfo(row_max.dtype).min)
+    sink_scores = None if score_spec.softmax == "vanilla" else _broadcast_sinks(sinks, row_max)
+    if sink_scores is not None:
+        row_max = torch.maximum(row_max, sink_scores)
+    denominator = scores.sub_(row_max[..., None]).exp_().sum(-1)
+    if sink_scores is not None:
+        denominator += (sink_scores - row_max).exp_()
+    scores.div_(
+        (denominator.clamp(min=1.0) if has_partial_keys else denominator)[..., None]
+    )  # the sum of a row with visible keys is at least exp(0)
+    return scores, denominator.log_().add_(row_max)
 
 
-def _hide(scores: torch.Tensor, call: Call, queries: slice, keys: slice) -> None:
-    """Set scores [B, q * r, k] of keys out of reach to minus infinity."""
-    if call.reach.sees_all(queries, keys):
+def _apply_mask(scores: torch.Tensor, options: BlockAttentionOptions, queries: slice, keys: slice) -> None:
+    """Set the scores [B, q * r, k] of masked keys to minus infinity."""
+    if options.mask.is_unmasked(queries, keys):
         return
-    hidden = call.reach.hidden(queries, keys, scores.device)  # [b or 1, q, k]
-    number, keys_here = hidden.shape[1:]
-    samples = len(hidden)
-    scores.view(samples, -1, number, scores.shape[1] // number, keys_here).masked_fill_(hidden[:, None, :, None], -torch.inf)
+    is_masked = options.mask.compute_mask(queries, keys, scores.device)  # [b or 1, q, k]
+    num_queries, num_keys = is_masked.shape[1:]
+    num_samples = len(is_masked)
+    scores.view(num_samples, -1, num_queries, scores.shape[1] // num_queries, num_keys).masked_fill_(
+        is_masked[:, None, :, None], -torch.inf
+    )
 
 
-def _sinks_of(sinks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """For [b, g, q, r]: each head's sink, or zero where the weight is a constant."""
+def _broadcast_sinks(sinks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return the sink of each head, broadcastable to [b, g, q, r]; zero if the sinks are not learnable."""
     if sinks is None:
         return like.new_zeros(())
     return sinks.to(like.dtype).view(1, like.shape[1], 1, like.shape[3])
 
 
-def _kept(shares: torch.Tensor, call: Call, number: int) -> torch.Tensor:
-    """The dropout mask of a block, scaled: 0 or 1 / (1 - p)."""
-    seed_device(shares.device, call.seed + number)
-    return torch.empty_like(shares).bernoulli_(1 - call.dropout).div_(1 - call.dropout)
+def _dropout_mask(probs: torch.Tensor, options: BlockAttentionOptions, block_index: int) -> torch.Tensor:
+    """Draw the dropout mask of a block: 0, or 1 / (1 - p) for the probabilities that are kept."""
+    seed_device(probs.device, options.dropout_seed + block_index)
+    return torch.empty_like(probs).bernoulli_(1 - options.dropout).div_(1 - options.dropout)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[q, b, g, r, d] to [B, q * r, d]."""
+def _flatten_queries(x: torch.Tensor) -> torch.Tensor:
+    """Reshape queries or gradients [q, b, g, r, d] to [B, q * r, d]."""
     return x.permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
 
 
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    """[k, b, g, d] to [B, k, d]."""
+def _flatten_heads(x: torch.Tensor) -> torch.Tensor:
+    """Reshape keys or values [k, b, g, d] to [B, k, d]."""
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products of matrices in at least float32. Where the factors have 16 bits, a tensor core multiplies them as they are and adds
-    in float32; a CPU gets them widened."""
-    narrow = {a.dtype, b.dtype} & {torch.float16, torch.bfloat16}
-    if not narrow:
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply batches of matrices. The products are summed, and the result is returned, in at least float32.
+
+    16-bit factors are multiplied as on tensor cores, which sum in float32. A CPU converts the factors to float32 first.
+    """
+    half_dtypes = {a.dtype, b.dtype} & {torch.float16, torch.bfloat16}
+    if not half_dtypes:
         return torch.bmm(a, b)
-    (dtype,) = narrow
-    if not (a.is_cuda and writes_wide_products(a.device, dtype)):
+    (dtype,) = half_dtypes
+    if not (a.is_cuda and has_float32_output(a.device, dtype)):
         return torch.bmm(a.float(), b.float())
     return torch.bmm(a.to(dtype), b.to(dtype), out_dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""softmax(score(q k^T)) v of whole samples, by the kernel that takes it.
+"""softmax(score(q k^T)) v of complete samples, by the fastest kernel that supports it.
 
-Shapes: `s` sequence, `b` microbatch, `g` key-value heads, `r` query heads of each, `n = g * r`, `d` size of a query or key head,
-`e` of a value head.
+Shapes: `s` sequence, `b` microbatch, `g` key-value heads, `r` query heads per key-value head, `n = g * r` query heads, `d` size of
+a query or key head, `e` size of a value head.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from megatron.attention.backends import BLOCK_BY_BLOCK
-from megatron.parallel.products import slow_half
+from megatron.attention.backends import BLOCKWISE_KERNEL_NAME
+from megatron.parallel.products import is_slow_half
 from megatron.parallel.random import seed_device
-from megatron.spec.layers import PLAIN, ScoreSpec
+from megatron.spec.layers import DEFAULT_SCORES, ScoreSpec
 
 if TYPE_CHECKING:
     from megatron.attention.documents import Documents
@@ -27,18 +27,19 @@ def core_attention(
     documents: Documents | None = None,
     dropout: float = 0.0,
     *,
-    scores: ScoreSpec = PLAIN,
+    score_spec: ScoreSpec = DEFAULT_SCORES,
     sinks: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v with a causal mask, or what `scores` says; the softmax is in at least float32.
+    """Compute softmax(scale q k^T) v with a causal mask, or the variant that `score_spec` describes. The softmax is in at least
+    float32.
 
     Args:
         q: [s, b, g, r, d] or [s, b, n, d].
-        k, v: [s, b, g, d] and [s, b, g, e]; each serves r neighbouring query heads.
-        documents: a token attends only to its own; None to its whole sample.
-        sinks: [n], where the softmax has learnable ones.
-        seed: of the dropout mask; None for what the generator says.
+        k, v: [s, b, g, d] and [s, b, g, e]; each head serves r neighboring query heads.
+        documents: documents that attention does not cross; None to attend to the whole sample.
+        sinks: learnable attention sinks [n], if the softmax has them.
+        seed: seed of the dropout mask; None to use the current state of the generator.
 
     Returns:
         [s, b, n * e].
@@ -46,77 +47,83 @@ def core_attention(
     if q.dim() == 4:
         q = q.unflatten(2, (k.shape[2], -1))
     dtype, shape = q.dtype, q.shape
-    if slow_half(q):
+    if is_slow_half(q):
         q, k, v = q.float(), k.float(), v.float()
-    if not one_kernel(scores, shape[0] if documents is None else documents.longest):
-        return _shaped_attention(q, k, v, documents, dropout, scores, sinks, seed).to(dtype)
+    if not has_fused_kernel(score_spec, shape[0] if documents is None else documents.max_seqlen):
+        return _attention_without_fused_kernel(q, k, v, documents, dropout, score_spec, sinks, seed).to(dtype)
     if dropout > 0.0 and seed is not None:
         seed_device(q.device, seed)
     if documents is not None:
-        from megatron.attention.documents import attention_within_documents
+        from megatron.attention.documents import document_attention
 
-        return attention_within_documents(q.flatten(2, 3), k, v, documents, dropout, scores.scale).to(dtype)
-    q, k, v, grouped = as_samples(q, k, v)
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scores.scale, enable_gqa=grouped)
+        return document_attention(q.flatten(2, 3), k, v, documents, dropout, score_spec.scale).to(dtype)
+    q, k, v, is_grouped = view_as_sdpa_inputs(q, k, v)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=score_spec.scale, enable_gqa=is_grouped)
     return out.permute(2, 0, 1, 3).reshape(*shape[:2], -1).to(dtype)
 
 
-def as_samples(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """View queries [s, b, g, r, d], keys and values [s, b, g, d] as torch's kernels take them.
+def view_as_sdpa_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """View queries [s, b, g, r, d], keys and values [s, b, g, d] in the layout of `scaled_dot_product_attention`.
 
     Returns:
-        each as [samples, heads, s, d], and whether the query heads of a sample share keys and values. Then each group is a sample
-        of its own: as one sample, its heads could not lie among keys and values without a copy.
+        q, k and v as [samples, heads, s, d], and whether query heads share keys and values. If they do, each key-value group
+        becomes a sample: in one sample, keys and values could not be viewed in this layout without a copy.
     """
-    grouped = q.shape[3] > 1
-    if grouped:
+    is_grouped = q.shape[3] > 1
+    if is_grouped:
         q, k, v = q.flatten(1, 2), k.flatten(1, 2).unsqueeze(2), v.flatten(1, 2).unsqueeze(2)  # [s, b * g, r or 1, d]
     else:
         q = q.squeeze(3)
-    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), grouped
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), is_grouped
 
 
-def one_kernel(scores: ScoreSpec, longest: int) -> bool:
-    """Whether torch has a kernel for scores of samples or documents of at most so many tokens, whatever the device."""
-    plain = scores.softcap is None and scores.softmax == "vanilla"
-    return plain and (scores.window is None or scores.reach(longest) is None)
-
-
-def shaped_kernel(scores: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: float) -> str:
-    """What computes attention where it is not one kernel for any device, in words.
+def has_fused_kernel(score_spec: ScoreSpec, max_seqlen: int) -> bool:
+    """Return whether torch has a fused attention kernel for these scores on every device: a plain softmax without window, softcap
+    or sinks.
 
     Args:
-        q, v: any tensors of the dtype, device and size of a head.
+        max_seqlen: tokens of the longest sample or document. A window that is not shorter has no effect.
     """
-    from megatron.attention.documents import flash_takes
-
-    window_only = scores.softcap is None and scores.softmax == "vanilla"
-    return "flash attention" if window_only and flash_takes(q, v, dropout) else BLOCK_BY_BLOCK
+    is_plain_softmax = score_spec.softcap is None and score_spec.softmax == "vanilla"
+    return is_plain_softmax and (score_spec.window is None or score_spec.get_effective_window(max_seqlen) is None)
 
 
-def _shaped_attention(
+def name_kernel(score_spec: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: float) -> str:
+    """Return the name of the kernel for scores that have no fused kernel on every device (`has_fused_kernel`): flash attention or
+    the blockwise computation.
+
+    Args:
+        q, v: any tensors with the dtype, device and head size of queries and values.
+    """
+    from megatron.attention.documents import flash_supports
+
+    window_only = score_spec.softcap is None and score_spec.softmax == "vanilla"
+    return "flash attention" if window_only and flash_supports(q, v, dropout) else BLOCKWISE_KERNEL_NAME
+
+
+def _attention_without_fused_kernel(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     documents: Documents | None,
     dropout: float,
-    scores: ScoreSpec,
+    score_spec: ScoreSpec,
     sinks: torch.Tensor | None,
     seed: int | None,
 ) -> torch.Tensor:
-    """Attention with a window, a cap or sinks."""
-    from megatron.attention.documents import MOST_AT_ONCE, flash_attention
+    """Compute attention with a window, a softcap or sinks, by flash attention or blockwise."""
+    from megatron.attention.documents import MAX_SEQUENCES_PER_CALL, flash_attention
 
-    length, batch = q.shape[:2]
-    window = scores.reach(length)
-    if shaped_kernel(scores, q, v, dropout) == "flash attention":
+    length, batch_size = q.shape[:2]
+    window = score_spec.get_effective_window(length)
+    if name_kernel(score_spec, q, v, dropout) == "flash attention":
         if documents is None:
-            bounds, longest = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device), length
+            cu_seqlens, max_seqlen = torch.arange(0, (batch_size + 1) * length, length, dtype=torch.int32, device=q.device), length
         else:
-            bounds, longest = documents.on_device, documents.longest
-        if len(bounds) - 1 <= MOST_AT_ONCE:
-            return flash_attention(q.flatten(2, 3), k, v, bounds, longest, window=window, scale=scores.scale)
-    assert dropout == 0.0 or seed is not None, "masks are made again in backward"
-    from megatron.attention.blocks import Call, Reach, block_attention  # few models have such scores
+            cu_seqlens, max_seqlen = documents.cu_seqlens_device, documents.max_seqlen
+        if len(cu_seqlens) - 1 <= MAX_SEQUENCES_PER_CALL:
+            return flash_attention(q.flatten(2, 3), k, v, cu_seqlens, max_seqlen, window=window, scale=score_spec.scale)
+    assert dropout == 0.0 or seed is not None, "a dropout mask needs a seed, because backward draws it again"
+    from megatron.attention.blocks import BlockAttentionOptions, CausalMask, block_attention  # imported late: few models need it
 
-    return block_attention(q, k, v, sinks, Call(scores, Reach(window, documents), dropout, seed or 0))
+    return block_attention(q, k, v, sinks, BlockAttentionOptions(score_spec, CausalMask(window, documents), dropout, seed or 0))

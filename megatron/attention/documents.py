@@ -1,6 +1,6 @@
-"""Causal attention that stays within documents, for samples packed with several. No [s, s] tensor is made.
+"""Causal attention within the documents of packed samples. No [s, s] tensor is allocated.
 
-Shapes: `s` sequence, `b` microbatch, `T = b * s`, `D` documents, `n` query heads, `g` key-value heads, `d` head size.
+Shapes: `s` sequence, `b` microbatch, `T = b * s` tokens, `D` documents, `n` query heads, `g` key-value heads, `d` head size.
 """
 
 from __future__ import annotations
@@ -15,165 +15,184 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from megatron.attention.backends import flash_is_on, flash_runs_on
-from megatron.parallel.cut import Cut
-from megatron.spec.attention_backends import LARGEST_FLASH_HEAD
-from megatron.spec.counts import attended
+from megatron.attention.backends import has_flash_attention, is_flash_enabled
+from megatron.parallel.sequence_split import SequenceSplit
+from megatron.spec.attention_backends import MAX_FLASH_HEAD_SIZE
+from megatron.spec.counts import count_attended_pairs
 
-MOST_AT_ONCE = 65535
-"""The most sequences in one call: a CUDA grid has room for so many in its second dimension."""
-_ALL = -1
-"""In a window of `varlen_attn`: every token."""
+MAX_SEQUENCES_PER_CALL = 65535
+"""Largest number of sequences in one attention call: the limit of the second dimension of a CUDA grid."""
+_UNLIMITED = -1
+"""Window size that stands for all tokens in `varlen_attn`."""
 
 
-Run = tuple[int, int]
-"""The first place of neighbouring tokens in their sequence, and the one behind the last."""
-Made = TypeVar("Made")
+TokenRange = tuple[int, int]
+"""Consecutive tokens of a sample: the position of the first token, and the position after the last token."""
+T = TypeVar("T")
 
 
 class Documents:
-    """Where the documents of one microbatch lie. It is made once and shared by all layers.
+    """Boundaries of the documents in the packed samples of one microbatch. All layers share one object.
 
     Args:
-        bounds: token at which each document starts, with the samples laid end to end, and b x s: [D + 1]. On the host.
-        on_device: the same on the model's device, int32.
-        batch: b.
-        cut: which context ranks hold which tokens; None where there is one context rank.
+        cu_seqlens: offset of each document in the concatenated samples, and the total b x s: int32 [D + 1], on the host.
+        cu_seqlens_device: `cu_seqlens` on the device of the model.
+        batch_size: samples of the microbatch (b).
+        sequence_split: which context ranks hold which tokens; None without context parallelism.
     """
 
-    def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int, cut: Cut | None = None) -> None:
-        self.bounds, self.on_device, self.batch, self.cut = bounds, on_device, batch, cut
-        self.longest = int(np.diff(bounds).max())
-        self._pairs: dict[tuple[Run, Run], Any] = {}
+    def __init__(
+        self,
+        cu_seqlens: NDArray[np.int32],
+        cu_seqlens_device: torch.Tensor,
+        batch_size: int,
+        sequence_split: SequenceSplit | None = None,
+    ) -> None:
+        self.cu_seqlens, self.cu_seqlens_device, self.batch_size, self.sequence_split = (
+            cu_seqlens,
+            cu_seqlens_device,
+            batch_size,
+            sequence_split,
+        )
+        self.max_seqlen = int(np.diff(cu_seqlens).max())
+        self._pair_cache: dict[tuple[TokenRange, TokenRange], Any] = {}
 
     @property
-    def length(self) -> int:
-        """s, the tokens of a whole sample."""
-        return int(self.bounds[-1]) // self.batch
+    def sample_length(self) -> int:
+        """Number of tokens of a full sample (s)."""
+        return int(self.cu_seqlens[-1]) // self.batch_size
 
     @property
-    def bounded(self) -> bool:
-        """Whether a sample holds several documents."""
-        return len(self.bounds) > self.batch + 1
+    def is_packed(self) -> bool:
+        """Whether a sample contains several documents."""
+        return len(self.cu_seqlens) > self.batch_size + 1
 
     @functools.cached_property
-    def order_of_holders(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Place in the sequence of the tokens of all context ranks, one rank after the other, and where each place is then: [s]."""
-        assert self.cut is not None, "one rank holds all tokens"
-        order, device = self.cut.order, self.on_device.device
-        return to_device(order, device), to_device(np.argsort(order), device)
+    def context_rank_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Permutation between the order of the context ranks and the order of the sequence.
 
-    def within(self, first: int, end: int) -> NDArray[np.int64]:
-        """How far behind `first` documents begin between two tokens, of the samples laid end to end."""
-        low, high = np.searchsorted(self.bounds, [first + 1, end])
-        return self.bounds[low:high].astype(np.int64) - first
+        Returns:
+            the position in the sequence of each token, where the tokens of all context ranks are concatenated, and the inverse
+            permutation; int64 [s] each.
+        """
+        assert self.sequence_split is not None, "without context parallelism, tokens have no order of context ranks"
+        order, device = self.sequence_split.order, self.cu_seqlens_device.device
+        return copy_to_device(order, device), copy_to_device(np.argsort(order), device)
 
-    def around(self, token: int) -> tuple[int, int]:
-        """The document of a token of the samples laid end to end: its first token, and the one behind its last."""
-        number = int(np.searchsorted(self.bounds, token, side="right"))
-        return int(self.bounds[number - 1]), int(self.bounds[number])
+    def find_document_starts(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return where documents begin strictly between the offsets `start` and `end` of the concatenated samples, relative to
+        `start`."""
+        low, high = np.searchsorted(self.cu_seqlens, [start + 1, end])
+        return self.cu_seqlens[low:high].astype(np.int64) - start
 
-    def pairs(self, queries: Run, keys: Run, make: Callable[[Run, Run, Documents], Made]) -> Made:
-        """What is made of two runs of tokens, once for all layers."""
-        if (queries, keys) not in self._pairs:
-            self._pairs[queries, keys] = make(queries, keys, self)
-        return self._pairs[queries, keys]  # type: ignore[no-any-return]
+    def find_document(self, token: int) -> tuple[int, int]:
+        """Return the start and end offset of the document that contains a token. All offsets are in the concatenated samples."""
+        index = int(np.searchsorted(self.cu_seqlens, token, side="right"))
+        return int(self.cu_seqlens[index - 1]), int(self.cu_seqlens[index])
 
-    def attended_sequences(self, shares: Mapping[int | None, float]) -> float:
-        """How many samples of one document each need as much attention.
+    def cached_for_pair(self, queries: TokenRange, keys: TokenRange, build: Callable[[TokenRange, TokenRange, Documents], T]) -> T:
+        """Return `build(queries, keys, self)` for two token ranges. The result is cached, and so built once for all layers."""
+        if (queries, keys) not in self._pair_cache:
+            self._pair_cache[queries, keys] = build(queries, keys, self)
+        return self._pair_cache[queries, keys]  # type: ignore[no-any-return]
+
+    def count_equivalent_samples(self, window_shares: Mapping[int | None, float]) -> float:
+        """Return the number of samples with a single document that have as many attention FLOPs as this microbatch.
 
         Args:
-            shares: part of each window in the attention of a sample (`attention_shares`).
+            window_shares: share of each attention window in the attention FLOPs of a sample (`compute_window_shares`).
         """
-        lengths, counts = np.unique(np.diff(self.bounds), return_counts=True)
-        each, whole = list(zip(lengths.tolist(), counts.tolist(), strict=True)), self.length
+        lengths, counts = np.unique(np.diff(self.cu_seqlens), return_counts=True)
+        length_counts, sample_length = list(zip(lengths.tolist(), counts.tolist(), strict=True)), self.sample_length
         return sum(
-            share * sum(count * attended(length, window) for length, count in each) / attended(whole, window)
-            for window, share in shares.items()
+            share
+            * sum(count * count_attended_pairs(length, window) for length, count in length_counts)
+            / count_attended_pairs(sample_length, window)
+            for window, share in window_shares.items()
         )
 
     @functools.cached_property
-    def by_length(self) -> ByLength:
-        """The documents sorted by length."""
-        return ByLength.of(self.bounds, self.batch, self.on_device.device)
+    def sorted_by_length(self) -> DocumentsByLength:
+        """Permutation of the tokens that sorts the documents by length."""
+        return DocumentsByLength.of(self.cu_seqlens, self.batch_size, self.cu_seqlens_device.device)
 
     @functools.cached_property
-    def starts(self) -> torch.Tensor:
-        """Place in its sample at which the document of each token starts, int32 [s, b]."""
-        return to_device(self._starts, self.on_device.device)
+    def document_starts(self) -> torch.Tensor:
+        """Position, within its sample, of the first token of each token's document: int32 [s, b]."""
+        return copy_to_device(self._host_document_starts, self.cu_seqlens_device.device)
 
-    def lowest_start(self, place: int) -> int:
-        """The first place at which, in any sample, the document of a place begins."""
-        return self._lowest_starts[place]
-
-    @functools.cached_property
-    def _lowest_starts(self) -> list[int]:
-        """That of every place: each layer asks for each of its blocks."""
-        return self._starts.min(axis=1).tolist()  # type: ignore[no-any-return]
+    def min_document_start(self, position: int) -> int:
+        """Return the smallest position, over all samples, at which the document that contains `position` begins."""
+        return self._min_document_starts[position]
 
     @functools.cached_property
-    def _starts(self) -> NDArray[np.int32]:
-        """The same on the host."""
-        starts = np.repeat(self.bounds[:-1] % self.length, np.diff(self.bounds))
-        return np.ascontiguousarray(starts.reshape(self.batch, self.length).T)
+    def _min_document_starts(self) -> list[int]:
+        """`min_document_start` of every position. Cached, because every layer needs it for each block of queries."""
+        return self._host_document_starts.min(axis=1).tolist()  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _host_document_starts(self) -> NDArray[np.int32]:
+        """`document_starts` as an array in host memory."""
+        starts = np.repeat(self.cu_seqlens[:-1] % self.sample_length, np.diff(self.cu_seqlens))
+        return np.ascontiguousarray(starts.reshape(self.batch_size, self.sample_length).T)
 
 
-def samples(length: int, batch: int, cut: Cut, device: torch.device) -> Documents:
-    """Samples of one document each, of which context ranks hold parts."""
-    bounds = np.arange(0, (batch + 1) * length, length, dtype=np.int32)
-    return Documents(bounds, torch.from_numpy(bounds).to(device), batch, cut)
+def build_unpacked_documents(sample_length: int, batch_size: int, sequence_split: SequenceSplit, device: torch.device) -> Documents:
+    """Build the documents of samples with one document each, whose tokens are split over context ranks."""
+    cu_seqlens = np.arange(0, (batch_size + 1) * sample_length, sample_length, dtype=np.int32)
+    return Documents(cu_seqlens, torch.from_numpy(cu_seqlens).to(device), batch_size, sequence_split)
 
 
-class ByLength(NamedTuple):
-    """Tokens reordered so that documents of one length lie side by side: then one call serves all of them.
+class DocumentsByLength(NamedTuple):
+    """Permutation of tokens that makes documents of equal length adjacent, so that one attention call computes all of them.
 
-    Documents of k different lengths have at least k (k + 1) / 2 tokens, so there are at most sqrt(2 T) calls however many documents
-    there are (but for one more for every 65,535 documents of a length).
+    Documents of k different lengths have at least k (k + 1) / 2 tokens. So there are at most sqrt(2 T) calls, whatever the number
+    of documents, plus one call for every further 65,535 documents of a length.
     """
 
-    order: torch.Tensor
-    """Row of [s, b] at each place, [T]."""
-    places: torch.Tensor
-    """Place of each row of [s, b], [T]."""
+    token_order: torch.Tensor
+    """Index of a token in the flattened [s, b], for each position of the sorted order: [T]."""
+    inverse_order: torch.Tensor
+    """Position in the sorted order, for each token of the flattened [s, b]: [T]."""
     groups: list[tuple[int, int]]
-    """Number of documents and their length, for each group in this order."""
+    """Number of documents and their length, for each group of equally long documents that one attention call computes."""
 
     @classmethod
-    def of(cls, bounds: NDArray[np.int32], batch: int, device: torch.device) -> ByLength:
-        """Sort the documents of a microbatch."""
-        lengths = np.diff(bounds).astype(np.int64)
-        sorting = np.argsort(lengths, kind="stable")
-        starts, sizes = bounds[:-1][sorting].astype(np.int64), lengths[sorting]
-        ends = np.cumsum(sizes)
-        tokens = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)  # samples end to end
-        samples, positions = np.divmod(tokens, ends[-1] // batch)
-        order = positions * batch + samples
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
-        distinct, counts = np.unique(sizes, return_counts=True)
+    def of(cls, cu_seqlens: NDArray[np.int32], batch_size: int, device: torch.device) -> DocumentsByLength:
+        """Sort the documents of a microbatch by length."""
+        lengths = np.diff(cu_seqlens).astype(np.int64)
+        length_order = np.argsort(lengths, kind="stable")
+        starts, sorted_lengths = cu_seqlens[:-1][length_order].astype(np.int64), lengths[length_order]
+        ends = np.cumsum(sorted_lengths)
+        tokens = np.arange(ends[-1]) + np.repeat(starts - (ends - sorted_lengths), sorted_lengths)  # samples end to end
+        sample_indices, positions = np.divmod(tokens, ends[-1] // batch_size)
+        token_order = positions * batch_size + sample_indices
+        inverse_order = np.empty_like(token_order)
+        inverse_order[token_order] = np.arange(len(token_order))
+        unique_lengths, counts = np.unique(sorted_lengths, return_counts=True)
         groups = [
-            (min(MOST_AT_ONCE, count - done), length)
-            for count, length in zip(counts.tolist(), distinct.tolist(), strict=True)
-            for done in range(0, count, MOST_AT_ONCE)
+            (min(MAX_SEQUENCES_PER_CALL, count - done), length)
+            for count, length in zip(counts.tolist(), unique_lengths.tolist(), strict=True)
+            for done in range(0, count, MAX_SEQUENCES_PER_CALL)
         ]
-        return cls(to_device(order, device), to_device(places, device), groups)
+        return cls(copy_to_device(token_order, device), copy_to_device(inverse_order, device), groups)
 
 
-def attention_within_documents(
+def document_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float, scale: float | None = None
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v, where a token sees itself and what comes before it in its document.
+    """Compute softmax(scale q k^T) v, where a token attends to itself and the earlier tokens of its document.
 
     Args:
         q: [s, b, n, d].
-        k, v: [s, b, g, d]; each serves n/g neighbouring query heads. The channels of v may be others.
-        scale: None for 1 / sqrt(d).
+        k, v: [s, b, g, d]; each head serves n/g neighboring query heads. The values may have another number of channels.
+        scale: factor of the products; None for 1 / sqrt(d).
 
     Returns:
         [s, b, n * channels of v].
     """
-    if flash_takes(q, v, dropout) and len(documents.bounds) - 1 <= MOST_AT_ONCE:
-        return flash_attention(q, k, v, documents.on_device, documents.longest, scale=scale)
+    if flash_supports(q, v, dropout) and len(documents.cu_seqlens) - 1 <= MAX_SEQUENCES_PER_CALL:
+        return flash_attention(q, k, v, documents.cu_seqlens_device, documents.max_seqlen, scale=scale)
     return grouped_attention(q, k, v, documents, dropout, scale)
 
 
@@ -181,82 +200,85 @@ def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
     *,
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """The same by torch's `varlen_attn`; see `varlen_attention`."""
-    return varlen_attention(q, k, v, bounds, longest, *_varlen(), window=window, scale=scale)
+    """Compute `document_attention` by flash attention, torch's `varlen_attn`.
+
+    Args and shapes: `varlen_attention`.
+    """
+    return varlen_attention(q, k, v, cu_seqlens, max_seqlen, *_load_varlen_attn(), window=window, scale=scale)
 
 
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    attend: Callable[..., Any],
-    takes_groups: bool,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    varlen_attn: Callable[..., Any],
+    has_enable_gqa: bool,
     *,
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention by one call of flash attention for sequences of different lengths.
+    """Compute attention within sequences of different lengths by one call of flash attention.
 
     Args:
-        bounds: of the sequences, with the samples laid end to end: int32 [D + 1].
-        longest: length of the longest.
-        attend: torch's `varlen_attn`.
-        takes_groups: whether it lets one key-value head serve several query heads (`enable_gqa`).
-        window: tokens before its own to which a token attends; None for all.
+        cu_seqlens: offset of each sequence in the concatenated samples, and the total: int32 [D + 1].
+        max_seqlen: length of the longest sequence.
+        varlen_attn: torch's `varlen_attn`.
+        has_enable_gqa: whether `varlen_attn` supports key-value heads that serve several query heads (`enable_gqa`).
+        window: number of earlier tokens that a token attends to; None for all.
     """
-    length, batch, heads, _ = q.shape
-    grouped = heads != k.shape[2]
+    length, batch_size, num_heads, _ = q.shape
+    is_grouped = num_heads != k.shape[2]
     q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [T, heads, d], sample after sample
-    if grouped and not takes_groups:
-        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    options: dict[str, Any] = {"enable_gqa": True} if grouped and takes_groups else {}
+    if is_grouped and not has_enable_gqa:
+        k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
+    options: dict[str, Any] = {"enable_gqa": True} if is_grouped and has_enable_gqa else {}
     if scale is not None:
         options["scale"] = scale
-    reach = (_ALL if window is None else window, 0)
-    out = attend(q, k, v, bounds, bounds, longest, longest, window_size=reach, **options)
-    return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
+    window_size = (_UNLIMITED if window is None else window, 0)
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window_size, **options)
+    return out.reshape(batch_size, length, -1).transpose(0, 1).contiguous()
 
 
-def bytes_copied_for_groups(tokens: int, heads: int, head_size: int, itemsize: int) -> int:
-    """Return the bytes that `flash_attention` copies of keys and values which query heads share; 0 if torch needs no copy."""
-    return 0 if _varlen()[1] else 2 * tokens * heads * head_size * itemsize
+def bytes_copied_for_groups(num_tokens: int, num_heads: int, head_size: int, itemsize: int) -> int:
+    """Return the bytes of keys and values that `flash_attention` copies if query heads share them; 0 if torch needs no copy."""
+    return 0 if _load_varlen_attn()[1] else 2 * num_tokens * num_heads * head_size * itemsize
 
 
 def grouped_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float, scale: float | None = None
 ) -> torch.Tensor:
-    """Compute attention by one call of `scaled_dot_product_attention` for all documents of one length."""
-    by_length, grouped = documents.by_length, q.shape[2] != k.shape[2]
-    ordered = [reorder(x.flatten(0, 1), by_length.order, by_length.places) for x in (q, k, v)]
+    """Compute document attention by one call of `scaled_dot_product_attention` for all documents of one length."""
+    sorted_documents, is_grouped = documents.sorted_by_length, q.shape[2] != k.shape[2]
+    sorted_qkv = [reorder(x.flatten(0, 1), sorted_documents.token_order, sorted_documents.inverse_order) for x in (q, k, v)]
     outs, start = [], 0
-    for count, length in by_length.groups:
-        rows = slice(start, start + count * length)
-        some_q, some_k, some_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in ordered)
+    for count, length in sorted_documents.groups:
+        group_rows = slice(start, start + count * length)
+        group_q, group_k, group_v = (x[group_rows].unflatten(0, (count, length)).transpose(1, 2) for x in sorted_qkv)
         out = F.scaled_dot_product_attention(
-            some_q, some_k, some_v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+            group_q, group_k, group_v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=is_grouped
         )
         outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [count * length, n * channels]
-        start = rows.stop
-    joined = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return reorder(joined, by_length.places, by_length.order).unflatten(0, q.shape[:2])
+        start = group_rows.stop
+    sorted_out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return reorder(sorted_out, sorted_documents.inverse_order, sorted_documents.token_order).unflatten(0, q.shape[:2])
 
 
 def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Rows of x in another order: row `order[i]` at place i. `inverse` is the order that puts them back."""
-    found: torch.Tensor = _Reorder.apply(x, order, inverse)
-    return found
+    """Permute the rows of x: row i of the result is row `order[i]` of x. `inverse` is the inverse permutation."""
+    reordered: torch.Tensor = _Reorder.apply(x, order, inverse)
+    return reordered
 
 
 class _Reorder(torch.autograd.Function):
-    """Puts rows in another order. The backward is the inverse, with no sum over indices: the same bits each time, and fast."""
+    """Permutation of rows. Backward applies the inverse permutation, without a scatter-add: it is deterministic and fast."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -268,28 +290,30 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def flash_takes(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
-    """Whether flash attention can compute it: 16 bits on CUDA without dropout, head size a multiple of 8, also of the values."""
+def flash_supports(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
+    """Return whether flash attention supports a call: 16-bit values on CUDA, no dropout, queries and values of equal head size, a
+    multiple of 8."""
     return (
         q.is_cuda
         and q.shape[-1] == v.shape[-1]
         and dropout == 0.0
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= LARGEST_FLASH_HEAD
-        and flash_is_on()
-        and flash_runs_on(q.device)
+        and q.shape[-1] <= MAX_FLASH_HEAD_SIZE
+        and is_flash_enabled()
+        and has_flash_attention(q.device)
     )
 
 
 @functools.cache
-def _varlen() -> tuple[Callable[..., Any], bool]:
-    """torch's `varlen_attn`, and whether it takes grouped queries (not in torch 2.11, but in 2.13)."""
+def _load_varlen_attn() -> tuple[Callable[..., Any], bool]:
+    """Return torch's `varlen_attn`, and whether it supports grouped queries (not in torch 2.11, but in 2.13)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def to_device(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def copy_to_device(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """Copy a host array to the device asynchronously, by way of pinned memory: the host does not wait."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

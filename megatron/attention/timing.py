@@ -1,8 +1,10 @@
-"""Times attention's kernels on a GPU, once before the first step, to choose the one that a run uses.
+"""Measurement of the attention kernels on a GPU, once before the first step, to select the kernel of the run.
 
-The choice may differ between two starts only where kernels are about as fast (`CLEARLY_FASTER`). It costs no reproducibility: where
-the same bits are asked for (--deterministic-mode) nothing is timed, and without it the backward of all these kernels adds in
-whichever order thread blocks finish.
+The selection may differ between two starts only if kernels are about equally fast (`CLEARLY_FASTER`). This does not reduce
+reproducibility. With --deterministic-mode nothing is measured. Without it, the backward of all these kernels adds in the order in
+which thread blocks finish, which varies anyway.
+
+Shapes: `s` sequence, `b` microbatch, `g` key-value heads, `r` query heads per key-value head, `d` size of a query head.
 """
 
 from __future__ import annotations
@@ -17,34 +19,35 @@ import torch
 
 from megatron.attention.backends import backend_in_use
 from megatron.attention.core import core_attention
-from megatron.spec.attention_backends import AttentionKernel, fastest
+from megatron.spec.attention_backends import AttentionKernel, select_fastest_kernel
 
 _WARM_UPS, _REPETITIONS = 2, 5
 _TOLERANCE = 0.05
-"""Largest difference from flash attention, relative to the largest number of a tensor. It finds failures, not rounding."""
+"""Largest allowed difference from the results of flash attention, relative to the largest absolute value of a tensor. It
+detects failures, not rounding."""
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernel chosen by measurement."""
+    """Attention kernel that was selected by timing all candidates."""
 
     kernel: AttentionKernel
     milliseconds: Mapping[AttentionKernel, float]
-    """Median time of one forward and backward of a layer's attention over one microbatch, of the kernels that can be used."""
+    """Median time of one forward and backward of a layer's attention over one microbatch, for each usable kernel."""
     failures: Mapping[AttentionKernel, str]
-    """Error of each kernel that cannot be used."""
+    """Error message of each unusable kernel."""
 
     def __str__(self) -> str:
-        """Return the times, as "flash 1.83 ms, cudnn 1.21 ms"."""
+        """Format the measured times and the errors of unusable kernels, as "flash 1.83 ms, cudnn 1.21 ms"."""
         times = [f"{kernel} {time:.3g} ms" for kernel, time in self.milliseconds.items()]
-        return ", ".join([*times, *(f"{kernel} failed ({why})" for kernel, why in self.failures.items())])
+        return ", ".join([*times, *(f"{kernel} failed ({error})" for kernel, error in self.failures.items())])
 
 
 def choose_kernel(kernels: Sequence[AttentionKernel], time_kernel: Callable[[AttentionKernel], float]) -> KernelChoice:
-    """Time every kernel and choose the fastest. A kernel that raises is left out.
+    """Measure every kernel and select the fastest. A kernel that raises an error is left out.
 
     Args:
-        kernels: the first one is chosen if all of them fail, so that the error is raised again in the first step.
+        kernels: candidates. If all fail, the first is selected, and its error is raised again in the first step.
         time_kernel: returns milliseconds, or raises RuntimeError.
     """
     milliseconds: dict[AttentionKernel, float] = {}
@@ -54,7 +57,7 @@ def choose_kernel(kernels: Sequence[AttentionKernel], time_kernel: Callable[[Att
             milliseconds[kernel] = time_kernel(kernel)
         except RuntimeError as error:
             failures[kernel] = str(error).partition("\n")[0]
-    return KernelChoice(fastest(milliseconds) if milliseconds else kernels[0], milliseconds, failures)
+    return KernelChoice(select_fastest_kernel(milliseconds) if milliseconds else kernels[0], milliseconds, failures)
 
 
 def choose_on_device(
@@ -63,26 +66,26 @@ def choose_on_device(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> KernelChoice:
-    """Choose between kernels on the current GPU. Its random state stays as it was, and all memory is given back.
+    """Select the fastest kernel on the current GPU. Restores the state of the random generators and frees all memory afterwards.
 
     Args:
-        inputs: q [s, b, g, r, d], k and v [s, b, g, channels]; they are overwritten with random numbers.
+        inputs: q [s, b, g, r, d], k and v [s, b, g, channels of a head]. They are overwritten with random numbers.
     """
     device = inputs[0].device
     generator = torch.Generator(device).manual_seed(seed)
     for tensor in inputs:
         tensor.normal_(generator=generator)
-    with torch.random.fork_rng(devices=[device]):  # which dropout draws from
+    with torch.random.fork_rng(devices=[device]):  # restores the generator state after dropout
         choice = choose_kernel(kernels, functools.partial(time_on_device, run=AttentionStep(inputs, dropout)))
     torch.cuda.empty_cache()
     return choice
 
 
 def time_on_device(kernel: AttentionKernel, run: AttentionStep) -> float:
-    """Return the median milliseconds of a step on a GPU. It waits for the device.
+    """Return the median time of one forward and backward on a GPU, in milliseconds. Waits for the device.
 
     Raises:
-        RuntimeError: the kernel does not take the call, or its results are wrong.
+        RuntimeError: the kernel does not support the call, or its results are wrong.
     """
     with backend_in_use(kernel):
         run.check()
@@ -98,10 +101,10 @@ def time_on_device(kernel: AttentionKernel, run: AttentionStep) -> float:
 
 
 class AttentionStep:
-    """One forward and backward of a layer's attention over one microbatch, as training computes it.
+    """One forward and backward of a layer's attention over one microbatch, as in training: the operation that is timed.
 
     Args:
-        inputs: see `choose_on_device`.
+        inputs: q [s, b, g, r, d], k and v [s, b, g, channels of a head].
     """
 
     def __init__(self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dropout: float) -> None:
@@ -109,24 +112,24 @@ class AttentionStep:
         self._expected: list[torch.Tensor] | None = None
 
     def __call__(self) -> list[torch.Tensor]:
-        """Return the result and the gradients of q, k and v, by the kernels that are switched on."""
+        """Return the output and the gradients of q, k and v, computed by the enabled kernels."""
         q, k, v = self._inputs
         out = core_attention(q, k, v, dropout=self._dropout)
         return [out.detach(), *torch.autograd.grad(out, self._inputs, torch.ones_like(out))]
 
     def check(self) -> None:
-        """Check that results are finite, and about those of the first kernel that was checked.
+        """Check that the results are finite, and close to those of the first kernel that was checked.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: the results are not finite, or differ too much.
         """
         results = self()
         for name, tensor in zip(("result", "gradient of q", "gradient of k", "gradient of v"), results, strict=True):
             if not tensor.isfinite().all():
-                raise RuntimeError(f"its {name} is not finite")
+                raise RuntimeError(f"the {name} contains NaN or infinity")
         if self._expected is None:
             self._expected = results
-        elif not self._dropout:  # each kernel drops others
+        elif not self._dropout:  # with dropout, each kernel drops other elements
             for tensor, expected in zip(results, self._expected, strict=True):
                 if (tensor - expected).abs().max() > _TOLERANCE * expected.abs().max():
-                    raise RuntimeError("its results differ from those of flash attention")
+                    raise RuntimeError("the results differ from those of flash attention")
