@@ -1,4 +1,4 @@
-"""Saves global tensors to files and loads them at any layout."""
+"""Checkpoints of global tensors: saving to files and loading at any layout."""
 
 from megatron.moved import find_moved
 

@@ -1,8 +1,10 @@
-"""Data files of a checkpoint, opened when first needed: boxes out of them straight into tensors, checked on the way.
+"""Reader of a checkpoint's data files. It opens files on first use, reads slices directly into tensors and verifies their
+checksums.
 
-A box is read from its first byte to its last in pieces that fit into a core's cache. While a piece is there its checksum is taken,
-and it is copied if it could not be read straight into the target. So a read costs one pass over the memory and needs no more than
-a piece beside the target, and a file that is truncated meanwhile is an error (under a memory map it would kill the process).
+A slice is read from start to end in blocks that fit into the CPU cache. The checksum of a block is computed while the block is in
+the cache. A block that could not be read directly into its target is then copied there. So a read passes over the memory once and
+needs at most one block of additional memory. A file that is truncated during a read raises an error; with a memory map it would
+kill the process.
 """
 
 from __future__ import annotations
@@ -18,130 +20,156 @@ import torch
 
 from megatron.checkpoint.errors import DamagedCheckpointError, TruncatedError
 from megatron.checkpoint.global_tensor import torch_dtype
-from megatron.checkpoint.manifest import Checksum, Manifest, StoredBox, matches
-from megatron.checkpoint.safetensors_file import Entry, Header
+from megatron.checkpoint.manifest import Checksum, Manifest, StoredSlice, checksums_match
+from megatron.checkpoint.safetensors_file import Header, TensorEntry
 from megatron.checkpoint.storage import Storage
-from megatron.parallel.boxes import Box, flat_range_boxes
+from megatron.parallel.tensor_slice import TensorSlice, cover_flat_range
 
-_PIECE_BYTES = {True: 1 << 20, False: 32 << 20}
-"""Bytes that are read at once: of a local file as many as fit into a cache, of a remote one as many as are worth a request."""
+_READ_BYTES = {True: 1 << 20, False: 32 << 20}
+"""Bytes per read: as many as fit into a CPU cache for a local file (True), more per request for a remote file (False)."""
 
 
-class BoxRead(NamedTuple):
-    """Elements of a stored box that go into a target."""
+class SliceRead(NamedTuple):
+    """Request to copy a region of a stored slice into a tensor."""
 
-    inner: Box
-    """Their box, with offsets relative to the stored box."""
+    source: TensorSlice
+    """Region to copy, with offsets relative to the start of the stored slice."""
     target: torch.Tensor
-    """Tensor of the same sizes; any strides, device and floating-point dtype."""
+    """Tensor that receives the region. It has the sizes of `source`, and any strides, device and floating-point dtype."""
 
-    def goes_straight(self, stored: StoredBox, dtype: str) -> bool:
-        """Whether it is the whole box, and the target's memory must hold just its raw bytes."""
+    def is_direct(self, stored_slice: StoredSlice, dtype: str) -> bool:
+        """Return whether the bytes of the file can be read directly into the target's memory.
+
+        This needs the complete stored slice as source, and a contiguous CPU target of the stored dtype.
+        """
         target = self.target
-        takes_bytes = target.dtype == torch_dtype(dtype) and target.device.type == "cpu" and target.is_contiguous()
-        return takes_bytes and self.inner == Box.whole(stored.box.sizes)
+        has_raw_layout = target.dtype == torch_dtype(dtype) and target.device.type == "cpu" and target.is_contiguous()
+        return has_raw_layout and self.source == TensorSlice.full(stored_slice.tensor_slice.sizes)
 
 
-class DataFiles(ExitStack):
-    """The data files of one checkpoint. Several threads may read at once.
+class DataFileReader(ExitStack):
+    """Reader of the data files of one checkpoint. It opens each file at its first use. Several threads may read at the same time.
 
     Args:
-        storage: the checkpoint's folder.
-        manifest: the checkpoint's manifest.
+        storage: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         super().__init__()
         self._storage, self._manifest = storage, manifest
-        self._piece_bytes = _PIECE_BYTES[storage.local is not None]
+        self._read_bytes = _READ_BYTES[storage.local is not None]
         self._headers: dict[str, Header] = {}
         self._lock = threading.Lock()
-        self._checked: set[StoredBox] = set()
+        self._verified: set[StoredSlice] = set()
 
-    def start(self, stored: StoredBox, dtype: str) -> int:
-        """The byte of its file at which the box's data begins.
+    def data_offset(self, stored_slice: StoredSlice, dtype: str) -> int:
+        """Return the offset of a slice's data, in bytes from the start of the data file.
 
         Raises:
-            DamagedCheckpointError: the file is missing or has another size, or does not hold the box.
+            DamagedCheckpointError: the file is missing, has another size, or does not hold the slice.
         """
-        return self._header(stored.file).place(Entry(stored.key, dtype, stored.box.sizes))
+        return self._header(stored_slice.file).data_offset(TensorEntry(stored_slice.key, dtype, stored_slice.tensor_slice.sizes))
 
-    def read(self, stored: StoredBox, dtype: str, parts: Sequence[BoxRead]) -> None:
-        """Fill targets from a stored box. The box is checked when it is read for the first time.
+    def read(self, stored_slice: StoredSlice, dtype: str, reads: Sequence[SliceRead]) -> None:
+        """Read regions of a stored slice into their target tensors, and verify the checksum of the slice when it is first read.
 
         Args:
-            stored: the box.
-            dtype: name of its dtype.
-            parts: the elements to read, with their targets.
+            stored_slice: the slice.
+            dtype: name of the slice's dtype.
+            reads: regions to read, with their targets.
 
         Raises:
-            DamagedCheckpointError: the file is missing, truncated or altered; targets may have been filled.
+            DamagedCheckpointError: the file is missing, truncated or altered. The targets may already have been filled.
         """
-        start, file = self.start(stored, dtype), self._header(stored.file).file
-        kind, checked, checksum = torch_dtype(dtype), stored in self._checked, Checksum()
-        # What was checked before need not be read from end to end again.
-        low, high = _flat_range(stored.box.sizes, [part.inner for part in parts]) if checked else (0, stored.box.numel)
-        step = max(1, self._piece_bytes // kind.itemsize)
-        straight = len(parts) == 1 and parts[0].goes_straight(stored, dtype)
-        room = parts[0].target.view(-1) if straight else torch.empty(min(step, high - low), dtype=kind)
+        file_offset, file = self.data_offset(stored_slice, dtype), self._header(stored_slice.file).file
+        torch_type, is_verified, checksum = torch_dtype(dtype), stored_slice in self._verified, Checksum()
+        # The checksum needs the complete slice. A slice that is already verified is read only where needed.
+        start_index, end_index = (
+            _flat_range(stored_slice.tensor_slice.sizes, [slice_read.source for slice_read in reads])
+            if is_verified
+            else (0, stored_slice.tensor_slice.numel)
+        )
+        block_numel = max(1, self._read_bytes // torch_type.itemsize)
+        is_direct = len(reads) == 1 and reads[0].is_direct(stored_slice, dtype)
+        buffer = reads[0].target.view(-1) if is_direct else torch.empty(min(block_numel, end_index - start_index), dtype=torch_type)
         try:
-            for first in range(low, high, step):
-                begin, count = first if straight else 0, min(step, high - first)
-                some = room[begin : begin + count]
-                raw = some.view(torch.uint8).numpy().data
-                file.read_into(start + first * kind.itemsize, raw)
-                checksum.update(raw)
-                if not straight:
-                    _spread(some, first, stored.box.sizes, parts)
+            for block_start in range(start_index, end_index, block_numel):
+                buffer_offset, count = block_start if is_direct else 0, min(block_numel, end_index - block_start)
+                block = buffer[buffer_offset : buffer_offset + count]
+                block_bytes = block.view(torch.uint8).numpy().data
+                file.read_into(file_offset + block_start * torch_type.itemsize, block_bytes)
+                checksum.update(block_bytes)
+                if not is_direct:
+                    _copy_to_targets(block, block_start, stored_slice.tensor_slice.sizes, reads)
         except OSError as error:
-            raise self._told(stored.file, error) from error
-        if checked:
+            raise self._translate_error(stored_slice.file, error) from error
+        if is_verified:
             return
-        if not matches(checksum.text, stored.checksum):
-            raise DamagedCheckpointError(f"{self._storage.at(stored.file)}: the data of {stored.key} was altered (checksum)")
-        self._checked.add(stored)
+        if not checksums_match(checksum.text, stored_slice.checksum):
+            raise DamagedCheckpointError(
+                f"{self._storage.location_of(stored_slice.file)}: the data of {stored_slice.key} was altered: "
+                "its checksum does not match"
+            )
+        self._verified.add(stored_slice)
 
     def _header(self, name: str) -> Header:
         with self._lock:
             if name not in self._headers:
-                self._headers[name] = self._opened(name)
+                self._headers[name] = self._open(name)
             return self._headers[name]
 
-    def _opened(self, name: str) -> Header:
-        num_bytes, where = self._manifest.files[name].num_bytes, self._storage.at(name)
+    def _open(self, name: str) -> Header:
+        num_bytes, location = self._manifest.files[name].num_bytes, self._storage.location_of(name)
         try:
             file = self.enter_context(self._storage.open(name))
             if file.size != num_bytes:
-                raise DamagedCheckpointError(f"{where} has {file.size} bytes, it was written with {num_bytes}")
-            return Header(file, where)
+                raise DamagedCheckpointError(f"{location} has {file.size} bytes, but was written with {num_bytes}")
+            return Header(file, location)
         except OSError as error:
-            raise self._told(name, error) from error
+            raise self._translate_error(name, error) from error
 
-    def _told(self, name: str, error: OSError) -> OSError | DamagedCheckpointError:
-        """The meaning of a failure of the storage: data that is missing, or an error to be passed on as it is."""
-        where = self._storage.at(name)
+    def _translate_error(self, name: str, error: OSError) -> OSError | DamagedCheckpointError:
+        """Convert a storage error to a `DamagedCheckpointError` if it means that data is missing. Otherwise return the error
+        unchanged."""
+        location = self._storage.location_of(name)
         if isinstance(error, FileNotFoundError):
-            return DamagedCheckpointError(f"{where} is missing")
+            return DamagedCheckpointError(f"{location} is missing")
         if isinstance(error, TruncatedError) or error.errno == errno.EIO:
-            return DamagedCheckpointError(f"{where} cannot be read to its end ({error})")
+            return DamagedCheckpointError(f"{location} cannot be read to its end ({error})")
         return error
 
 
-def _spread(some: torch.Tensor, first: int, sizes: tuple[int, ...], parts: Sequence[BoxRead]) -> None:
-    """Copy consecutive elements of a flattened box, from index `first` on, to their targets."""
-    at = 0
-    for box in flat_range_boxes(sizes, first, first + some.numel()):
-        block = some[at : at + box.numel].view(box.sizes)
-        at += box.numel
-        for part in parts:
-            common = box.intersect(part.inner)
-            if common is not None:
-                source = block[common.relative_to(box).index]
-                part.target[common.relative_to(part.inner).index].copy_(source)
+def _copy_to_targets(block_data: torch.Tensor, block_start: int, sizes: tuple[int, ...], reads: Sequence[SliceRead]) -> None:
+    """Copy a block of consecutive elements of a flattened slice to the tensors that requested regions of the slice.
+
+    Args:
+        block_data: elements of the block, flat.
+        block_start: index of the first element in the flattened slice.
+        sizes: sizes of the slice.
+        reads: regions of the slice to copy, with their targets.
+    """
+    offset = 0
+    for block_slice in cover_flat_range(sizes, block_start, block_start + block_data.numel()):
+        sub_block = block_data[offset : offset + block_slice.numel].view(block_slice.sizes)
+        offset += block_slice.numel
+        for slice_read in reads:
+            overlap = block_slice.intersect(slice_read.source)
+            if overlap is not None:
+                source = sub_block[overlap.relative_to(block_slice).index]
+                slice_read.target[overlap.relative_to(slice_read.source).index].copy_(source)
 
 
-def _flat_range(sizes: tuple[int, ...], inners: Sequence[Box]) -> tuple[int, int]:
-    """The range of the flattened elements of a box of these sizes that holds all `inners`."""
-    firsts = [np.ravel_multi_index(inner.offsets, sizes) for inner in inners]
-    lasts = [np.ravel_multi_index([end.stop - 1 for end in inner.index], sizes) for inner in inners]
-    return int(min(firsts)), int(max(lasts)) + 1
+def _flat_range(sizes: tuple[int, ...], sources: Sequence[TensorSlice]) -> tuple[int, int]:
+    """Return the smallest contiguous range of elements of a stored slice that contains all requested regions.
+
+    Args:
+        sizes: sizes of the stored slice, whose elements are in the file in row-major order.
+        sources: requested regions, with offsets relative to the start of the stored slice.
+
+    Returns:
+        start and end of the range, as indices into the flattened slice.
+    """
+    starts = [np.ravel_multi_index(source.offsets, sizes) for source in sources]
+    last_indices = [np.ravel_multi_index([interval.stop - 1 for interval in source.index], sizes) for source in sources]
+    return int(min(starts)), int(max(last_indices)) + 1

@@ -1,33 +1,34 @@
-"""Errors and wording for checkpoints that cannot be written or used."""
+"""Errors about checkpoints that cannot be written or loaded, and functions that format their messages."""
 
 from __future__ import annotations
 
-MOST_LISTED = 10
-"""Longer lists in messages are cut to this many entries, with the count of the rest."""
+MAX_LISTED = 10
+"""Maximum number of entries that `format_list` shows. Longer lists end with the number of omitted entries."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or does not fit the run. The message says what to do."""
+    """Error for a checkpoint that cannot be written, or that does not fit the run. The message says what the user can do."""
 
 
 class MismatchError(CheckpointError):
-    """The settings do not go with the checkpoint: another start with the same would find the same."""
+    """Error for settings that do not fit the checkpoint. A restart with the same settings and checkpoint would fail in the same
+    way."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are missing, truncated or altered."""
+    """Error for files of a checkpoint that are missing, truncated or altered."""
 
 
-def listed(entries: list[str], separator: str = ", ") -> str:
-    """The entries as text, cut to `MOST_LISTED`."""
-    shown = separator.join(entries[:MOST_LISTED])
-    return shown if len(entries) <= MOST_LISTED else f"{shown}{separator}and {len(entries) - MOST_LISTED} more"
+def format_list(items: list[str], separator: str = ", ") -> str:
+    """Join items into one string for an error message. Only the first `MAX_LISTED` items are shown."""
+    text = separator.join(items[:MAX_LISTED])
+    return text if len(items) <= MAX_LISTED else f"{text}{separator}and {len(items) - MAX_LISTED} more"
 
 
-def ranks_named(ranks: list[int]) -> str:
-    """The ranks as text: `rank 3`, or `ranks 3, 4`."""
-    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}"
+def format_ranks(ranks: list[int]) -> str:
+    """Return the ranks as text: `rank 3`, or `ranks 3, 4`."""
+    return f"rank{'s' * (len(ranks) > 1)} {format_list([str(rank) for rank in ranks])}"
 
 
 class TruncatedError(OSError):
-    """A file ends before the bytes that were asked for."""
+    """Error for a file that ends before the requested bytes."""

@@ -1,4 +1,7 @@
-"""Tells by its file names what kind of folder holds weights; reads none of them."""
+"""Detection of the type of a folder with weights: a checkpoint or save folder of this program, of Megatron-LM, or of Hugging Face.
+
+The type follows from the names of the files. Only config.json is read, to recognise a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import json
 from enum import StrEnum
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.save_folder import checkpoint_name, iterations_in
+from megatron.checkpoint.save_folder import checkpoint_name, list_iterations
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
 from megatron.checkpoint.storage_kinds import open_storage
 
 
-class FolderKind(StrEnum):
-    """Kinds of folders that hold weights."""
+class FolderType(StrEnum):
+    """Type of a folder with weights. The value describes the type in error messages."""
 
     CHECKPOINT = "one checkpoint"
     RUN = "a --save folder"
@@ -21,34 +24,34 @@ class FolderKind(StrEnum):
     HUGGING_FACE = "a Hugging Face folder"
 
 
-_DIST = {"metadata.json", "common.pt"}
-"""Files of a torch_dist checkpoint."""
-FOREIGN = (FolderKind.LEGACY, FolderKind.DIST, FolderKind.HUGGING_FACE)
-"""The kinds that other programs write."""
+_DIST_FILES = {"metadata.json", "common.pt"}
+"""Files that every torch_dist checkpoint has."""
+FOREIGN_TYPES = (FolderType.LEGACY, FolderType.DIST, FolderType.HUGGING_FACE)
+"""Folder types that other programs write."""
 
 
-def kind_of(storage: Storage) -> FolderKind | None:
-    """The kind of a folder; None if it holds no weights of a known kind."""
-    names = storage.names()
+def detect_folder_type(storage: Storage) -> FolderType | None:
+    """Return the type of a folder, or None if it holds no weights of a known type."""
+    names = storage.list_names()
     if MANIFEST in names:
-        return FolderKind.CHECKPOINT
-    iterations = [checkpoint_name(iteration) for iteration in iterations_in(storage)]
-    inside = {name: storage.names(name) for name in (*iterations, *(["release"] if "release" in names else []))}
-    if any(MANIFEST in files for files in inside.values()):
-        return FolderKind.RUN
-    if any(name.startswith("mp_rank_") for files in (names, *inside.values()) for name in files):
-        return FolderKind.LEGACY
-    if any(_DIST <= {*files} for files in (names, *inside.values())):
-        return FolderKind.DIST
+        return FolderType.CHECKPOINT
+    iterations = [checkpoint_name(iteration) for iteration in list_iterations(storage)]
+    entries = {name: storage.list_names(name) for name in (*iterations, *(["release"] if "release" in names else []))}
+    if any(MANIFEST in entry_names for entry_names in entries.values()):
+        return FolderType.RUN
+    if any(name.startswith("mp_rank_") for entry_names in (names, *entries.values()) for name in entry_names):
+        return FolderType.LEGACY
+    if any(_DIST_FILES <= {*entry_names} for entry_names in (names, *entries.values())):
+        return FolderType.DIST
     if iterations:
-        return FolderKind.RUN  # none of these is complete
-    if CONFIG in names and _names_a_model(storage):
-        return FolderKind.HUGGING_FACE
+        return FolderType.RUN  # a save folder without a complete checkpoint
+    if CONFIG in names and _has_model_type(storage):
+        return FolderType.HUGGING_FACE
     return None
 
 
-def _names_a_model(storage: Storage) -> bool:
-    """Whether config.json has a model type, as that of a Hugging Face folder does."""
+def _has_model_type(storage: Storage) -> bool:
+    """Return whether config.json has the key `model_type`, by which a Hugging Face folder is recognised."""
     try:
         content = json.loads(storage.read(CONFIG))
     except (OSError, ValueError, RecursionError):
@@ -56,19 +59,21 @@ def _names_a_model(storage: Storage) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-def refuse_foreign(folder: str) -> None:
-    """Refuse a folder that is no save folder: it is no reason to begin with random weights.
+def check_not_foreign(folder: str) -> None:
+    """Check that a folder was not written by another program.
+
+    Without this check a run would ignore the weights in such a folder and start from random weights.
 
     Raises:
-        CheckpointError: it is one of another program, or no folder.
+        CheckpointError: the folder holds weights of another program, or is not a folder.
     """
     storage = open_storage(folder)
     if storage.local is not None and storage.local.exists() and not storage.local.is_dir():
-        what = "a file" if storage.local.is_file() else "a device or a pipe"
-        raise CheckpointError(f"{folder} is {what}: give the --save folder of a run")
-    kind = kind_of(storage)
-    if kind in FOREIGN:
+        file_type = "a file" if storage.local.is_file() else "a device or a pipe"
+        raise CheckpointError(f"{folder} is {file_type}: give the --save folder of a run")
+    folder_type = detect_folder_type(storage)
+    if folder_type in FOREIGN_TYPES:
         raise CheckpointError(
-            f"{folder} is {kind}, not a --save folder: bring it into one by tools/checkpoint.py import, which says how a run goes "
-            "on with that"
+            f"{folder} is {folder_type}, not a --save folder. Convert it with tools/checkpoint.py import, which prints "
+            "how a run continues from the result"
         )

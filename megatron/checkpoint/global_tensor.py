@@ -1,4 +1,8 @@
-"""The part of a global tensor that a rank holds (checkpoints know nothing else of layouts), and its dtype and bytes."""
+"""Interface between a run's tensors and checkpoints: the slices of a global tensor that a rank holds, and the dtype and raw bytes
+of tensors.
+
+The code of this package knows nothing else about the layout of a run.
+"""
 
 from __future__ import annotations
 
@@ -7,54 +11,63 @@ from dataclasses import dataclass
 import torch
 
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.parallel.boxes import PlacedBox
+from megatron.parallel.tensor_slice import BufferSlice
 
 WEIGHT = "model"
-"""Tensors that are weights are named `model.<parameter name>`. Moments are named, for example, `exp_avg.<parameter name>`."""
-AVERAGE = "ema"
-"""The exponential moving average of a weight is named `ema.<parameter name>`."""
+"""Prefix of weights: they are named `model.<parameter name>`. Optimizer moments are named, for example, `exp_avg.<parameter
+name>`."""
+EMA = "ema"
+"""Prefix of the exponential moving averages of weights: they are named `ema.<parameter name>`."""
 
 
 @dataclass
 class GlobalTensor:
-    """The part of one global tensor that this rank holds.
+    """One tensor of the unsharded model or optimizer state, and the slices of it that are in the memory of this rank.
 
-    Ranks that hold replicas give the same boxes: each is written once in the world, and read by everybody who holds it.
+    If several ranks hold replicas of a slice, all of them list it. A save writes each slice only once, from one of these ranks. A
+    load fills the slice on all of them.
     """
 
     name: str
-    """Global name, the same at every layout, e.g. `model.layers.3.mlp.up.weight`."""
+    """Global name, the same at every layout, such as `model.layers.3.mlp.up.weight`."""
     global_shape: tuple[int, ...]
-    """Shape in the whole model, without padding."""
+    """Shape of the tensor in the unsharded model, without padding."""
     local: torch.Tensor
-    """The elements, contiguous; the starts of boxes are indices into it, flattened. On any device."""
-    boxes: list[PlacedBox]
-    """The boxes of the global tensor that it holds; empty if it holds only padding."""
+    """Elements of the tensor on this rank, contiguous, on any device. The offsets of `slices` are indices into the flattened
+    `local`."""
+    slices: list[BufferSlice]
+    """Slices of the global tensor in `local`. Empty if `local` holds only padding."""
 
     def __post_init__(self) -> None:
         assert self.local.is_contiguous(), f"{self.name}: the local tensor must be contiguous"
-        for placed in self.boxes:
-            box = placed.box
-            assert box.numel, f"{self.name}: {box} is empty"
-            assert len(box.offsets) == len(self.global_shape), f"{self.name}: {box} has another number of dimensions"
-            assert placed.start + box.numel <= self.local.numel(), f"{self.name}: {placed} lies beyond the local tensor"
-            ends = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
-            assert all(end <= size for end, size in zip(ends, self.global_shape, strict=True)), f"{self.name}: {box} is outside"
+        for local_slice in self.slices:
+            tensor_slice = local_slice.slice
+            assert tensor_slice.numel, f"{self.name}: {tensor_slice} is empty"
+            assert len(tensor_slice.offsets) == len(self.global_shape), (
+                f"{self.name}: {tensor_slice} does not have the number of dimensions of the global shape"
+            )
+            assert local_slice.offset + tensor_slice.numel <= self.local.numel(), (
+                f"{self.name}: {local_slice} lies beyond the local tensor"
+            )
+            ends = (offset + size for offset, size in zip(tensor_slice.offsets, tensor_slice.sizes, strict=True))
+            assert all(end <= size for end, size in zip(ends, self.global_shape, strict=True)), (
+                f"{self.name}: {tensor_slice} is outside the global shape {self.global_shape}"
+            )
 
-    def part(self, placed: PlacedBox) -> torch.Tensor:
-        """The local elements of a box, as a view in the shape of the box."""
+    def local_view(self, local_slice: BufferSlice) -> torch.Tensor:
+        """Return the elements of a slice as a view of `local`, in the shape of the slice."""
         flat = self.local.detach().view(-1)
-        return flat[placed.start : placed.start + placed.box.numel].view(placed.box.sizes)
+        return flat[local_slice.offset : local_slice.offset + local_slice.slice.numel].view(local_slice.slice.sizes)
 
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype with a name in a manifest."""
+    """Return the torch dtype with this name in the manifest, such as `bfloat16`."""
     return _BY_NAME[name]
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The raw bytes of a tensor, row-major; a copy only if it is not contiguous in host memory."""
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the raw bytes of a tensor, row-major. They are copied only if the tensor is not contiguous in host memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,11 +1,12 @@
-"""Loads a checkpoint into any layout, by the same call on every rank.
+"""Loading of a checkpoint into any layout. All ranks call `load_tensors` together.
 
-There are three rounds. In each of them all ranks continue or all fail:
+A load has three rounds. After each round either all ranks continue or all ranks raise an error:
 
-1. Each rank reads the manifest, and plans: the stored boxes that overlap its own. The first one checks that all see one checkpoint,
-   and that checkpoint and run fit each other exactly.
-2. Each rank reads what it has planned, with the checksum of every box that it touches.
-3. The content of memory is compared with what was saved: by checksums, or by the content sums, which no layout changes.
+1. Each rank reads the manifest and plans its reads: the stored slices that overlap its local slices. The first rank checks that all
+ranks see the same checkpoint, and that the checkpoint and the run have the same tensors.
+2. Each rank reads the planned slices, and verifies the checksum of every slice that it reads.
+3. The loaded tensors are compared with the saved ones: by the checksums, or by the content hashes, which do not depend on the
+layout.
 """
 
 from __future__ import annotations
@@ -20,175 +21,197 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from megatron.checkpoint.data_files import BoxRead, DataFiles
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed, ranks_named
-from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of, torch_dtype
-from megatron.checkpoint.manifest import NO_SUMS, Manifest, StoredBox, StoredTensor, Sums, content_sums, tiles
-from megatron.checkpoint.save_folder import manifest_in
-from megatron.checkpoint.savers import decide
-from megatron.checkpoint.storage import Place, Storage
+from megatron.checkpoint.data_files import DataFileReader, SliceRead
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list, format_ranks
+from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes, torch_dtype
+from megatron.checkpoint.manifest import EMPTY_HASH, ContentHash, Manifest, StoredSlice, StoredTensor, hash_content, is_partition
+from megatron.checkpoint.save_folder import load_manifest
+from megatron.checkpoint.savers import coordinate
+from megatron.checkpoint.storage import PathOrUrl, Storage
 from megatron.checkpoint.storage_kinds import open_storage
-from megatron.parallel.boxes import Box, PlacedBox, flat_range_boxes
 from megatron.parallel.context import Group
+from megatron.parallel.tensor_slice import BufferSlice, TensorSlice, cover_flat_range
 
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The result of a load, compared with what was saved; in numbers of tensors."""
+class LoadResult:
+    """Result of a load: how many of the loaded tensors were verified."""
 
-    digest: str | None
-    """Digest of all content of the checkpoint, the same at every layout; None in older ones."""
-    equal: int
-    """Tensors whose content in memory equals the stored one."""
-    narrowed: int
-    """Tensors that were rounded to a narrower dtype, so that they cannot be compared."""
-    unknown: int
-    """Tensors without content sums in the manifest (an older checkpoint), or not loaded as a whole."""
+    content_digest: str | None
+    """Digest of the content of the checkpoint, the same at every layout. None in old checkpoints."""
+    num_equal: int
+    """Number of tensors whose content in memory equals the stored content."""
+    num_narrowed: int
+    """Number of tensors that were rounded to a narrower dtype. Their content cannot be compared with the stored content."""
+    num_unverified: int
+    """Number of tensors that cannot be compared: the manifest has no content hash (old checkpoints), or not all elements were
+    loaded."""
 
 
 def load_tensors(
-    path: Place,
+    path: PathOrUrl,
     tensors: list[GlobalTensor],
     group: Group,
     *,
     allow_unused: Callable[[str], bool] = lambda name: False,
-) -> Loaded:
-    """Fill tensors in place from the checkpoint in folder `path`, whatever layout it was saved at.
+) -> LoadResult:
+    """Load a checkpoint of any layout into existing tensors.
 
-    Call it on every rank of the group. Each rank reads only the stored boxes that overlap its own, and checks them. Floating-point
-    dtypes are converted into each other; other dtypes must be equal. The content of memory is compared with what was saved.
+    Call it on every rank of the group. Each rank reads only the stored slices that overlap its local slices, and verifies them.
+    Floating-point dtypes are converted into each other; other dtypes must be equal. Then the content of memory is compared with the
+    saved content.
 
     Args:
-        path: folder of the checkpoint, or its URL.
-        tensors: what this rank holds; every element of their boxes is filled. Padding is left as it is.
-        group: the ranks that load.
-        allow_unused: whether the stored tensor of this name may be left unread; only the first rank's answer counts.
+        path: path or URL of the checkpoint's folder.
+        tensors: local slices of global tensors. Every element of the slices is filled; padding does not change.
+        group: ranks that load.
+        allow_unused: returns whether the stored tensor of this name may be left unread. Only the first rank's result counts.
 
     Raises:
-        CheckpointError: something asked for is not stored, something stored is not used by any rank, or shapes differ: all
-            cases in one message, on every rank; nothing was changed. Or the format is newer than this program.
-        DamagedCheckpointError: files are missing, truncated or altered, or what was loaded is not what was saved; on every rank.
-            The tensors may be filled in part.
+        CheckpointError: a requested tensor is not stored, no rank uses a stored tensor, or shapes differ. One message on every rank
+            lists all cases, and no tensor has changed. Also raised if the format is newer than this program.
+        DamagedCheckpointError: files are missing, truncated or altered, or the loaded content differs from the saved content.
+            Raised on every rank. The tensors may be partially filled.
     """
-    storage, doing, threads = open_storage(path), f"cannot load {path}", reading_threads()
-    found: list[tuple[Manifest, Reads]] = []
+    storage, action, num_threads = open_storage(path), f"cannot load {path}", count_read_threads()
+    plans: list[tuple[Manifest, LoadPlan]] = []
 
     def plan() -> LoadRequest:
-        manifest = manifest_in(storage)
-        request, reads = plan_load(tensors, manifest)
-        found.append((manifest, reads))
+        manifest = load_manifest(storage)
+        request, load_plan = plan_load(tensors, manifest)
+        plans.append((manifest, load_plan))
         return request
 
     def check(requests: list[LoadRequest]) -> list[None]:
-        check_requests(requests, found[0][0], allow_unused)
+        check_requests(requests, plans[0][0], allow_unused)
         return [None] * len(requests)
 
-    decide(group, doing, plan, check)
-    manifest, reads = found[0]
+    coordinate(group, action, plan, check)
+    manifest, load_plan = plans[0]
 
     def read() -> set[str]:
-        straight = read_boxes(storage, manifest, reads, threads)
-        return {tensor.name for tensor in tensors if straight[tensor.name] != sum(placed.box.numel for placed in tensor.boxes)}
+        num_verified = read_slices(storage, manifest, load_plan, num_threads)
+        return {
+            tensor.name
+            for tensor in tensors
+            if num_verified[tensor.name] != sum(local_slice.slice.numel for local_slice in tensor.slices)
+        }
 
-    cut = decide(group, doing, read, lambda names: [set[str]().union(*names)] * len(names))
-    return compare_content(tensors, cut, manifest, threads, group, doing)
+    unverified = coordinate(group, action, read, lambda names: [set[str]().union(*names)] * len(names))
+    return compare_content(tensors, unverified, manifest, num_threads, group, action)
 
 
-def reading_threads() -> int:
-    """Number of threads with which a rank reads: its share of the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_THREADS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+def count_read_threads() -> int:
+    """Return the number of threads that a rank reads with: its share of the cores of this process, at most `_MAX_THREADS`."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MAX_THREADS, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 @dataclass
 class LoadRequest:
-    """What a rank asks for, and what it finds wrong."""
+    """Message of a rank to the first rank before a load: the slices that the rank will read, and its tensors that do not fit the
+    checkpoint."""
 
     digest: str
-    """Digest of the manifest that it sees."""
-    boxes: dict[str, set[Box]] = field(default_factory=lambda: defaultdict(set))
-    problems: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """The tensors with each kind of problem."""
+    """Digest of the manifest that the rank has read. All ranks must have read the same manifest."""
+    slices: dict[str, set[TensorSlice]] = field(default_factory=lambda: defaultdict(set))
+    mismatches: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Descriptions of the tensors that do not fit the checkpoint, by the category of the mismatch."""
 
 
-class PlannedRead(NamedTuple):
-    """Elements of a stored box that go into a box of this rank."""
+class ReadItem(NamedTuple):
+    """Planned read of one region: from a stored slice into one of the rank's local slices."""
 
     tensor: GlobalTensor
-    placed: PlacedBox
-    common: Box
-    """The box of these elements in the whole tensor."""
+    local_slice: BufferSlice
+    overlap: TensorSlice
+    """Region in which the stored slice and the local slice overlap, with offsets in the global tensor."""
 
-    def of(self, stored: StoredBox) -> BoxRead:
-        """Their box relative to the stored box, and their target."""
-        target = self.tensor.part(self.placed)[self.common.relative_to(self.placed.box).index]
-        return BoxRead(self.common.relative_to(stored.box), target)
-
-
-Reads = dict[StoredBox, list[PlannedRead]]
+    def to_slice_read(self, stored_slice: StoredSlice) -> SliceRead:
+        """Convert to a `SliceRead`: the region relative to the stored slice, and the view of the local tensor that receives the
+        region."""
+        target = self.tensor.local_view(self.local_slice)[self.overlap.relative_to(self.local_slice.slice).index]
+        return SliceRead(self.overlap.relative_to(stored_slice.tensor_slice), target)
 
 
-def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[LoadRequest, Reads]:
-    """The request of a rank that holds these tensors, and its own reads."""
-    request, reads = LoadRequest(manifest.digest), defaultdict[StoredBox, list[PlannedRead]](list)
+LoadPlan = dict[StoredSlice, list[ReadItem]]
+
+
+def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[LoadRequest, LoadPlan]:
+    """Plan which regions of stored slices a rank reads. Returns the rank's request for the first rank, and the plan.
+
+    Args:
+        tensors: local slices of the rank.
+        manifest: manifest of the checkpoint.
+    """
+    request, load_plan = LoadRequest(manifest.digest), defaultdict[StoredSlice, list[ReadItem]](list)
     for tensor in tensors:
-        request.boxes[tensor.name].update(placed.box for placed in tensor.boxes)
-        stored = manifest.tensors.get(tensor.name)
-        if stored is None:
-            request.problems[MISSING].add(tensor.name)
-        elif misfit := _misfit(tensor, stored):
-            kind, text = misfit
-            request.problems[kind].add(text)
+        request.slices[tensor.name].update(local_slice.slice for local_slice in tensor.slices)
+        stored_tensor = manifest.tensors.get(tensor.name)
+        if stored_tensor is None:
+            request.mismatches[MISSING].add(tensor.name)
+        elif mismatch := _describe_mismatch(tensor, stored_tensor):
+            category, description = mismatch
+            request.mismatches[category].add(description)
         else:
-            for box, read in planned_reads(tensor, stored):
-                reads[box].append(read)
-    return request, dict(reads)
+            for stored_slice, item in plan_reads(tensor, stored_tensor):
+                load_plan[stored_slice].append(item)
+    return request, dict(load_plan)
 
 
-def planned_reads(tensor: GlobalTensor, stored: StoredTensor) -> list[tuple[StoredBox, PlannedRead]]:
-    """The stored boxes that overlap those of a tensor, and the elements to read of each."""
-    overlaps = ((source, placed, source.box.intersect(placed.box)) for placed in tensor.boxes for source in stored.boxes)
-    return [(source, PlannedRead(tensor, placed, common)) for source, placed, common in overlaps if common is not None]
+def plan_reads(tensor: GlobalTensor, stored_tensor: StoredTensor) -> list[tuple[StoredSlice, ReadItem]]:
+    """Return the stored slices that overlap the local slices of a tensor, each with the region to read."""
+    overlaps = (
+        (stored_slice, local_slice, stored_slice.tensor_slice.intersect(local_slice.slice))
+        for local_slice in tensor.slices
+        for stored_slice in stored_tensor.slices
+    )
+    return [
+        (stored_slice, ReadItem(tensor, local_slice, overlap))
+        for stored_slice, local_slice, overlap in overlaps
+        if overlap is not None
+    ]
 
 
-def read_boxes(storage: Storage, manifest: Manifest, reads: Reads, threads: int = 1) -> Counter[str]:
-    """Check every box that is needed, and copy what overlaps, in the order of the files.
+def read_slices(storage: Storage, manifest: Manifest, load_plan: LoadPlan, num_threads: int = 1) -> Counter[str]:
+    """Read and verify all planned slices, in the order of the data files.
 
     Returns:
-        by tensor, the number of elements that were read as whole boxes, straight into their place, and checked there.
+        by tensor name, the number of elements that were read directly into their final memory. The checksum of the slice proves
+        that these elements are correct in memory.
 
     Raises:
         DamagedCheckpointError: a file is missing or altered.
     """
-    straight: Counter[str] = Counter()
-    with DataFiles(storage, manifest) as files:
+    num_verified: Counter[str] = Counter()
+    with DataFileReader(storage, manifest) as reader:
         jobs = []
-        for stored, planned in reads.items():
-            name = planned[0].tensor.name
+        for stored_slice, items in load_plan.items():
+            name = items[0].tensor.name
             dtype = manifest.tensors[name].dtype
-            parts = [read.of(stored) for read in planned]
-            if len(parts) == 1 and parts[0].goes_straight(stored, dtype) and planned[0].common == stored.box:
-                straight[name] += stored.box.numel
-            jobs.append((stored.file, files.start(stored, dtype), stored, dtype, parts))
+            reads = [item.to_slice_read(stored_slice) for item in items]
+            if len(reads) == 1 and reads[0].is_direct(stored_slice, dtype) and items[0].overlap == stored_slice.tensor_slice:
+                num_verified[name] += stored_slice.tensor_slice.numel
+            jobs.append((stored_slice.file, reader.data_offset(stored_slice, dtype), stored_slice, dtype, reads))
         jobs.sort(key=lambda job: job[:2])
-        _each(lambda job: files.read(*job[2:]), jobs, threads)
-    return straight
+        _run_in_threads(lambda job: reader.read(*job[2:]), jobs, num_threads)
+    return num_verified
 
 
-def _each(work: Callable[[_Task], _Result], tasks: Sequence[_Task], threads: int) -> list[_Result]:
-    """Call a function with each task and return the results in the order of the tasks.
+def _run_in_threads(function: Callable[[_Task], _Result], tasks: Sequence[_Task], num_threads: int) -> list[_Result]:
+    """Apply a function to each task in a thread pool. Returns the results in the order of the tasks.
 
-    With one thread the calling thread does the work: handing a small box to another takes longer than reading it.
+    With one thread no pool is used: handing a small slice to another thread takes longer than reading it.
     """
-    if threads == 1:
-        return [work(task) for task in tasks]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, tasks))
+    if num_threads == 1:
+        return [function(task) for task in tasks]
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(function, tasks))
 
 
 MISSING = "not in the checkpoint"
@@ -200,146 +223,174 @@ PARTLY_USED = "in the checkpoint, but only partly used"
 HINT = "Is it a checkpoint of another model, or of another kind of run? Compare the settings with its config.json."
 
 
-def _misfit(tensor: GlobalTensor, stored: StoredTensor) -> tuple[str, str] | None:
-    """Why a stored tensor cannot fill a tensor asked for: (kind, text), or None if it can.
+def _describe_mismatch(tensor: GlobalTensor, stored_tensor: StoredTensor) -> tuple[str, str] | None:
+    """Describe why a stored tensor does not fit the requested one. Returns (category, description), or None if it fits.
 
-    Floating-point dtypes are converted into each other (rounded to nearest); everything else must be equal.
+    Floating-point dtypes are converted into each other (rounded to nearest); all other dtypes and all shapes must be equal.
     """
-    if stored.shape != tensor.global_shape:
-        return SHAPE, f"{tensor.name} (stored {list(stored.shape)}, here {list(tensor.global_shape)})"
-    here, there = tensor.local.dtype, torch_dtype(stored.dtype)
-    if here != there and not (here.is_floating_point and there.is_floating_point):
-        return DTYPE, f"{tensor.name} (stored {there}, here {here})"
-    if not tiles(stored.shape, [box.box for box in stored.boxes]):
+    if stored_tensor.shape != tensor.global_shape:
+        return SHAPE, f"{tensor.name} (stored {list(stored_tensor.shape)}, in this run {list(tensor.global_shape)})"
+    local_dtype, stored_dtype = tensor.local.dtype, torch_dtype(stored_tensor.dtype)
+    if local_dtype != stored_dtype and not (local_dtype.is_floating_point and stored_dtype.is_floating_point):
+        return DTYPE, f"{tensor.name} (stored {stored_dtype}, in this run {local_dtype})"
+    if not is_partition(stored_tensor.shape, [stored_slice.tensor_slice for stored_slice in stored_tensor.slices]):
         return INCOMPLETE, tensor.name
     return None
 
 
 def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_unused: Callable[[str], bool]) -> None:
-    """On the first rank: check that the world sees one checkpoint, fills all that it asks for and uses all that is stored.
+    """Check, on the first rank, that all ranks see the same checkpoint, that all requested tensors are stored, and that all stored
+    tensors are requested.
 
     Args:
-        requests: those of every rank.
-        manifest: the checkpoint's manifest.
-        allow_unused: whether a stored tensor of this name may be left unread.
+        requests: requests of all ranks.
+        manifest: manifest of the checkpoint.
+        allow_unused: returns whether the stored tensor of this name may be left unread.
 
     Raises:
-        CheckpointError: it does not; the message lists every misfit.
+        CheckpointError: a check fails. The message lists every mismatch.
     """
-    if other := [rank for rank, request in enumerate(requests) if request.digest != manifest.digest]:
+    if ranks := [rank for rank, request in enumerate(requests) if request.digest != manifest.digest]:
         raise CheckpointError(
-            f"{ranks_named(other)} found another checkpoint under this name than rank 0: "
+            f"{format_ranks(ranks)} sees another checkpoint under this path than rank 0: "
             f"--load must be a folder on a file system that all nodes share"
         )
-    boxes: dict[str, set[Box]] = defaultdict(set)
-    problems: dict[str, set[str]] = defaultdict(set)
+    slices: dict[str, set[TensorSlice]] = defaultdict(set)
+    mismatches: dict[str, set[str]] = defaultdict(set)
     for request in requests:
-        for name, held in request.boxes.items():
-            boxes[name] |= held
-        for kind, texts in request.problems.items():
-            problems[kind] |= texts
-    for name, stored in manifest.tensors.items():
+        for name, rank_slices in request.slices.items():
+            slices[name] |= rank_slices
+        for category, descriptions in request.mismatches.items():
+            mismatches[category] |= descriptions
+    for name, stored_tensor in manifest.tensors.items():
         if allow_unused(name):
             continue
-        if name not in boxes:
-            problems[UNUSED].add(name)
-        elif (wanted := sum(box.numel for box in boxes[name])) < (numel := Box.whole(stored.shape).numel):
-            problems[PARTLY_USED].add(f"{name} ({wanted} of {numel} elements)")
-    if problems:
-        lines = [f"{kind} ({len(texts)}): {listed(sorted(texts))}" for kind, texts in sorted(problems.items())]
+        if name not in slices:
+            mismatches[UNUSED].add(name)
+        elif (requested_numel := sum(tensor_slice.numel for tensor_slice in slices[name])) < (
+            numel := TensorSlice.full(stored_tensor.shape).numel
+        ):
+            mismatches[PARTLY_USED].add(f"{name} ({requested_numel} of {numel} elements)")
+    if mismatches:
+        lines = [
+            f"{category} ({len(descriptions)}): {format_list(sorted(descriptions))}"
+            for category, descriptions in sorted(mismatches.items())
+        ]
         raise CheckpointError("\n  ".join([*lines, HINT]))
 
 
-# ---- whether memory holds what was saved
+# ---- Comparison of the loaded content with the saved content.
 
-_AT_ONCE = 1 << 24
-"""Elements that are converted, or copied to the host, at once."""
+_HASH_NUMEL = 1 << 24
+"""Maximum number of elements to convert, or to copy to the host, before they are hashed."""
 
 
-class ContentHere(NamedTuple):
-    """What one rank reports of its content."""
+class LocalContent(NamedTuple):
+    """Message of a rank to all ranks after a load: content hashes of its loaded tensors."""
 
     names: set[str]
-    """All tensors of which it holds anything."""
+    """Names of all tensors on the rank."""
     narrowed: set[str]
-    """Those that it has rounded."""
-    sums: dict[tuple[str, Box], Sums]
-    """Sums of each box that can be compared, by (name, box)."""
+    """Names of the tensors that the rank has rounded to a narrower dtype. Their content cannot be compared with the stored
+    content."""
+    hashes: dict[tuple[str, TensorSlice], ContentHash]
+    """Content hashes of the slices that can be compared, by (tensor name, slice)."""
 
 
 def compare_content(
-    tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int, group: Group, doing: str
-) -> Loaded:
-    """Compare what all ranks hold in memory with what was saved. All ranks call it together.
+    tensors: list[GlobalTensor], unverified: set[str], manifest: Manifest, num_threads: int, group: Group, action: str
+) -> LoadResult:
+    """Compare the loaded tensors of all ranks with the saved ones. All ranks call this together.
 
-    If a box was read whole into its place, its checksum was taken there, which is the proof. Tensors of which any rank holds
-    something else (part of a box, another dtype, a copy on a device) are summed up over all ranks: `cut` names them.
+    If a stored slice was read directly into its target, its checksum proves that the content in memory is correct. The tensors in
+    `unverified` were read in another way on at least one rank: only a region of a stored slice, with another dtype, or through a
+    copy to a device. They are proven by their content hashes, which are combined over all ranks.
+
+    Args:
+        tensors: loaded tensors of this rank.
+        unverified: names of the tensors whose checksums do not prove the content in memory.
+        manifest: manifest of the checkpoint.
+        num_threads: number of threads that compute hashes.
+        group: ranks that load.
+        action: start of the error message, such as "cannot load /runs/a/iter_0000100".
 
     Raises:
-        DamagedCheckpointError: on every rank, if a tensor differs, or ranks that hold the same box differ.
+        DamagedCheckpointError: on every rank, if a tensor differs from the stored one, or if ranks hold different content for the
+            same slice.
     """
-    return decide(
+    return coordinate(
         group,
-        doing,
-        lambda: _content_here(tensors, cut, manifest, threads),
-        lambda world: [_judge(world, cut, manifest)] * group.size,
+        action,
+        lambda: _hash_local_content(tensors, unverified, manifest, num_threads),
+        lambda contents: [_check_content(contents, unverified, manifest)] * group.size,
     )
 
 
-def _content_here(tensors: list[GlobalTensor], cut: set[str], manifest: Manifest, threads: int) -> ContentHere:
-    """Sums of the boxes of this rank that the checksums do not prove, taken from memory, in the stored dtype."""
-    summed = [(tensor, manifest.tensors[tensor.name]) for tensor in tensors if tensor.name in cut]
-    summed = [(tensor, stored) for tensor, stored in summed if stored.content is not None]
-    dtypes = {tensor.name: (tensor.local.dtype, torch_dtype(stored.dtype)) for tensor, stored in summed}
-    # A dtype that holds every stored value exactly gives the stored bits when it is narrowed back.
-    narrowed = {name for name, (here, there) in dtypes.items() if torch.promote_types(here, there) != here}
-    tasks = {
-        (tensor.name, placed.box): (placed.box, tensor.part(placed), stored)
-        for tensor, stored in summed
-        if tensor.name not in narrowed
-        for placed in tensor.boxes
+def _hash_local_content(tensors: list[GlobalTensor], unverified: set[str], manifest: Manifest, num_threads: int) -> LocalContent:
+    """Hash the local slices of the unverified tensors from memory, in the stored dtype."""
+    candidates = [(tensor, manifest.tensors[tensor.name]) for tensor in tensors if tensor.name in unverified]
+    candidates = [(tensor, stored_tensor) for tensor, stored_tensor in candidates if stored_tensor.content is not None]
+    dtypes = {tensor.name: (tensor.local.dtype, torch_dtype(stored_tensor.dtype)) for tensor, stored_tensor in candidates}
+    # If the local dtype represents every stored value exactly, converting back to the stored dtype restores the stored bits.
+    narrowed = {
+        name
+        for name, (local_dtype, stored_dtype) in dtypes.items()
+        if torch.promote_types(local_dtype, stored_dtype) != local_dtype
     }
-    sums = _each(lambda task: _box_sums(*task), [*tasks.values()], threads)
-    return ContentHere({tensor.name for tensor in tensors}, narrowed, dict(zip(tasks, sums, strict=True)))
+    tasks = {
+        (tensor.name, local_slice.slice): (local_slice.slice, tensor.local_view(local_slice), stored_tensor)
+        for tensor, stored_tensor in candidates
+        if tensor.name not in narrowed
+        for local_slice in tensor.slices
+    }
+    hashes = _run_in_threads(lambda task: _hash_slice(*task), [*tasks.values()], num_threads)
+    return LocalContent({tensor.name for tensor in tensors}, narrowed, dict(zip(tasks, hashes, strict=True)))
 
 
-def _box_sums(box: Box, part: torch.Tensor, stored: StoredTensor) -> Sums:
-    """Sums of a box. What must be converted or copied to the host is taken in parts that are small enough for a copy."""
-    kind, flat, total = torch_dtype(stored.dtype), part.reshape(-1), NO_SUMS
-    at_once = box.numel if part.dtype == kind and part.device.type == "cpu" else _AT_ONCE
-    for start in range(0, box.numel, at_once):
-        at = start
-        for inner in flat_range_boxes(box.sizes, start, min(start + at_once, box.numel)):
-            data = bytes_of(flat[at : at + inner.numel].to(kind))
-            total = total.plus(content_sums(data, stored.dtype, inner.inside(box), stored.shape))
-            at += inner.numel
-    return total
+def _hash_slice(tensor_slice: TensorSlice, data: torch.Tensor, stored_tensor: StoredTensor) -> ContentHash:
+    """Return the content hash of a slice in the stored dtype.
+
+    Data that must be converted or copied to the host is hashed in blocks, so that the copy needs little memory.
+    """
+    stored_dtype, flat, content_hash = torch_dtype(stored_tensor.dtype), data.reshape(-1), EMPTY_HASH
+    block_numel = tensor_slice.numel if data.dtype == stored_dtype and data.device.type == "cpu" else _HASH_NUMEL
+    for start in range(0, tensor_slice.numel, block_numel):
+        offset = start
+        for block_slice in cover_flat_range(tensor_slice.sizes, start, min(start + block_numel, tensor_slice.numel)):
+            block_bytes = tensor_bytes(flat[offset : offset + block_slice.numel].to(stored_dtype))
+            content_hash = content_hash.combine(
+                hash_content(block_bytes, stored_tensor.dtype, block_slice.offset_by(tensor_slice), stored_tensor.shape)
+            )
+            offset += block_slice.numel
+    return content_hash
 
 
-def _judge(everybody: list[ContentHere], cut: set[str], manifest: Manifest) -> Loaded:
-    """Whether the boxes of all ranks add up to what is stored.
+def _check_content(contents: list[LocalContent], unverified: set[str], manifest: Manifest) -> LoadResult:
+    """Check that the content hashes of all ranks add up to the stored hashes. Returns how many tensors were verified.
 
     Raises:
-        DamagedCheckpointError: they do not.
+        DamagedCheckpointError: a tensor differs from the stored one, or ranks hold different content for the same slice.
     """
-    boxes_of: dict[str, dict[Box, Sums]] = defaultdict(dict)
-    wrong: dict[str, str] = {}
-    for rank, held in enumerate(everybody):
-        for (name, box), sums in held.sums.items():
-            if boxes_of[name].setdefault(box, sums) != sums:
-                wrong[name] = f"{name} ({ranks_named([rank])} does not hold the same as the ranks before it)"
-    names = set().union(*(held.names for held in everybody))
-    narrowed = set().union(*(held.narrowed for held in everybody))
-    unknown = {name for name in names & cut if manifest.tensors[name].content is None}
-    for name, boxes in boxes_of.items():
-        stored = manifest.tensors[name]
-        if not tiles(stored.shape, boxes):
-            unknown.add(name)
+    hashes: dict[str, dict[TensorSlice, ContentHash]] = defaultdict(dict)
+    errors: dict[str, str] = {}
+    for rank, content in enumerate(contents):
+        for (name, tensor_slice), content_hash in content.hashes.items():
+            if hashes[name].setdefault(tensor_slice, content_hash) != content_hash:
+                errors[name] = f"{name} ({format_ranks([rank])} differs from lower ranks that hold the same slice)"
+    names = set().union(*(content.names for content in contents))
+    narrowed = set().union(*(content.narrowed for content in contents))
+    not_comparable = {name for name in names & unverified if manifest.tensors[name].content is None}
+    for name, slice_hashes in hashes.items():
+        stored_tensor = manifest.tensors[name]
+        if not is_partition(stored_tensor.shape, slice_hashes):
+            not_comparable.add(name)
             continue
-        total = functools.reduce(Sums.plus, boxes.values(), NO_SUMS)
-        if total.hex != stored.content:
-            wrong.setdefault(name, f"{name} (stored {stored.content}, loaded {total.hex})")
-    if wrong:
-        texts = [wrong[name] for name in sorted(wrong)]
-        raise DamagedCheckpointError(f"what was loaded is not what was saved, by its content sums ({len(texts)}): {listed(texts)}")
-    return Loaded(manifest.content_digest, len(names - narrowed - unknown), len(narrowed), len(unknown))
+        total = functools.reduce(ContentHash.combine, slice_hashes.values(), EMPTY_HASH)
+        if total.hex != stored_tensor.content:
+            errors.setdefault(name, f"{name} (stored {stored_tensor.content}, loaded {total.hex})")
+    if errors:
+        messages = [errors[name] for name in sorted(errors)]
+        raise DamagedCheckpointError(
+            f"the loaded content differs from the saved content, by its content hashes ({len(messages)}): {format_list(messages)}"
+        )
+    return LoadResult(manifest.content_digest, len(names - narrowed - not_comparable), len(narrowed), len(not_comparable))

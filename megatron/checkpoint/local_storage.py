@@ -1,12 +1,12 @@
-"""Checkpoints in a local folder, or one of a file system that all nodes share.
+"""Storage in a local folder, or in a folder of a file system that all nodes share.
 
-A checkpoint is written under a temporary name and renamed when its data is on the disk, so a loss of power leaves one state or the
-other::
+A checkpoint is written under a temporary name, and renamed when its data is on the disk. After a power loss the folder therefore
+holds either the old or the new checkpoint::
 
-    <save>/iter_0000100/                        a complete checkpoint
-    <save>/.iter_0000200.<token>.saving/        being written, or left by a save that was killed
-    <save>/.iter_0000050.removing/              being removed, or left by a removal that was killed
-    <save>/.iter_0000100.replaced/              for a moment, while another takes its name, where names cannot be exchanged
+    <save>/iter_0000100/                        complete checkpoint
+    <save>/.iter_0000200.<token>.saving/        draft of a running save, or left by a killed save
+    <save>/.iter_0000050.removing/              checkpoint during its removal, or left by a killed removal
+    <save>/.iter_0000100.replaced/              old checkpoint while a new one takes its name, if names cannot be exchanged
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.errors import TruncatedError
-from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Reading, Storage, Writing
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, FileReader, FileWriter, Storage
 from megatron.config.regular_file import open_regular, read_regular
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def sync_folder(path: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Flush the list of names in a folder to the disk (fsync of the folder)."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -39,85 +39,89 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and missing ones above it, and write their names to the disk."""
+def make_durable_folder(path: Path) -> None:
+    """Create a folder and its missing parents, and flush their names to the disk, so that the folder survives a power loss."""
     if path.is_dir():
         return
-    make_folder(path.parent)
+    make_durable_folder(path.parent)
     try:
         path.mkdir()
-    except FileExistsError:  # another process was faster, or it is a file
+    except FileExistsError:  # another process has just created it, or it is a file
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     sync_folder(path.parent)
 
 
-def set_aside(path: Path, suffix: str) -> Path:
-    """Give a folder a hidden name, and remove what has that name already. Returns the new path."""
-    aside = path.with_name(f".{path.name}.{suffix}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    path.rename(aside)
-    return aside
+def rename_to_hidden(path: Path, suffix: str) -> Path:
+    """Rename a folder to the hidden name `.<name>.<suffix>`. A folder with that name is removed first. Returns the new path."""
+    hidden = path.with_name(f".{path.name}.{suffix}")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    path.rename(hidden)
+    return hidden
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one step. Returns whether the file system can (many network file systems cannot)."""
-    return _of_linux("renameat2")(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+def exchange_names(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders atomically. Returns False if the file system cannot do this, like many network file
+    systems."""
+    return _linux_function("renameat2")(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
 @functools.cache
-def _of_linux(name: str) -> Callable[..., int]:
-    """A function of the C library of Linux; where there is none, one that fails."""
+def _linux_function(name: str) -> Callable[..., int]:
+    """Return a function of the Linux C library. If it does not exist, return a function that returns -1 (failure)."""
     function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
     return function or (lambda *arguments: -1)
 
 
-_MOST_BYTES = 8 << 30
-"""A file that is read whole has no more; the manifest of a large run has megabytes."""
+_MAX_READ_BYTES = 8 << 30
+"""Maximum size of a file that `LocalStorage.read` reads in one call. The manifest of a large run has some megabytes."""
 FLUSH_BYTES = 4 << 20
-"""After this many bytes the disk is asked to begin with them, while the next ones are prepared and written. So the fsync at the end
-waits for little. (256 MiB with checksums took 0.12 s so, 0.18 s without, and 0.15 s without checksums.)"""
+"""Number of written bytes after which the disk is asked to start writing them, while the next bytes are prepared.
+
+So the fsync at the end has little left to wait for. Writing 256 MiB with checksums took 0.12 s with this, 0.18 s without, and 0.15
+s without both.
+"""
 
 
-class LocalFile(Reading):
-    """A `Reading` of a local file."""
+class LocalFileReader(FileReader):
+    """`FileReader` of a local file."""
 
     def __init__(self, path: Path, handle: int) -> None:
         self._path, self._handle, self.size = path, handle, os.fstat(handle).st_size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        done = 0
-        while done < len(buffer):  # the system reads at most 2 GiB at a time
-            read = os.preadv(self._handle, [buffer[done:]], start + done)
-            if not read:
-                raise TruncatedError(f"{self._path} has no byte {start + done}: it was truncated")
-            done += read
+        total = 0
+        while total < len(buffer):  # preadv reads at most 2 GiB per call
+            num_read = os.preadv(self._handle, [buffer[total:]], start + total)
+            if not num_read:
+                raise TruncatedError(f"{self._path} ends before byte {start + total}: it was truncated")
+            total += num_read
 
 
-class LocalWriting(Writing):
-    """A `Writing` to a local file, without a buffer of its own."""
+class LocalFileWriter(FileWriter):
+    """`FileWriter` of a local file, unbuffered."""
 
     def __init__(self, path: Path, handle: int) -> None:
-        self._path, self._handle, self._begun = path, handle, 0
+        self._path, self._handle, self._flushed = path, handle, 0
 
-    def write_some(self, data: memoryview) -> int:
-        with _named(self._path):
-            written = os.write(self._handle, data[:FLUSH_BYTES])
-        length = self.num_bytes + written - self._begun
+    def write_partial(self, data: memoryview) -> int:
+        with _add_file_name(self._path):
+            num_written = os.write(self._handle, data[:FLUSH_BYTES])
+        length = self.num_bytes + num_written - self._flushed
         if length >= FLUSH_BYTES:
-            begin_to_sync(self._handle, self._begun, length)
-            self._begun += length
-        return written
+            start_writeback(self._handle, self._flushed, length)
+            self._flushed += length
+        return num_written
 
     def sync(self) -> None:
-        with _named(self._path):
+        with _add_file_name(self._path):
             os.fsync(self._handle)
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Add a file's name to errors."""
+def _add_file_name(path: Path) -> Iterator[None]:
+    """Add the file's name to errors that the block raises."""
     try:
         yield
     except OSError as error:
@@ -128,65 +132,65 @@ def _named(path: Path) -> Iterator[None]:
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-def begin_to_sync(handle: int, start: int, length: int) -> None:
-    """Ask Linux to begin with the writing of a range of a file. What it cannot do is left to fsync, and so are its errors."""
-    _of_linux("sync_file_range")(handle, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+def start_writeback(handle: int, start: int, length: int) -> None:
+    """Ask Linux to start writing a range of a file to the disk. Errors are ignored here, because the later fsync reports them."""
+    _linux_function("sync_file_range")(handle, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
-_LEFT = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
-_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.new")
-_PART_OF_ONE = re.compile(rf"rank_.*|{re.escape(CONFIG)}|{re.escape(STATE)}")
+_LEFTOVER = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
+_TEMPORARY_FILE = re.compile(r"\..+\.[0-9a-f]{16}\.new")
+_CHECKPOINT_FILE = re.compile(rf"rank_.*|{re.escape(CONFIG)}|{re.escape(STATE)}")
 
 
 class LocalStorage(Storage):
-    """A `Storage` in a local folder."""
+    """`Storage` in a local folder."""
 
     def __init__(self, folder: Path) -> None:
         self.local, self.location = folder, str(folder)
 
-    def at(self, name: str) -> str:
+    def location_of(self, name: str) -> str:
         return str(self.local / name)
 
     def child(self, name: str) -> LocalStorage:
         return LocalStorage(self.local / name)
 
-    def size(self, name: str) -> int | None:
+    def file_size(self, name: str) -> int | None:
         path = self.local / name
         try:
             return path.stat().st_size if path.is_file() else None
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def names(self, folder: str = "") -> list[str]:
+    def list_names(self, folder: str = "") -> list[str]:
         try:
             return sorted(os.listdir(self.local / folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, name: str) -> bytes:
-        with _missing_is_missing():
-            return read_regular(self.local / name, _MOST_BYTES)
+        with _raise_not_found():
+            return read_regular(self.local / name, _MAX_READ_BYTES)
 
     @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[LocalFile]:
+    def open(self, name: str) -> Iterator[LocalFileReader]:
         path = self.local / name
-        with _missing_is_missing():
+        with _raise_not_found():
             file = open_regular(path)
         with file:
-            yield LocalFile(path, file.fileno())
+            yield LocalFileReader(path, file.fileno())
 
-    def make(self) -> None:
-        make_folder(self.local)
+    def create_folder(self) -> None:
+        make_durable_folder(self.local)
 
-    def create(self, name: str) -> contextlib.AbstractContextManager[LocalWriting]:
+    def create(self, name: str) -> contextlib.AbstractContextManager[LocalFileWriter]:
         return self._create(self.local / name, os.O_TRUNC)
 
     @contextlib.contextmanager
-    def _create(self, path: Path, how: int) -> Iterator[LocalWriting]:
-        # O_NOFOLLOW: a link that another user puts there does not lead the write elsewhere.
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o666)
+    def _create(self, path: Path, extra_flags: int) -> Iterator[LocalFileWriter]:
+        # O_NOFOLLOW: do not follow a link that another user has put there.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | extra_flags, 0o666)
         try:
-            file = LocalWriting(path, handle)
+            file = LocalFileWriter(path, handle)
             yield file
             file.sync()
         except BaseException:
@@ -198,10 +202,10 @@ class LocalStorage(Storage):
 
     def write(self, name: str, data: bytes) -> None:
         path = self.local / name
-        new = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
-        with self._create(new, os.O_EXCL) as file:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
+        with self._create(temporary, os.O_EXCL) as file:
             file.write(data)
-        new.replace(path)
+        temporary.replace(path)
         sync_folder(path.parent)
 
     def remove(self, name: str) -> None:
@@ -215,27 +219,27 @@ class LocalStorage(Storage):
     def draft(self, name: str, token: str) -> LocalDraft:
         return LocalDraft(self.local / name, self.local / f".{name}.{token}.saving")
 
-    def retire(self, name: str) -> None:
-        with _missing_is_missing():
-            aside = set_aside(self.local / name, "removing")
-        with contextlib.suppress(FileNotFoundError):  # a run that takes over the folder sweeps it away too
-            shutil.rmtree(aside)
+    def remove_checkpoint(self, name: str) -> None:
+        with _raise_not_found():
+            hidden = rename_to_hidden(self.local / name, "removing")
+        with contextlib.suppress(FileNotFoundError):  # another run that claims the folder removes it too
+            shutil.rmtree(hidden)
 
-    def sweep(self, keep: str) -> None:
-        for name in filter(_UNFINISHED.fullmatch, self.names()):
+    def remove_unfinished(self, active_token: str) -> None:
+        for name in filter(_TEMPORARY_FILE.fullmatch, self.list_names()):
             self.remove(name)
-        for left in filter(None, map(_LEFT.fullmatch, self.names())):
-            if left["token"] == keep:
+        for leftover in filter(None, map(_LEFTOVER.fullmatch, self.list_names())):
+            if leftover["token"] == active_token:
                 continue
             with contextlib.suppress(OSError):  # a late writer on another node may still be adding files
-                if left["what"] == "replaced" and not (self.local / left["name"]).exists():
-                    (self.local / left[0]).rename(self.local / left["name"])
+                if leftover["what"] == "replaced" and not (self.local / leftover["name"]).exists():
+                    (self.local / leftover[0]).rename(self.local / leftover["name"])
                 else:
-                    self.remove(left[0])
+                    self.remove(leftover[0])
 
 
 class LocalDraft(Draft):
-    """A `Draft` in a folder beside the final one."""
+    """`Draft` of a checkpoint in a hidden folder next to the checkpoint's final folder."""
 
     def __init__(self, final: Path, folder: Path) -> None:
         self._final, self._folder = final, folder
@@ -244,48 +248,51 @@ class LocalDraft(Draft):
     def file_name(self, name: str) -> str:
         return name
 
-    def make(self) -> None:
+    def create_folder(self) -> None:
         if self._folder.exists():
             shutil.rmtree(self._folder)
-        make_folder(self._folder.parent)
-        self._folder.mkdir()  # not written to the disk, since training waits; `publish` does that for the final name
+        make_durable_folder(self._folder.parent)
+        self._folder.mkdir()  # its name is not flushed, because training waits here; `publish` flushes the final name
 
-    def join(self) -> None:
-        make_folder(self._folder.parent)
+    def ensure_folder(self) -> None:
+        make_durable_folder(self._folder.parent)
         self._folder.mkdir(exist_ok=True)
 
-    def publish(self, files: Mapping[str, bytes]) -> None:
-        """Write the last files, write all names to the disk, rename."""
-        for name, data in files.items():
+    def publish(self, small_files: Mapping[str, bytes]) -> None:
+        """Write the last files, flush all names to the disk, and rename the draft to its final name."""
+        for name, data in small_files.items():
             with self.storage.create(name) as file:
                 file.write(data)
         sync_folder(self._folder)
-        old = self._put_in_place()
+        old = self._move_to_final()
         sync_folder(self._final.parent)
         if old is not None:
-            shutil.rmtree(old, ignore_errors=True)  # the new one is complete; a sweep removes what may be left
+            shutil.rmtree(old, ignore_errors=True)  # the new checkpoint is complete; `remove_unfinished` removes the remains
 
-    def _put_in_place(self) -> Path | None:
-        """Give the folder its final name. Returns where the checkpoint is now that had the name before, if there was one."""
+    def _move_to_final(self) -> Path | None:
+        """Give the draft's folder its final name. If an older checkpoint had this name, return the new path of the older
+        checkpoint; otherwise return None."""
         if not self._final.exists():
             self._folder.rename(self._final)
             return None
-        there = os.listdir(self._final)
-        if MANIFEST not in there and not all(map(_PART_OF_ONE.fullmatch, there)):
-            raise FileExistsError(f"{self._final} is there already, and is no checkpoint of this program: move it away")
-        if exchange(self._folder, self._final):
+        file_names = os.listdir(self._final)
+        if MANIFEST not in file_names and not all(map(_CHECKPOINT_FILE.fullmatch, file_names)):
+            raise FileExistsError(
+                f"{self._final} already exists, but is not a checkpoint of this program. Move it to another folder."
+            )
+        if exchange_names(self._folder, self._final):
             return self._folder
-        old = set_aside(self._final, "replaced")
+        old = rename_to_hidden(self._final, "replaced")
         self._folder.rename(self._final)
         return old
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _missing_is_missing() -> Iterator[None]:
-    """Treat a folder that is read as a file, or a file below something that is no folder, as missing."""
+def _raise_not_found() -> Iterator[None]:
+    """Convert errors about a folder that is read as a file, or a file used as a folder, to `FileNotFoundError`."""
     try:
         yield
     except (IsADirectoryError, NotADirectoryError) as error:

@@ -1,9 +1,9 @@
-"""The manifest: what a checkpoint holds and where. Together with the data files it is all that a reader needs.
+"""The manifest of a checkpoint: which tensors it holds, and in which files. A reader needs only the manifest and the data files.
 
-A reader need not know which rank wrote a file, nor where a box lies in it. Readers ignore fields that they do not know; a change
-that old readers must not ignore raises the version.
+A reader does not need to know which rank wrote a file, or at which offset of the file a slice starts. Readers ignore fields that
+they do not know. A change that old readers must not ignore increases the version.
 
-docs/checkpoints.md shows `manifest.json`. Manifests of the first programs have no `content` and no `content_digest`.
+docs/checkpoints.md describes `manifest.json`. Manifests of the first versions have no `content` and no `content_digest`.
 """
 
 from __future__ import annotations
@@ -24,146 +24,156 @@ import numpy as np
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.storage import STATE
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 
-# ---- Checksums of boxes, content sums of tensors, and digests of a whole checkpoint.
+# ---- Checksums of slices, content hashes of tensors, and digests of a checkpoint.
 #
-# A checksum of a box says that its file is sound. Content sums say what a tensor holds, in 64 bits that do not depend on how it is
-# cut: boxes of any layout add up to the same number. So memory after a load can be compared with what was saved at another layout.
+# The checksum of a slice detects damage of its file. The content hash of a tensor (64 bits) does not depend on how the tensor is
+# cut into slices: the hashes of the slices of any layout add up to the same value. So the memory of all ranks after a load can be
+# compared with a checkpoint that was saved at another layout.
 #
-# See the tensor as a matrix (the last dimension is the columns, all others together the rows; a 1-D tensor is one row) of the
-# elements' bits, read as unsigned integers u of 32 bits: elements of 8 and 16 bits are widened, elements of 64 bits count as two
-# columns, the low half first. Let v = u XOR (u >> 16). With all arithmetic modulo 2^32 and an odd weight for each row and each
-# column ::
+# View the tensor as a matrix: the last dimension is the columns, all other dimensions together are the rows, and a 1-D tensor is
+# one row. Read the bits of the elements as unsigned integers u of 32 bits: elements of 8 and 16 bits are widened, and elements of
+# 64 bits count as two columns, the low half first. Let v = u XOR (u >> 16). All arithmetic is modulo 2^32, and every row and every
+# column has an odd weight ::
 #
-#     rows    = sum over r of  weight(r, seed 0) * (sum over c of v[r, c])
-#     columns = sum over c of  weight(c, seed 1) * (sum over r of v[r, c])
+#     row_sum    = sum over r of  weight(r, seed 0) * (sum over c of v[r, c])
+#     column_sum = sum over c of  weight(c, seed 1) * (sum over r of v[r, c])
 #
-# (With u in place of v the highest bits would hardly be weighted: modulo 2^32 an odd multiple of 2^31 is 2^31, whatever the weight,
-# so two changed signs would cancel.)
+# (With u instead of v the weights would have almost no effect on the highest bits: modulo 2^32 an odd multiple of 2^31 is 2^31 for
+# every weight, so the changes of two signs would cancel.)
 #
-# r and c count in the whole tensor, so a box adds its share. A single changed element always changes both sums; exchanged rows or
-# columns change one of them. `content` in the manifest is `rows` and `columns`, 8 hexadecimal digits each.
+# r and c are indices in the global tensor, so each slice contributes its summand. A single changed element always changes both
+# sums. Exchanged rows or columns change one of them. `content` in the manifest is `row_sum` and `column_sum`, 8 hexadecimal digits
+# each.
 #
-# weight(i, seed) is the finaliser of MurmurHash3 (32 bits) of i XOR (seed * 0x9E3779B9), with the lowest bit set; i is taken modulo
+# weight(i, seed) is the finalizer of MurmurHash3 (32 bits) of i XOR (seed * 0x9E3779B9), with the lowest bit set. i is taken modulo
 # 2^32.
 
 _BLOCK_BYTES = 1 << 18
-"""Bytes that are summed both ways before the next are touched: so they stay in the cache in between."""
+"""Size of the blocks that are hashed, in bytes. A block is summed along rows and along columns while it is in the CPU cache."""
 
 
-class Sums(NamedTuple):
-    """The two sums of a tensor or of a part of it: a tensor's content, in 64 bits."""
+class ContentHash(NamedTuple):
+    """Additive 64-bit hash of a tensor or of a region of it. The hashes of disjoint regions add up to the hash of their union."""
 
-    rows: int
-    columns: int
+    row_sum: int
+    column_sum: int
 
-    def plus(self, other: Sums) -> Sums:
-        """The sums of two disjoint parts together."""
-        return Sums((self.rows + other.rows) & 0xFFFFFFFF, (self.columns + other.columns) & 0xFFFFFFFF)
+    def combine(self, other_hash: ContentHash) -> ContentHash:
+        """Return the hash of the union of two disjoint regions."""
+        return ContentHash((self.row_sum + other_hash.row_sum) & 0xFFFFFFFF, (self.column_sum + other_hash.column_sum) & 0xFFFFFFFF)
 
     @property
     def hex(self) -> str:
-        """The sums as 16 hexadecimal digits."""
-        return f"{self.rows:08x}{self.columns:08x}"
+        """Return the hash as 16 hexadecimal digits."""
+        return f"{self.row_sum:08x}{self.column_sum:08x}"
 
     @classmethod
-    def from_hex(cls, text: str) -> Sums:
-        """The sums written as 16 hexadecimal digits."""
+    def from_hex(cls, text: str) -> ContentHash:
+        """Build a hash from 16 hexadecimal digits."""
         return cls(int(text[:8], 16), int(text[8:], 16))
 
 
-NO_SUMS = Sums(0, 0)
+EMPTY_HASH = ContentHash(0, 0)
 
 
-def content_sums(
+def hash_content(
     data: memoryview | bytes | bytearray,
     dtype: str,
-    box: Box,
+    tensor_slice: TensorSlice,
     global_shape: tuple[int, ...],
-    take: Callable[[memoryview], None] | None = None,
+    on_block: Callable[[memoryview], None] | None = None,
     block_bytes: int = _BLOCK_BYTES,
-) -> Sums:
-    """Sums of a box.
+) -> ContentHash:
+    """Return the content hash of a slice of a tensor.
 
     Args:
-        data: its raw bytes, row-major, little-endian; contiguous.
-        dtype: name of the elements' dtype.
-        box: which part of the tensor it is.
-        global_shape: of the whole tensor.
-        take: called with one piece of the data after the other, just before each is summed: while it is in the cache.
-        block_bytes: about the largest size of a piece.
+        data: raw bytes of the slice, row-major, little-endian, contiguous.
+        dtype: name of the dtype of the elements.
+        tensor_slice: region of the global tensor that `data` holds.
+        global_shape: shape of the global tensor.
+        on_block: called with each block of the data, in order, just before the block is hashed. So another pass over the block,
+            such as a write, finds the block in the CPU cache.
+        block_bytes: approximate maximum size of a block in bytes.
     """
-    if not box.numel:
-        return NO_SUMS
+    if not tensor_slice.numel:
+        return EMPTY_HASH
     view = memoryview(data).cast("B")
     itemsize = DTYPES[dtype].itemsize
-    unit = np.dtype(f"<u{min(itemsize, 4)}")
-    words = itemsize // unit.itemsize
-    width, first_column = (words * box.sizes[-1], words * box.offsets[-1]) if box.sizes else (words, 0)
-    # A piece holds whole rows, or a part of one row that is longer than a piece.
-    block = max(1, block_bytes // unit.itemsize)
-    num_rows, num_columns = max(1, block // width), min(width, block)
-    row_weights = _row_weights(box, global_shape)
-    rows, columns = 0, np.zeros(width, np.uint32)
-    scratch = np.empty(num_rows * num_columns, np.uint32)
-    for row in range(0, len(row_weights), num_rows):
-        weights = row_weights[row : row + num_rows]
-        for column in range(0, width, num_columns):
-            some = len(weights) * min(num_columns, width - column)
-            start = (row * width + column) * unit.itemsize
-            piece = view[start : start + some * unit.itemsize]
-            if take is not None:
-                take(piece)
-            bits, mixed = np.frombuffer(piece, unit), scratch[:some]
-            if unit.itemsize < 4:
+    word_dtype = np.dtype(f"<u{min(itemsize, 4)}")
+    words_per_element = itemsize // word_dtype.itemsize
+    width, first_column = (
+        (words_per_element * tensor_slice.sizes[-1], words_per_element * tensor_slice.offsets[-1])
+        if tensor_slice.sizes
+        else (words_per_element, 0)
+    )
+    # A block holds complete rows, or a segment of one row that is longer than a block.
+    max_block_numel = max(1, block_bytes // word_dtype.itemsize)
+    block_rows, block_columns = max(1, max_block_numel // width), min(width, max_block_numel)
+    row_weights = _row_weights(tensor_slice, global_shape)
+    row_sum, column_sums = 0, np.zeros(width, np.uint32)
+    scratch = np.empty(block_rows * block_columns, np.uint32)
+    for row in range(0, len(row_weights), block_rows):
+        weights = row_weights[row : row + block_rows]
+        for column in range(0, width, block_columns):
+            block_numel = len(weights) * min(block_columns, width - column)
+            start = (row * width + column) * word_dtype.itemsize
+            block_data = view[start : start + block_numel * word_dtype.itemsize]
+            if on_block is not None:
+                on_block(block_data)
+            bits, mixed = np.frombuffer(block_data, word_dtype), scratch[:block_numel]
+            if word_dtype.itemsize < 4:
                 np.copyto(mixed, bits)
             else:
                 np.right_shift(bits, np.uint32(16), out=mixed)
                 np.bitwise_xor(mixed, bits, out=mixed)
             matrix = mixed.reshape(len(weights), -1)
-            columns[column : column + matrix.shape[1]] += np.add.reduce(matrix, axis=0, dtype=np.uint32)
-            rows += int(np.add.reduce(np.add.reduce(matrix, axis=1, dtype=np.uint32) * weights, dtype=np.uint32))
-    column_weights = _weights(first_column, width, 1)
-    return Sums(rows & 0xFFFFFFFF, int(np.add.reduce(columns * column_weights, dtype=np.uint32)))
+            column_sums[column : column + matrix.shape[1]] += np.add.reduce(matrix, axis=0, dtype=np.uint32)
+            row_sum += int(np.add.reduce(np.add.reduce(matrix, axis=1, dtype=np.uint32) * weights, dtype=np.uint32))
+    column_weights = _index_weights(first_column, width, 1)
+    return ContentHash(row_sum & 0xFFFFFFFF, int(np.add.reduce(column_sums * column_weights, dtype=np.uint32)))
 
 
-def _row_weights(box: Box, global_shape: tuple[int, ...]) -> np.ndarray:
-    """Weight of each row of a box, [product of all sizes but the last]."""
-    if len(box.sizes) <= 1:
-        return _weights(0, 1, 0)
-    if box.offsets[1:-1] == (0,) * (len(global_shape) - 2) and box.sizes[1:-1] == global_shape[1:-1]:
-        inner = math.prod(global_shape[1:-1])  # rows that follow each other
-        return _weights(box.offsets[0] * inner, box.sizes[0] * inner, 0)
-    rows = np.zeros(1, np.int64)
-    for offset, size, whole in zip(box.offsets[:-1], box.sizes[:-1], global_shape[:-1], strict=True):
-        rows = (rows[:, None] * whole + np.arange(offset, offset + size)).reshape(-1)
-    return _mixed(rows, 0)
+def _row_weights(tensor_slice: TensorSlice, global_shape: tuple[int, ...]) -> np.ndarray:
+    """Return the hash's multiplier for each row of a slice, [product of all sizes but the last]. A row's multiplier depends on its
+    position in the global tensor."""
+    if len(tensor_slice.sizes) <= 1:
+        return _index_weights(0, 1, 0)
+    if tensor_slice.offsets[1:-1] == (0,) * (len(global_shape) - 2) and tensor_slice.sizes[1:-1] == global_shape[1:-1]:
+        rows_per_index = math.prod(global_shape[1:-1])  # the rows are consecutive
+        return _index_weights(tensor_slice.offsets[0] * rows_per_index, tensor_slice.sizes[0] * rows_per_index, 0)
+    row_indices = np.zeros(1, np.int64)
+    for offset, size, global_size in zip(tensor_slice.offsets[:-1], tensor_slice.sizes[:-1], global_shape[:-1], strict=True):
+        row_indices = (row_indices[:, None] * global_size + np.arange(offset, offset + size)).reshape(-1)
+    return _hash_indices(row_indices, 0)
 
 
 @functools.lru_cache(maxsize=32)
-def _weights(first: int, count: int, seed: int) -> np.ndarray:
-    """Weights of the indices first, first + 1, ..., [count]."""
-    return _mixed(np.arange(first, first + count, dtype=np.int64), seed)
+def _index_weights(first: int, count: int, seed: int) -> np.ndarray:
+    """Return the hash's multipliers for the elements with the indices first, first + 1, ..., [count]."""
+    return _hash_indices(np.arange(first, first + count, dtype=np.int64), seed)
 
 
-def _mixed(index: np.ndarray, seed: int) -> np.ndarray:
-    mixed = index.astype(np.uint32) ^ np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
-    mixed ^= mixed >> np.uint32(16)
-    mixed *= np.uint32(0x85EBCA6B)
-    mixed ^= mixed >> np.uint32(13)
-    mixed *= np.uint32(0xC2B2AE35)
-    mixed ^= mixed >> np.uint32(16)
-    return mixed | np.uint32(1)
+def _hash_indices(indices: np.ndarray, seed: int) -> np.ndarray:
+    """Return the pseudo-random multiplier, an odd uint32, by which the content hash multiplies the values at each index."""
+    hashes = indices.astype(np.uint32) ^ np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
+    hashes ^= hashes >> np.uint32(16)
+    hashes *= np.uint32(0x85EBCA6B)
+    hashes ^= hashes >> np.uint32(13)
+    hashes *= np.uint32(0xC2B2AE35)
+    hashes ^= hashes >> np.uint32(16)
+    return hashes | np.uint32(1)
 
 
-_KIND = "xxh3:"
+_ALGORITHM = "xxh3:"
 
 
 class Checksum:
-    """Checksum of raw bytes, which may come in pieces (XXH3, 64 bits, seed 0).
+    """Incremental checksum of raw bytes (XXH3, 64 bits, seed 0).
 
-    It keeps up with memory (28 GB/s a core, where zlib's CRC-32 does 4), so checking costs a load next to nothing.
+    It reaches 28 GB/s per core, about the speed of memory (CRC-32 of zlib: 4 GB/s), so it adds almost nothing to the time of a
+    load.
     """
 
     def __init__(self, data: memoryview | bytes = b"") -> None:
@@ -172,37 +182,39 @@ class Checksum:
         self._hash = xxh3_64(data)
 
     def update(self, data: memoryview | bytes) -> None:
-        """Take in the next piece."""
+        """Add the next bytes of the data to the checksum."""
         self._hash.update(data)
 
     @property
     def text(self) -> str:
-        """The checksum of all pieces together, with its kind: `xxh3:` and 16 hexadecimal digits."""
-        return f"{_KIND}{self._hash.hexdigest()}"
+        """Return the checksum of all bytes so far, with the name of the algorithm: `xxh3:` and 16 hexadecimal digits."""
+        return f"{_ALGORITHM}{self._hash.hexdigest()}"
 
 
-def matches(found: str, expected: str) -> bool:
-    """Whether the checksum of some bytes is the one that was stored for them.
+def checksums_match(actual: str, expected: str) -> bool:
+    """Return whether the checksum of some bytes equals the stored checksum.
 
     Raises:
-        CheckpointError: the stored checksum is of a kind that this program does not know.
+        CheckpointError: this program does not know the algorithm of the stored checksum.
     """
-    if not expected.startswith(_KIND):
-        raise CheckpointError(f"checksum {expected!r} is of an unknown kind: update the program that loads")
-    return found == expected
+    if not expected.startswith(_ALGORITHM):
+        raise CheckpointError(
+            f"checksum {expected!r} has an unknown algorithm, so a newer version of this program wrote it: update this program"
+        )
+    return actual == expected
 
 
-def content_digest(entries: Iterable[str]) -> str:
-    """Digest of what a checkpoint holds: the SHA-256 of its entries, sorted, each ended by a newline.
+def digest_entries(entries: Iterable[str]) -> str:
+    """Return one digest of all entries (lines of text): the SHA-256 of the sorted entries, each followed by a newline.
 
-    It does not depend on which rank wrote what into which file. Equal content in other boxes (another layout) has another
-    digest.
+    The digest does not depend on which rank wrote which file. It does depend on how tensors are divided into slices if the entries
+    describe slices.
     """
-    total = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for entry in sorted(entries):
-        total.update(entry.encode())
-        total.update(b"\n")
-    return total.hexdigest()
+        sha256.update(entry.encode())
+        sha256.update(b"\n")
+    return sha256.hexdigest()
 
 
 FORMAT = "megatron-boxes"
@@ -210,10 +222,10 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """A box, its file and its checksum."""
+class StoredSlice:
+    """Slice of a tensor in a data file: its region in the tensor, its key in the file, and its checksum."""
 
-    box: Box
+    tensor_slice: TensorSlice
     file: str
     key: str
     checksum: str
@@ -221,19 +233,19 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor, as it is stored."""
+    """Global tensor in a checkpoint: shape, dtype, content hash, and the slices of which it consists."""
 
     shape: tuple[int, ...]
     dtype: str
-    """A name in `DTYPES`."""
-    boxes: tuple[StoredBox, ...]
+    """Name of the dtype, a key of `DTYPES`."""
+    slices: tuple[StoredSlice, ...]
     content: str | None = None
-    """Its content sums (`content.Sums.hex`); None in old checkpoints."""
+    """Content hash of the tensor as hexadecimal digits (`ContentHash.hex`). None in old checkpoints."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size of a file, and its checksum where the boxes in it do not have their own."""
+    """File of a checkpoint: its size, and a checksum of the file if it does not consist of slices with checksums."""
 
     num_bytes: int
     checksum: str | None = None
@@ -241,31 +253,35 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint."""
+    """Index of a checkpoint: all its tensors, and all its files."""
 
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of tensors and training state, one entry a box: `name shape dtype offsets sizes checksum`."""
+        """Return the digest of the stored slices and of the training state. It has one entry per slice: `name shape dtype offsets
+        sizes checksum`."""
         entries = [f"{STATE} {self.files[STATE].checksum}"] if STATE in self.files else []
         for name, tensor in self.tensors.items():
             head = f"{name} {list(tensor.shape)} {tensor.dtype}"
-            entries += [f"{head} {list(s.box.offsets)} {list(s.box.sizes)} {s.checksum}" for s in tensor.boxes]
-            if not tensor.boxes:
+            entries += [f"{head} {list(s.tensor_slice.offsets)} {list(s.tensor_slice.sizes)} {s.checksum}" for s in tensor.slices]
+            if not tensor.slices:
                 entries.append(head)
-        return content_digest(entries)
+        return digest_entries(entries)
 
     @functools.cached_property
     def content_digest(self) -> str | None:
-        """Digest of the tensors, one entry each: `name shape dtype content`. The same at every layout; None in old checkpoints."""
+        """Return the digest of the tensors' content, with one entry per tensor: `name shape dtype content`.
+
+        The content digest is the same at every layout. It is None in old checkpoints.
+        """
         if any(tensor.content is None for tensor in self.tensors.values()):
             return None
-        return content_digest(f"{name} {list(t.shape)} {t.dtype} {t.content}" for name, t in self.tensors.items())
+        return digest_entries(f"{name} {list(t.shape)} {t.dtype} {t.content}" for name, t in self.tensors.items())
 
     def to_json(self) -> bytes:
-        """The content of `manifest.json`."""
+        """Return the content of `manifest.json`."""
         files = {
             name: {"bytes": file.num_bytes} | ({"checksum": file.checksum} if file.checksum else {})
             for name, file in self.files.items()
@@ -276,123 +292,148 @@ class Manifest:
                 "dtype": tensor.dtype,
                 **({} if tensor.content is None else {"content": tensor.content}),
                 "boxes": [
-                    {"offsets": s.box.offsets, "sizes": s.box.sizes, "file": s.file, "key": s.key, "checksum": s.checksum}
-                    for s in tensor.boxes
+                    {
+                        "offsets": stored.tensor_slice.offsets,
+                        "sizes": stored.tensor_slice.sizes,
+                        "file": stored.file,
+                        "key": stored.key,
+                        "checksum": stored.checksum,
+                    }
+                    for stored in tensor.slices
                 ],
             }
             for name, tensor in self.tensors.items()
         }
-        head = {"format": FORMAT, "version": VERSION, "digest": self.digest}
+        header = {"format": FORMAT, "version": VERSION, "digest": self.digest}
         if self.content_digest is not None:
-            head["content_digest"] = self.content_digest
-        return json.dumps({**head, "files": files, "tensors": tensors}, separators=(",", ":")).encode()
+            header["content_digest"] = self.content_digest
+        return json.dumps({**header, "files": files, "tensors": tensors}, separators=(",", ":")).encode()
 
 
-def joined(parts: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Put together parts of tensors that were just written, by name: boxes one after another, content sums added up."""
-    heads: dict[str, StoredTensor] = {}
-    boxes: dict[str, list[StoredBox]] = defaultdict(list)
-    sums: dict[str, Sums] = defaultdict(lambda: NO_SUMS)
-    for name, part in parts:
-        assert part.content is not None, "a part that was just written has sums"
-        heads.setdefault(name, part)
-        boxes[name] += part.boxes
-        sums[name] = sums[name].plus(Sums.from_hex(part.content))
-    return {name: StoredTensor(head.shape, head.dtype, tuple(boxes[name]), sums[name].hex) for name, head in heads.items()}
+def merge_tensors(entries: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """Merge the entries that several ranks have written for each tensor: concatenate their slices and combine their content hashes.
+
+    Args:
+        entries: pairs of a tensor's name and the entry of one rank, which lists only the slices that this rank has written. New
+            entries always have content hashes.
+    """
+    first_entries: dict[str, StoredTensor] = {}
+    slices: dict[str, list[StoredSlice]] = defaultdict(list)
+    hashes: dict[str, ContentHash] = defaultdict(lambda: EMPTY_HASH)
+    for name, tensor in entries:
+        assert tensor.content is not None, "slices that were just written have a content hash"
+        first_entries.setdefault(name, tensor)
+        slices[name] += tensor.slices
+        hashes[name] = hashes[name].combine(ContentHash.from_hex(tensor.content))
+    return {
+        name: StoredTensor(first.shape, first.dtype, tuple(slices[name]), hashes[name].hex) for name, first in first_entries.items()
+    }
 
 
-def part_from_json(data: bytes, path: str, name: str) -> Manifest:
-    """Read and check a manifest, or a rank's part of one.
+def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
+    """Parse and check a manifest: that of a checkpoint, or that of the files of one rank.
 
     Args:
         data: content of the file.
-        path: the checkpoint's folder, for messages.
-        name: name of the file, for messages.
+        path: folder of the checkpoint, for error messages.
+        name: name of the file, for error messages.
 
     Raises:
-        CheckpointError: it is of another format, or written by a newer version.
-        DamagedCheckpointError: it is unreadable or altered.
+        CheckpointError: the file has another format, or a newer version of this program wrote it.
+        DamagedCheckpointError: the file is unreadable or altered.
     """
     file = f"{path.rstrip('/')}/{name}"
     try:
         content = json.loads(data)
-        written_as, version = content["format"], content["version"]
-        if written_as != FORMAT or not isinstance(version, int):
-            raise CheckpointError(f"{path} is of format {written_as!r}, version {version!r}; this program reads {FORMAT!r}")
+        format_name, version = content["format"], content["version"]
+        if format_name != FORMAT or not isinstance(version, int):
+            raise CheckpointError(
+                f"{path} has the format {format_name!r}, version {version!r}, but this program reads only the format {FORMAT!r}, "
+                f"versions 1 to {VERSION}"
+            )
         if version > VERSION:
             raise CheckpointError(
                 f"{path} was written by a newer version of this program (format version {version}; this one reads up to "
-                f"{VERSION}): update the program that loads"
+                f"{VERSION}): update this program"
             )
         manifest = Manifest(
-            {name: _tensor_from_json(tensor) for name, tensor in content["tensors"].items()},
-            {name: StoredFile(_count(file["bytes"]), file.get("checksum")) for name, file in content["files"].items()},
+            {name: _parse_tensor(tensor) for name, tensor in content["tensors"].items()},
+            {name: StoredFile(_parse_count(file["bytes"]), file.get("checksum")) for name, file in content["files"].items()},
         )
-        stated = content["digest"], content.get("content_digest")
-        found = manifest.digest, manifest.content_digest
+        stated_digests = content["digest"], content.get("content_digest")
+        computed_digests = manifest.digest, manifest.content_digest
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{file} is not readable ({error!r})") from error
-    if found != stated:
-        raise DamagedCheckpointError(f"{file} was altered: its content does not have the digest that it states")
-    misnamed = [
+    if computed_digests != stated_digests:
+        raise DamagedCheckpointError(f"{file} was altered: its content does not match the digest that is stored in it")
+    invalid_keys = [
         stored.key
         for name, tensor in manifest.tensors.items()
-        for stored in tensor.boxes
-        if stored.key != box_key(name, tensor.shape, stored.box)
+        for stored in tensor.slices
+        if stored.key != slice_key(name, tensor.shape, stored.tensor_slice)
     ]
-    if misnamed:
-        raise DamagedCheckpointError(f"{file} takes boxes for parts of tensors after which they are not named: {misnamed[:3]}")
-    named = {stored.file for tensor in manifest.tensors.values() for stored in tensor.boxes}
-    if strange := sorted(name for name in named | manifest.files.keys() if name not in manifest.files or Path(name).name != name):
-        raise DamagedCheckpointError(f"{file} names files that are not in its list or not in its folder: {strange[:3]}")
+    if invalid_keys:
+        raise DamagedCheckpointError(
+            f"{file} lists slices under keys that do not match their tensors and offsets: {invalid_keys[:3]}"
+        )
+    used_files = {stored.file for tensor in manifest.tensors.values() for stored in tensor.slices}
+    if invalid_names := sorted(
+        name for name in used_files | manifest.files.keys() if name not in manifest.files or Path(name).name != name
+    ):
+        raise DamagedCheckpointError(f"{file} names files that are not in its list or not in its folder: {invalid_names[:3]}")
     return manifest
 
 
-def box_key(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Name of a box in a file: `name` for a whole tensor of `shape`, else `name[0:128,64:128]`.
+def slice_key(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> str:
+    """Return the key of a slice in its data file: `name` if it is the full tensor of `shape`, otherwise `name[0:128,64:128]`.
 
-    A reader asks for it by this name, so that no box is taken for another one of the same size.
+    Readers look slices up by this key, so they cannot confuse two slices of the same size.
     """
-    if box.sizes == shape:
+    if tensor_slice.sizes == shape:
         return name
-    return f"{name}[{','.join(f'{part.start}:{part.stop}' for part in box.index)}]"
+    return f"{name}[{','.join(f'{interval.start}:{interval.stop}' for interval in tensor_slice.index)}]"
 
 
-def _tensor_from_json(content: dict) -> StoredTensor:
-    boxes = tuple(
-        StoredBox(Box(tuple(map(_count, b["offsets"])), tuple(map(_count, b["sizes"]))), b["file"], b["key"], b["checksum"])
-        for b in content["boxes"]
+def _parse_tensor(content: dict) -> StoredTensor:
+    slices = tuple(
+        StoredSlice(
+            TensorSlice(tuple(map(_parse_count, entry["offsets"])), tuple(map(_parse_count, entry["sizes"]))),
+            entry["file"],
+            entry["key"],
+            entry["checksum"],
+        )
+        for entry in content["boxes"]
     )
     if (dtype := content["dtype"]) not in DTYPES:
         raise KeyError(dtype)
-    return StoredTensor(tuple(map(_count, content["shape"])), dtype, boxes, content.get("content"))
+    return StoredTensor(tuple(map(_parse_count, content["shape"])), dtype, slices, content.get("content"))
 
 
-def _count(value: object) -> int:
-    """A number of elements or bytes.
+def _parse_count(value: object) -> int:
+    """Return a number of elements or bytes from JSON.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not an integer in [0, 2^62).
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:40]} is no number of elements or bytes")
+        raise ValueError(f"{str(value)[:40]} is not a number of elements or bytes")
     return value
 
 
-def tiles(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Whether the boxes cover every element of a tensor of `shape` exactly once, and nothing outside.
+def is_partition(shape: tuple[int, ...], slices: Iterable[TensorSlice]) -> bool:
+    """Return whether the slices cover every element of a tensor of `shape` exactly once, and nothing outside of the tensor.
 
-    Take a box as a function that is 1 inside and 0 outside. Its corners, each with the sign (-1)^(number of upper ends), determine
-    it. The functions add up to that of the whole tensor exactly if their signed corners do. So this needs one pass over the boxes,
-    where comparing pairs would need a square of it.
+    Consider a slice as a function that is 1 inside and 0 outside. It is determined by its corners, each with the sign (-1)^(number
+    of dimensions in which the corner is an upper end). The functions of the slices add up to that of the full tensor exactly if
+    their signed corners do. So one pass over the slices is enough; comparing all pairs would take quadratic time.
     """
     corners: Counter[tuple[int, ...]] = Counter()
-    whole, boxes = Box.whole(shape), [*boxes]
-    if boxes == [whole]:
+    full_slice, slices = TensorSlice.full(shape), [*slices]
+    if slices == [full_slice]:
         return True
-    for box, weight in [(whole, -1), *((box, 1) for box in boxes)]:
-        for corner in itertools.product(*(((part.start, 1), (part.stop, -1)) for part in box.index)):
-            corners[tuple(at for at, _ in corner)] += weight * math.prod(sign for _, sign in corner)
+    for tensor_slice, weight in [(full_slice, -1), *((tensor_slice, 1) for tensor_slice in slices)]:
+        for corner in itertools.product(*(((interval.start, 1), (interval.stop, -1)) for interval in tensor_slice.index)):
+            corners[tuple(coordinate for coordinate, _ in corner)] += weight * math.prod(sign for _, sign in corner)
     return not any(corners.values())

@@ -1,9 +1,9 @@
-"""Checkpoints in an object store, or any other file system, through fsspec: s3://, gs://, memory:// and so on.
+"""Storage in an object store, or in another file system that fsspec knows: s3://, gs://, memory:// and so on.
 
-Such a store renames nothing, and what is written there is on the disk when the write returns. So files are written under the name
-of the checkpoint, and the manifest comes last: without a manifest there is no checkpoint::
+An object store cannot rename files, and a file is on the disk when its write returns. Therefore a save writes its files directly
+into the final folder of the checkpoint, and the manifest last. A folder without a manifest is not a checkpoint::
 
-    <save>/iter_0000100/rank_00000-<token>.safetensors      the token is that of the run that wrote it
+    <save>/iter_0000100/rank_00000-<token>.safetensors      with the token of the run that wrote the file
     <save>/iter_0000100/{config,state,manifest}.json
 """
 
@@ -16,234 +16,239 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.checkpoint.errors import TruncatedError
-from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Reading, Storage, Writing
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, FileReader, FileWriter, Storage
 
 BLOCK_BYTES = 64 << 20
-"""Size of the parts of an upload; stores allow some ten thousand parts to a file."""
+"""Size of the blocks of a multipart upload, in bytes. Object stores allow about ten thousand blocks per file."""
 RANGE_BYTES = 16 << 20
-RANGES_AT_ONCE = 8
-"""Large reads are cut into ranges; this many are read at once where the store can do that."""
+CONCURRENT_RANGES = 8
+"""Number of ranges of `RANGE_BYTES` bytes that a large read requests concurrently, if the store supports concurrent requests."""
 
 
 @contextlib.contextmanager
-def told(place: str) -> Iterator[None]:
-    """Turn the errors of every store into `OSError` that names the place; a missing file stays `FileNotFoundError`."""
+def _convert_errors(location: str) -> Iterator[None]:
+    """Convert all errors of the block to an `OSError` that names the location, or to `FileNotFoundError` if a file is missing."""
     try:
         yield
     except OSError as error:
-        if place in str(error):
+        if location in str(error):
             raise
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) else OSError
-        raise kind(f"{place}: {error.strerror or error or type(error).__name__}") from error
+        error_type = FileNotFoundError if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError) else OSError
+        raise error_type(f"{location}: {error.strerror or error or type(error).__name__}") from error
     except Exception as error:
-        raise OSError(f"{place}: {type(error).__name__}: {error}") from error  # every store has errors of its own
+        raise OSError(f"{location}: {type(error).__name__}: {error}") from error  # every store has its own error types
 
 
-class ObjectFile(Reading):
-    """A `Reading` of a file in an object store.
+class ObjectFileReader(FileReader):
+    """`FileReader` of a file in an object store.
 
     Args:
-        files: fsspec's file system.
-        path: path of the file in it.
-        url: the file's URL, for messages.
-        size: bytes in it.
+        filesystem: fsspec file system.
+        path: path of the file in the file system.
+        url: URL of the file, for error messages.
+        size: size of the file in bytes.
     """
 
-    def __init__(self, files: Any, path: str, url: str, size: int) -> None:
-        self._files, self._path, self._url, self.size = files, path, url, size
+    def __init__(self, filesystem: Any, path: str, url: str, size: int) -> None:
+        self._filesystem, self._path, self._url, self.size = filesystem, path, url, size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        ranges = [(at, min(at + RANGE_BYTES, len(buffer))) for at in range(0, len(buffer), RANGE_BYTES)]
-        for first in range(0, len(ranges), RANGES_AT_ONCE):
-            chosen = ranges[first : first + RANGES_AT_ONCE]
-            with told(self._url):
-                starts, stops = ([start + at for at in places] for places in zip(*chosen, strict=True))
-                found = self._files.cat_ranges([self._path] * len(chosen), starts, stops, on_error="raise")
-            for (begin, end), data in zip(chosen, found, strict=True):
-                if len(data) != end - begin:
-                    missing = start + begin + len(data)
-                    raise TruncatedError(f"{self._url} has no byte {missing}: it was truncated")
-                buffer[begin:end] = data
+        ranges = [(offset, min(offset + RANGE_BYTES, len(buffer))) for offset in range(0, len(buffer), RANGE_BYTES)]
+        for first in range(0, len(ranges), CONCURRENT_RANGES):
+            batch = ranges[first : first + CONCURRENT_RANGES]
+            with _convert_errors(self._url):
+                starts, ends = ([start + at for at in offsets] for offsets in zip(*batch, strict=True))
+                contents = self._filesystem.cat_ranges([self._path] * len(batch), starts, ends, on_error="raise")
+            for (range_start, range_end), data in zip(batch, contents, strict=True):
+                if len(data) != range_end - range_start:
+                    missing_byte = start + range_start + len(data)
+                    raise TruncatedError(f"{self._url} ends before byte {missing_byte}: it was truncated")
+                buffer[range_start:range_end] = data
 
 
-class ObjectWriting(Writing):
-    """A `Writing` of a file in an object store.
+class ObjectFileWriter(FileWriter):
+    """`FileWriter` of a file in an object store.
 
     Args:
-        file: fsspec's file, open for writing.
-        url: the file's URL, for messages.
+        file: fsspec file, open for writing.
+        url: URL of the file, for error messages.
     """
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
 
-    def write_some(self, data: memoryview) -> int:
-        with told(self._url):
+    def write_partial(self, data: memoryview) -> int:
+        with _convert_errors(self._url):
             return self._file.write(data[:BLOCK_BYTES])
 
     def sync(self) -> None:
         pass
 
 
-_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
-"""Stores in which folders need not be made; asked to, some make a missing bucket, perhaps of a misspelt name."""
+_PROTOCOLS_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
+"""Protocols of stores in which folders need not be created. If asked to create one, some would create a missing bucket, for example
+of a misspelt name."""
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
-_LEFT_FILE = re.compile(rf"rank_.*-[0-9a-f]+\..+|{re.escape(CONFIG)}|{re.escape(STATE)}")
+_CHECKPOINT_FILE = re.compile(rf"rank_.*-[0-9a-f]+\..+|{re.escape(CONFIG)}|{re.escape(STATE)}")
 
 
 class ObjectStorage(Storage):
-    """A `Storage` at a URL.
+    """`Storage` in a folder of an object store, given by a URL.
 
     Args:
-        url: as the user gave it.
-        files: its file system of fsspec.
-        root: the folder's path in that.
+        url: URL of the folder, as the user wrote it.
+        filesystem: fsspec file system of the URL.
+        root: path of the folder in the file system.
     """
 
-    def __init__(self, url: str, files: Any, root: str) -> None:
-        self.location, self._files, self._root = url, files, root
+    def __init__(self, url: str, filesystem: Any, root: str) -> None:
+        self.location, self._filesystem, self._root = url, filesystem, root
         self.local = None
 
-    def at(self, name: str) -> str:
+    def location_of(self, name: str) -> str:
         return posixpath.join(self.location, name) if name else self.location
 
     def child(self, name: str) -> ObjectStorage:
-        return ObjectStorage(self.at(name), self._files, self._path(name))
+        return ObjectStorage(self.location_of(name), self._filesystem, self._path(name))
 
-    def size(self, name: str) -> int | None:
-        with told(self.at(name)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            info = self._fresh(name).info(self._path(name))
+    def file_size(self, name: str) -> int | None:
+        with _convert_errors(self.location_of(name)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            info = self._uncached(name).info(self._path(name))
             if info["type"] == "file":
                 return int(info["size"])
         return None
 
-    def names(self, folder: str = "") -> list[str]:
+    def list_names(self, folder: str = "") -> list[str]:
         path = self._path(folder)
-        with told(self.at(folder)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = self._fresh(folder).ls(path, detail=False)
-            # Some stores list the folder itself, or a file under its own name.
-            return sorted(posixpath.basename(entry.rstrip("/")) for entry in found if entry.strip("/") != path.strip("/"))
+        with _convert_errors(self.location_of(folder)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            entries = self._uncached(folder).ls(path, detail=False)
+            # Some stores list the folder itself, or, for a file, the file.
+            return sorted(posixpath.basename(entry.rstrip("/")) for entry in entries if entry.strip("/") != path.strip("/"))
         return []
 
     def read(self, name: str) -> bytes:
-        with told(self.at(name)):
-            return self._files.cat_file(self._path(name))
+        with _convert_errors(self.location_of(name)):
+            return self._filesystem.cat_file(self._path(name))
 
-    def open(self, name: str) -> contextlib.AbstractContextManager[ObjectFile]:
-        size = self.size(name)
+    def open(self, name: str) -> contextlib.AbstractContextManager[ObjectFileReader]:
+        size = self.file_size(name)
         if size is None:
-            raise FileNotFoundError(f"{self.at(name)} is not there")
-        return contextlib.nullcontext(ObjectFile(self._files, self._path(name), self.at(name), size))
+            raise FileNotFoundError(f"{self.location_of(name)} does not exist")
+        return contextlib.nullcontext(ObjectFileReader(self._filesystem, self._path(name), self.location_of(name), size))
 
-    def make(self) -> None:
-        """Make the folder, where the store has such a thing."""
-        protocol = self._files.protocol
-        if _WITHOUT_FOLDERS.isdisjoint([protocol] if isinstance(protocol, str) else protocol):
-            with told(self.at("")):
-                self._files.makedirs(self._root, exist_ok=True)
+    def create_folder(self) -> None:
+        """Create the folder, if the store has folders."""
+        protocol = self._filesystem.protocol
+        if _PROTOCOLS_WITHOUT_FOLDERS.isdisjoint([protocol] if isinstance(protocol, str) else protocol):
+            with _convert_errors(self.location_of("")):
+                self._filesystem.makedirs(self._root, exist_ok=True)
 
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[ObjectWriting]:
-        place, path = self.at(name), self._path(name)
-        with told(place):
-            file = self._files.open(path, "wb", block_size=BLOCK_BYTES)
+    def create(self, name: str) -> Iterator[ObjectFileWriter]:
+        location, path = self.location_of(name), self._path(name)
+        with _convert_errors(location):
+            file = self._filesystem.open(path, "wb", block_size=BLOCK_BYTES)
         try:
-            yield ObjectWriting(file, place)
-            with told(place):
+            yield ObjectFileWriter(file, location)
+            with _convert_errors(location):
                 file.close()
         except BaseException:
             with contextlib.suppress(Exception):
                 file.discard()
             try:
-                file.closed = True  # else the upload would be finished when the object goes
+                file.closed = True  # otherwise the destructor of the file would complete the upload
             except AttributeError:
                 file.close()
             with contextlib.suppress(Exception):
-                self._files.rm_file(path)
+                self._filesystem.rm_file(path)
             raise
 
     def write(self, name: str, data: bytes) -> None:
-        with told(self.at(name)):
-            self._files.pipe_file(self._path(name), data)
+        with _convert_errors(self.location_of(name)):
+            self._filesystem.pipe_file(self._path(name), data)
 
     def remove(self, name: str) -> None:
-        with told(self.at(name)), contextlib.suppress(FileNotFoundError):
-            self._fresh(name).rm(self._path(name), recursive=True)
+        with _convert_errors(self.location_of(name)), contextlib.suppress(FileNotFoundError):
+            self._uncached(name).rm(self._path(name), recursive=True)
 
     def draft(self, name: str, token: str) -> ObjectDraft:
         return ObjectDraft(self.child(name), token)
 
-    def retire(self, name: str) -> None:
-        """Remove the manifest of a checkpoint, then the rest."""
-        if not self.names(name):
-            raise FileNotFoundError(f"{self.at(name)} is not there")
+    def remove_checkpoint(self, name: str) -> None:
+        """Remove the manifest of a checkpoint first, then the other files."""
+        if not self.list_names(name):
+            raise FileNotFoundError(f"{self.location_of(name)} does not exist")
         self.child(name).remove(MANIFEST)
         self.remove(name)
 
-    def sweep(self, keep: str) -> None:
-        """Remove checkpoints without a manifest."""
-        for name in filter(_CHECKPOINT.fullmatch, self.names()):
-            found = self.names(name)
-            if all(_is_left(file) and not _written_by(file, keep) for file in found):
+    def remove_unfinished(self, active_token: str) -> None:
+        """Remove checkpoints without a manifest, which a save or removal has left incomplete. A folder is not touched if it has
+        files of other programs, or files of the active run."""
+        for name in filter(_CHECKPOINT.fullmatch, self.list_names()):
+            file_names = self.list_names(name)
+            if all(_is_checkpoint_file(file) and not _has_token(file, active_token) for file in file_names):
                 with contextlib.suppress(OSError):
                     self.remove(name)
 
     def _path(self, name: str) -> str:
         return posixpath.join(self._root, name) if name else self._root
 
-    def _fresh(self, name: str) -> Any:
-        """The file system, without its cached listing of a folder: other processes write there too."""
-        self._files.invalidate_cache(self._path(name))
-        self._files.invalidate_cache(posixpath.dirname(self._path(name)))
-        return self._files
+    def _uncached(self, name: str) -> Any:
+        """Return the file system after dropping its cached listing of the folder, because other processes write there too."""
+        self._filesystem.invalidate_cache(self._path(name))
+        self._filesystem.invalidate_cache(posixpath.dirname(self._path(name)))
+        return self._filesystem
 
 
 class ObjectDraft(Draft):
-    """A `Draft` at the final place."""
+    """`Draft` whose files are written directly into the checkpoint's final folder. Their names contain the token of the run
+    (hexadecimal digits that identify it), which distinguishes them from other files in the folder."""
 
     def __init__(self, final: ObjectStorage, token: str) -> None:
         self.storage, self._token = final, token
 
     def file_name(self, name: str) -> str:
-        """The name with the token before its extensions."""
+        """Return the file name with the token of the run inserted before its extensions."""
         stem, dot, extensions = name.partition(".")
         return f"{stem}-{self._token}{dot}{extensions}"
 
-    def make(self) -> None:
-        """Make the folder, without files of this token."""
-        self.storage.make()
-        self._remove_files(lambda name: _written_by(name, self._token))
+    def create_folder(self) -> None:
+        """Create the folder, and remove files that an earlier attempt of this run has left there."""
+        self.storage.create_folder()
+        self._remove_matching(lambda name: _has_token(name, self._token))
 
-    def join(self) -> None:
-        """Make the folder."""
-        self.storage.make()
+    def ensure_folder(self) -> None:
+        """Create the draft's folder if the store has folders and the folder does not exist."""
+        self.storage.create_folder()
 
-    def publish(self, files: Mapping[str, bytes]) -> None:
-        """Write the last files, the manifest at the end."""
-        # They replace those of an older checkpoint, which is incomplete from here on.
+    def publish(self, small_files: Mapping[str, bytes]) -> None:
+        """Write the files with fixed names, the manifest at the end. Then remove files of other runs from the folder."""
+        # The new files replace those of an older checkpoint, which is incomplete from here on.
         self.storage.remove(MANIFEST)
-        for name, data in files.items():
+        for name, data in small_files.items():
             self.storage.write(name, data)
         with contextlib.suppress(OSError):
-            self._remove_files(lambda name: name not in files and _is_left(name) and not _written_by(name, self._token))
+            self._remove_matching(
+                lambda name: name not in small_files and _is_checkpoint_file(name) and not _has_token(name, self._token)
+            )
 
-    def abandon(self) -> None:
-        """Remove the files of this token, and the folder if they were all."""
+    def discard(self) -> None:
+        """Remove the files of this draft, and the folder if it holds no other files."""
         with contextlib.suppress(OSError):
-            self._remove_files(lambda name: _written_by(name, self._token))
-            if not self.storage.names():
+            self._remove_matching(lambda name: _has_token(name, self._token))
+            if not self.storage.list_names():
                 self.storage.remove("")
 
-    def _remove_files(self, chosen: Callable[[str], bool]) -> None:
-        for name in self.storage.names():
-            if chosen(name):
+    def _remove_matching(self, should_remove: Callable[[str], bool]) -> None:
+        for name in self.storage.list_names():
+            if should_remove(name):
                 self.storage.remove(name)
 
 
-def _is_left(name: str) -> bool:
-    """Whether a killed save may have left this file; a file of another program is not touched."""
-    return _LEFT_FILE.fullmatch(name) is not None
+def _is_checkpoint_file(name: str) -> bool:
+    """Return whether the file may belong to a save of this program. Files of other programs are not touched."""
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
 
 
-def _written_by(name: str, token: str) -> bool:
+def _has_token(name: str, token: str) -> bool:
     return name.partition(".")[0].endswith(f"-{token}")

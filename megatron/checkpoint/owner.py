@@ -1,9 +1,10 @@
-"""Whether the run that saves in a folder lives, so that a second start does not destroy it. Needs no torch.
+"""Detection of another live run that saves in the same folder, so that two runs do not overwrite each other's checkpoints. Needs no
+torch.
 
-The first rank of a run beats: it writes `run.alive` every 10 s, with its host, its process and a number that grows, and removes it
-when the run ends, well or with an error. Another start on the same host looks whether that process lives. On another host it waits
-for the next beats, for 25 s at most. A run that finds another one's token in `run.json` has been taken over: it beats no more, and
-ends.
+The first rank of a run sends heartbeats: it rewrites `run.alive` every 10 s, with its host, its process and an increasing counter.
+It removes the file when the run ends, with or without an error. A second run on the same host checks whether that process still
+exists. A second run on another host waits up to 25 s for the file to change. If a run finds the token of another run in `run.json`,
+the other run has taken over the folder: the heartbeat stops and the run ends.
 """
 
 from __future__ import annotations
@@ -23,117 +24,134 @@ from megatron.checkpoint.save_folder import RUN
 from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.storage_kinds import open_storage
 
-ALIVE = "run.alive"
+ALIVE_FILE = "run.alive"
 BEAT_S = 10.0
 PATIENCE_S = 2.5 * BEAT_S
-"""Seconds after which a run on another host that was not seen to beat is taken for dead."""
+"""Seconds without a heartbeat after which a run on another host is considered dead."""
 
 
-def refuse_living_owner(storage: Storage, tell: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
-    """Check that no other run saves in a folder. One rank calls it.
+def check_no_live_owner(storage: Storage, log: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
+    """Check that no live run saves in a folder. Only one rank calls this function.
 
     Args:
-        tell: called with a line before it waits.
-        patience_s: seconds to wait for a beat of a run on another host.
+        log: called with a message before the function waits.
+        patience_s: seconds to wait for a heartbeat of a run on another host.
 
     Raises:
-        CheckpointError: one does.
+        CheckpointError: a live run saves in the folder.
     """
-    found = _read(storage)
-    if found is None or not _lives(storage, found, tell, patience_s):
+    owner = _read_alive_file(storage)
+    if owner is None or not _is_alive(storage, owner, log, patience_s):
         return
     raise CheckpointError(
-        f"--save {storage.location}: a run on {found['host']} (process {found['pid']}) saves there and is alive ({ALIVE}). "
-        "Wait for its end or end it, give another folder, or --take-over, which ends that run."
+        f"--save {storage.location}: a run on {owner['host']} (process {owner['pid']}) saves there and is alive ({ALIVE_FILE}). "
+        "Wait until it ends, end it, set another folder, or add --take-over, which ends that run."
     )
 
 
 class Heartbeat:
-    """The beats of this run, on its first rank.
+    """Sign of life of this run for other runs: a thread on the first rank that rewrites `run.alive` until the run ends.
 
     Args:
-        location: of the save folder.
-        token: this run's, as in `run.json`.
+        location: path or URL of the save folder.
+        token: hexadecimal digits that identify this run, as in `run.json`.
+        interval_s: seconds between two heartbeats.
     """
 
-    def __init__(self, location: str, token: str, every_s: float = BEAT_S) -> None:
-        self._token, self._every_s = token, every_s
-        self._ended = threading.Event()
-        self.taken_by: str | None = None
-        """Who has taken the folder over, in words."""
-        self._who = {"host": socket.gethostname(), "pid": os.getpid(), "process": process_of(os.getpid()), "token": token}
+    def __init__(self, location: str, token: str, interval_s: float = BEAT_S) -> None:
+        self._token, self._interval_s = token, interval_s
+        self._stop_requested = threading.Event()
+        self.successor: str | None = None
+        """Description of the run that has taken over the folder, for messages. None while this run owns the folder."""
+        self._identity = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process": process_identity(os.getpid()),
+            "token": token,
+        }
         storage = open_storage(location)
-        _write(storage, {**self._who, "beat": 0})
+        _write_alive_file(storage, {**self._identity, "beat": 0})
         self._thread = threading.Thread(target=self._beat, args=(storage,), daemon=True, name="heartbeat")
         self._thread.start()
 
-    def end(self) -> None:
-        """The run ends: nobody need wait for a beat."""
-        self._ended.set()
-        self._thread.join(self._every_s)  # not for ever: the storage may not answer
+    def stop(self) -> None:
+        """Stop the heartbeat and remove `run.alive`, so that the next run does not wait for a heartbeat."""
+        self._stop_requested.set()
+        self._thread.join(self._interval_s)  # with a timeout, because the storage may not respond
 
     def _beat(self, storage: Storage) -> None:
-        number = 0
-        while not self._ended.wait(self._every_s):
-            number += 1
+        count = 0
+        while not self._stop_requested.wait(self._interval_s):
+            count += 1
             try:
                 owner = json.loads(storage.read(RUN))
                 if owner.get("token", self._token) != self._token:
-                    self.taken_by = f"a run on {owner.get('host', 'another host')} (process {owner.get('pid', 'unknown')})"
+                    self.successor = f"a run on {owner.get('host', 'another host')} (process {owner.get('pid', 'unknown')})"
                     return
-                _write(storage, {**self._who, "beat": number})
+                _write_alive_file(storage, {**self._identity, "beat": count})
             except (OSError, ValueError, AttributeError):
-                continue  # the storage is away, or the file is being written
-        found = _read(storage)
-        if found is not None and found.get("token") == self._token:
+                continue  # the storage does not respond, or the file is being written
+        alive = _read_alive_file(storage)
+        if alive is not None and alive.get("token") == self._token:
             with suppress(OSError):
-                storage.remove(ALIVE)
+                storage.remove(ALIVE_FILE)
 
 
-def _lives(storage: Storage, found: dict[str, Any], tell: Callable[[str], None], patience_s: float) -> bool:
-    if found["host"] == socket.gethostname() and found.get("process", "").partition(" ")[0] == _namespace():
-        return bool(process_of(found["pid"]) == found["process"])
-    tell(
-        f"the last run in {storage.location}, on {found['host']}, did not end by itself: "
-        f"waiting up to {patience_s:.0f} s to see whether it lives"
+def _is_alive(storage: Storage, owner: dict[str, Any], log: Callable[[str], None], patience_s: float) -> bool:
+    """Return whether another run is alive. If it runs on another host, wait up to `patience_s` for a heartbeat.
+
+    Args:
+        owner: content of the other run's `run.alive`: its host, process and counter.
+        log: called with a message before the function waits.
+        patience_s: seconds to wait.
+    """
+    if owner["host"] == socket.gethostname() and owner.get("process", "").partition(" ")[0] == _process_namespace():
+        return bool(process_identity(owner["pid"]) == owner["process"])
+    log(
+        f"the last run in {storage.location}, on {owner['host']}, did not end by itself: "
+        f"waiting up to {patience_s:.0f} s to see whether it is still alive"
     )
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
         time.sleep(min(1.0, patience_s / 5))
-        now = _read(storage)
-        if now is None:
+        latest = _read_alive_file(storage)
+        if latest is None:
             return False
-        if now != found:
+        if latest != owner:
             return True
     return False
 
 
-def _read(storage: Storage) -> dict[str, Any] | None:
-    """What the owner wrote last; None where there is none, or nothing that can be understood."""
+def _read_alive_file(storage: Storage) -> dict[str, Any] | None:
+    """Return the content of `run.alive`, or None if the file is missing or unreadable."""
     try:
-        found = json.loads(storage.read(ALIVE))
+        owner = json.loads(storage.read(ALIVE_FILE))
     except (OSError, ValueError):
         return None
-    known = isinstance(found, dict) and isinstance(found.get("host"), str) and isinstance(found.get("pid"), int)
-    return found if known and isinstance(found.get("process"), str) else None
+    has_host_and_pid = isinstance(owner, dict) and isinstance(owner.get("host"), str) and isinstance(owner.get("pid"), int)
+    return owner if has_host_and_pid and isinstance(owner.get("process"), str) else None
 
 
-def _write(storage: Storage, content: dict[str, Any]) -> None:
-    storage.write(ALIVE, json.dumps(content).encode())
+def _write_alive_file(storage: Storage, content: dict[str, Any]) -> None:
+    storage.write(ALIVE_FILE, json.dumps(content).encode())
 
 
-def _namespace() -> str:
-    """What numbers of processes mean here: they are counted anew after a boot, and in each container."""
+def _process_namespace() -> str:
+    """Return an identifier of the boot and of the container (PID namespace). A PID identifies a process only within these."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
 
-def process_of(pid: int) -> str:
-    """A process so that no later one of the same number is taken for it; the namespace alone where there is none."""
+def process_identity(pid: int) -> str:
+    """Return a string that identifies a process: PID namespace, PID and start time.
+
+    A later process with the same PID has another identity. If the process does not exist, the string consists of the namespace
+    only.
+    """
     try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return _namespace()
-    return _namespace() if started[0] in "ZX" else f"{_namespace()} {pid} {started[19]}"
+        return _process_namespace()
+    return _process_namespace() if stat_fields[0] in "ZX" else f"{_process_namespace()} {pid} {stat_fields[19]}"

@@ -1,7 +1,7 @@
-"""A rank's part of a checkpoint: which rank writes what, and the writing.
+"""Plan of a save, which assigns every slice to one rank, and the writing of one rank's files.
 
-Every box is written once in the world; boxes are spread evenly over the ranks that hold them. A part is written in one pass. Needs
-no torch, so that a separate process can do it.
+Each slice is written only once, although several ranks may hold a replica. The bytes are balanced over the ranks that hold them.
+Each file is written in one pass. The module needs no torch, so that a separate writer process can use it.
 """
 
 from __future__ import annotations
@@ -14,221 +14,243 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.checkpoint.errors import CheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, format_list
 from megatron.checkpoint.manifest import (
-    NO_SUMS,
+    EMPTY_HASH,
     Checksum,
+    ContentHash,
     Manifest,
-    StoredBox,
     StoredFile,
+    StoredSlice,
     StoredTensor,
-    Sums,
-    box_key,
-    content_sums,
-    joined,
-    tiles,
+    hash_content,
+    is_partition,
+    merge_tensors,
+    slice_key,
 )
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, header_bytes, in_files
-from megatron.checkpoint.storage import Draft, Writing
-from megatron.parallel.boxes import Box
+from megatron.checkpoint.safetensors_file import DTYPES, TensorEntry, encode_header, split_into_files
+from megatron.checkpoint.storage import Draft, FileWriter
+from megatron.parallel.tensor_slice import TensorSlice
 
 
-class HeldTensor(NamedTuple):
-    """The boxes of a tensor that a rank holds; none if it holds only padding."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    dtype: str
-    boxes: tuple[Box, ...]
-
-
-class BoxToWrite(NamedTuple):
-    """A box and its tensor."""
+class LocalTensorSpec(NamedTuple):
+    """Name, shape and dtype of a global tensor, and its slices on one rank, without their elements. There are no slices if the rank
+    holds only padding."""
 
     name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    global_shape: tuple[int, ...]
+    """Shape of the global tensor."""
     dtype: str
-    box: Box
+    slices: tuple[TensorSlice, ...]
+
+
+class WriteItem(NamedTuple):
+    """Slice to write, with the name, shape and dtype of its global tensor."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    """Shape of the global tensor."""
+    dtype: str
+    tensor_slice: TensorSlice
 
     @property
     def key(self) -> str:
-        """Its name in a file."""
-        return box_key(self.name, self.shape, self.box)
+        """Key under which the data file lists the slice."""
+        return slice_key(self.name, self.global_shape, self.tensor_slice)
 
     @property
     def num_bytes(self) -> int:
-        """Size of its data."""
-        return self.box.numel * DTYPES[self.dtype].itemsize
+        """Size of the slice's data in bytes."""
+        return self.tensor_slice.numel * DTYPES[self.dtype].itemsize
 
     @property
-    def entry(self) -> Entry:
-        """Its entry in a file."""
-        return Entry(self.key, self.dtype, self.box.sizes)
+    def entry(self) -> TensorEntry:
+        """Entry of the slice in the header of the data file."""
+        return TensorEntry(self.key, self.dtype, self.tensor_slice.sizes)
 
 
 @dataclass(frozen=True)
-class PartFile:
-    """A data file: its boxes in the order of their data."""
+class FilePlan:
+    """Plan of one data file: its name, and its slices in the order of their data."""
 
     name: str
-    """The name before the draft changes it (`Draft.file_name`)."""
-    boxes: tuple[BoxToWrite, ...]
+    """Name of the file, before the draft changes it (`Draft.file_name`)."""
+    items: tuple[WriteItem, ...]
 
     @property
     def num_data_bytes(self) -> int:
-        """Bytes without the header."""
-        return sum(box.num_bytes for box in self.boxes)
+        """Size of the file without its header, in bytes."""
+        return sum(item.num_bytes for item in self.items)
 
 
 @dataclass(frozen=True)
-class RankPart:
-    """What a rank writes."""
+class SavePlan:
+    """Plan of the files that one rank writes in a save."""
 
     rank: int
-    files: tuple[PartFile, ...]
-    empty: tuple[HeldTensor, ...] = ()
-    """Tensors without elements. No file holds them, but the manifest lists them."""
+    file_plans: tuple[FilePlan, ...]
+    empty_tensors: tuple[LocalTensorSpec, ...] = ()
+    """Tensors without elements. The manifest lists them, but no file holds them."""
 
-    def places(self) -> dict[BoxToWrite, slice]:
-        """Where the raw bytes of each box lie in memory that holds one box after the other, in the order of the files."""
-        boxes = [box for file in self.files for box in file.boxes]
-        ends = itertools.accumulate((box.num_bytes for box in boxes), initial=0)
-        return {box: slice(start, end) for box, (start, end) in zip(boxes, itertools.pairwise(ends), strict=True)}
+    def buffer_ranges(self) -> dict[WriteItem, slice]:
+        """Return the byte range of each slice in a buffer that holds all slices consecutively, in the order of the files."""
+        items = [item for file in self.file_plans for item in file.items]
+        ends = itertools.accumulate((item.num_bytes for item in items), initial=0)
+        return {item: slice(start, end) for item, (start, end) in zip(items, itertools.pairwise(ends), strict=True)}
 
 
-def share_out(world: Sequence[Sequence[HeldTensor]], max_file_bytes: int | None = None) -> list[RankPart]:
-    """Give every box to one of the ranks that hold it: to the one with the fewest bytes so far, large boxes first.
+def plan_save(world_specs: Sequence[Sequence[LocalTensorSpec]], max_file_bytes: int | None = None) -> list[SavePlan]:
+    """Plan which rank writes each slice. If several ranks hold a slice, the rank with the fewest bytes so far writes it; large
+    slices are assigned first.
 
     Args:
-        world: what each rank holds.
-        max_file_bytes: begin another data file where one would become larger; a box is never cut.
+        world_specs: for each rank, the specs of its local tensors.
+        max_file_bytes: start another data file when the current one would exceed this size. A slice is never split.
 
     Returns:
-        what each rank writes.
+        the plan of each rank.
 
     Raises:
-        CheckpointError: ranks disagree on a tensor's shape or dtype, a dtype is not supported, or a tensor is not whole.
+        CheckpointError: ranks disagree on a tensor's shape or dtype, a dtype is not supported, or the slices of a tensor do not
+            cover the global tensor exactly once.
     """
-    tensors = _agreed(world)
-    held_boxes = [dict.fromkeys(BoxToWrite(*tensor[:3], box) for tensor in held for box in tensor.boxes) for held in world]
-    holders: dict[BoxToWrite, list[int]] = defaultdict(list)
-    for rank, boxes in enumerate(held_boxes):
-        for box in boxes:
-            holders[box].append(rank)
-    cuts: dict[str, list[Box]] = {name: [] for name in tensors}
-    for box in holders:
-        cuts[box.name].append(box.box)
-    if broken := [name for name, tensor in tensors.items() if not tiles(tensor.shape, cuts[name])]:
-        raise CheckpointError(f"the boxes that the ranks hold do not make up whole tensors: {listed(broken)}")
-    load, writers = [0] * len(world), {}
-    for box in sorted(holders, key=lambda box: (len(holders[box]) > 1, -box.num_bytes)):
-        writers[box] = min(holders[box], key=load.__getitem__)
-        load[writers[box]] += box.num_bytes
-    empty = tuple(tensor._replace(boxes=()) for name, tensor in tensors.items() if not cuts[name])
+    tensors = _merge_specs(world_specs)
+    rank_items = [
+        dict.fromkeys(WriteItem(*tensor[:3], tensor_slice) for tensor in specs for tensor_slice in tensor.slices)
+        for specs in world_specs
+    ]
+    holders: dict[WriteItem, list[int]] = defaultdict(list)
+    for rank, items in enumerate(rank_items):
+        for item in items:
+            holders[item].append(rank)
+    slices: dict[str, list[TensorSlice]] = {name: [] for name in tensors}
+    for item in holders:
+        slices[item.name].append(item.tensor_slice)
+    if incomplete := [name for name, tensor in tensors.items() if not is_partition(tensor.global_shape, slices[name])]:
+        raise CheckpointError(f"the slices of all ranks do not cover these tensors exactly once: {format_list(incomplete)}")
+    assigned_bytes, writers = [0] * len(world_specs), {}
+    for item in sorted(holders, key=lambda item: (len(holders[item]) > 1, -item.num_bytes)):
+        writers[item] = min(holders[item], key=assigned_bytes.__getitem__)
+        assigned_bytes[writers[item]] += item.num_bytes
+    empty_tensors = tuple(tensor._replace(slices=()) for name, tensor in tensors.items() if not slices[name])
     return [
-        RankPart(rank, _files(rank, [box for box in boxes if writers[box] == rank], max_file_bytes), () if rank else empty)
-        for rank, boxes in enumerate(held_boxes)
+        SavePlan(
+            rank,
+            _plan_files(rank, [item for item in items if writers[item] == rank], max_file_bytes),
+            () if rank else empty_tensors,
+        )
+        for rank, items in enumerate(rank_items)
     ]
 
 
-def _agreed(world: Sequence[Sequence[HeldTensor]]) -> dict[str, HeldTensor]:
-    """Every tensor in the world, as the first rank that holds it describes it."""
-    found: dict[str, HeldTensor] = {}
-    problems: list[str] = []
-    for rank, held in enumerate(world):
-        for tensor in held:
+def _merge_specs(world_specs: Sequence[Sequence[LocalTensorSpec]]) -> dict[str, LocalTensorSpec]:
+    """Return one spec for each tensor, by name: that of the first rank that holds the tensor.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor's shape or dtype, or a dtype is not supported.
+    """
+    merged: dict[str, LocalTensorSpec] = {}
+    errors: list[str] = []
+    for rank, specs in enumerate(world_specs):
+        for tensor in specs:
             name, shape, dtype, _ = tensor
-            first = found.setdefault(name, tensor)
-            if (first.shape, first.dtype) != (shape, dtype):
-                problems.append(f"{name} is {shape} {dtype} on rank {rank}, {first.shape} {first.dtype} before")
+            first = merged.setdefault(name, tensor)
+            if (first.global_shape, first.dtype) != (shape, dtype):
+                errors.append(f"{name} is {shape} {dtype} on rank {rank}, {first.global_shape} {first.dtype} on a lower rank")
             if dtype not in DTYPES:
-                problems.append(f"{name} is {dtype}, a checkpoint holds {', '.join(DTYPES)}")
-    if problems:
-        raise CheckpointError(f"tensors cannot be saved: {listed(problems, '; ')}")
-    return found
+                errors.append(f"{name} is {dtype}, but checkpoints support only {', '.join(DTYPES)}")
+    if errors:
+        raise CheckpointError(f"tensors cannot be saved: {format_list(errors, '; ')}")
+    return merged
 
 
-def _files(rank: int, boxes: Sequence[BoxToWrite], max_file_bytes: int | None) -> tuple[PartFile, ...]:
-    """The boxes in one file (or none), or in as many as the size limit needs; wide dtypes first, so that each box is aligned."""
-    files = []
-    groups = in_files(boxes, lambda box: box.num_bytes, max_file_bytes)
-    for number, group in enumerate(groups):
-        suffix = f"_{number:05d}" if len(groups) > 1 else ""
-        order = sorted(group, key=lambda box: -DTYPES[box.dtype].itemsize)
-        files.append(PartFile(f"rank_{rank:05d}{suffix}.safetensors", tuple(order)))
-    return tuple(files)
+def _plan_files(rank: int, items: Sequence[WriteItem], max_file_bytes: int | None) -> tuple[FilePlan, ...]:
+    """Distribute a rank's slices over files: one file, or several if `max_file_bytes` requires it. No file if there are no slices.
+
+    Within a file, slices with wide dtypes come first, so that the data of every slice is aligned.
+    """
+    file_plans = []
+    groups = split_into_files(items, lambda item: item.num_bytes, max_file_bytes)
+    for index, group in enumerate(groups):
+        suffix = f"_{index:05d}" if len(groups) > 1 else ""
+        sorted_items = sorted(group, key=lambda item: -DTYPES[item.dtype].itemsize)
+        file_plans.append(FilePlan(f"rank_{rank:05d}{suffix}.safetensors", tuple(sorted_items)))
+    return tuple(file_plans)
 
 
 _SYNC_BYTES = 128 << 20
-"""Bytes that are written to the disk at once."""
+"""Number of written bytes after which a file is flushed to the disk and progress is reported."""
 
 
-def write_part(
-    draft: Draft, part: RankPart, data_of: Callable[[BoxToWrite], memoryview], progress: Callable[[], None] | None = None
+def write_rank_files(
+    draft: Draft, plan: SavePlan, read_data: Callable[[WriteItem], memoryview], on_progress: Callable[[], None] | None = None
 ) -> Manifest:
-    """Write a rank's files to the disk.
+    """Write a rank's files to the storage.
 
     Args:
-        draft: the checkpoint that is being written; its folder exists.
-        part: what to write.
-        data_of: gives the raw bytes of a box (row-major, little-endian); called once for each, when its turn comes.
-        progress: called whenever some more is on the disk.
+        draft: draft of the checkpoint. Its folder exists.
+        plan: the files to write.
+        read_data: returns the raw bytes of a slice (row-major, little-endian). It is called once per slice, just before the write.
+        on_progress: called each time more bytes have been flushed to the disk.
 
     Returns:
-        a manifest of these files; the content of a tensor is what the part adds to it.
+        the manifest of these files. The content hash of a tensor covers only the slices that this rank writes.
 
     Raises:
-        CheckpointError: the folder is not there.
+        CheckpointError: the draft's folder does not exist on this node.
         OSError: a file cannot be written.
     """
     folder = draft.storage.local
     if folder is not None and not folder.is_dir():
         raise CheckpointError(
-            f"rank {part.rank} does not see {folder}, which the first rank made: "
+            f"rank {plan.rank} does not see {folder}, which the first rank created: "
             f"--save must be a folder on a file system that all nodes share"
         )
-    tensors = [(held.name, StoredTensor(held.shape, held.dtype, (), NO_SUMS.hex)) for held in part.empty]
-    files = {}
-    for file in part.files:
-        name = draft.file_name(file.name)
-        with _room_for(file.num_data_bytes, draft.storage.at(name)), draft.storage.create(name) as out:
-            out.write(header_bytes([box.entry for box in file.boxes]))
-            for box in file.boxes:
-                checksum, sums = _write_box(out, box, data_of(box), progress)
-                stored = StoredBox(box.box, name, box.key, checksum)
-                tensors.append((box.name, StoredTensor(box.shape, box.dtype, (stored,), sums.hex)))
-            files[name] = StoredFile(out.num_bytes)
-    return Manifest(joined(tensors), files)
+    tensors = [(spec.name, StoredTensor(spec.global_shape, spec.dtype, (), EMPTY_HASH.hex)) for spec in plan.empty_tensors]
+    stored_files = {}
+    for file_plan in plan.file_plans:
+        name = draft.file_name(file_plan.name)
+        with _explain_full_disk(file_plan.num_data_bytes, draft.storage.location_of(name)), draft.storage.create(name) as writer:
+            writer.write(encode_header([item.entry for item in file_plan.items]))
+            for item in file_plan.items:
+                checksum, content_hash = _write_slice(writer, item, read_data(item), on_progress)
+                stored_slice = StoredSlice(item.tensor_slice, name, item.key, checksum)
+                tensors.append((item.name, StoredTensor(item.global_shape, item.dtype, (stored_slice,), content_hash.hex)))
+            stored_files[name] = StoredFile(writer.num_bytes)
+    return Manifest(merge_tensors(tensors), stored_files)
 
 
 @contextlib.contextmanager
-def _room_for(num_bytes: int, place: str) -> Iterator[None]:
-    """If there is no room for a file, add to the error how much it needs."""
+def _explain_full_disk(num_bytes: int, location: str) -> Iterator[None]:
+    """Add the required size to the error if the disk has no space left for a file."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise OSError(error.errno, f"{error.strerror} (make room: the file needs {num_bytes} bytes)", place) from error
+        raise OSError(error.errno, f"{error.strerror} (free space: the file needs {num_bytes} bytes)", location) from error
 
 
-def _write_box(out: Writing, box: BoxToWrite, data: memoryview, progress: Callable[[], None] | None) -> tuple[str, Sums]:
-    """Write one box, piece by piece, so that each piece is summed and written while it is in the cache. Returns checksum and sums.
+def _write_slice(
+    writer: FileWriter, item: WriteItem, data: memoryview, on_progress: Callable[[], None] | None
+) -> tuple[str, ContentHash]:
+    """Write one slice in blocks. Each block is hashed and written while it is in the CPU cache.
 
-    If somebody asks for progress, what is written is brought to the disk now and then. So little is left to do at the end, the
-    system's memory is not full of data that waits for the disk, and progress shows.
+    With `on_progress` the file is flushed to the disk regularly. Then little is left to flush at the end, the page cache does not
+    fill with data that waits for the disk, and progress is visible.
+
+    Returns:
+        the checksum and the content hash.
     """
     checksum = Checksum()
 
-    def take(piece: memoryview) -> None:
-        checksum.update(piece)
-        before = out.num_bytes
-        out.write(piece)
-        if progress is not None and out.num_bytes // _SYNC_BYTES > before // _SYNC_BYTES:
-            out.sync()
-            progress()
+    def write_block(block: memoryview) -> None:
+        checksum.update(block)
+        old_num_bytes = writer.num_bytes
+        writer.write(block)
+        if on_progress is not None and writer.num_bytes // _SYNC_BYTES > old_num_bytes // _SYNC_BYTES:
+            writer.sync()
+            on_progress()
 
-    sums = content_sums(data, box.dtype, box.box, box.shape, take)
-    return checksum.text, sums
+    content_hash = hash_content(data, item.dtype, item.tensor_slice, item.global_shape, write_block)
+    return checksum.text, content_hash

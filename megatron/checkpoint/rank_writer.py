@@ -1,4 +1,5 @@
-"""One rank's side of a save in the background: the process that writes it, the memory shared with it, and its replies."""
+"""Asynchronous save of one rank, on the side of training: it starts the writer process, fills the shared memory, and handles the
+replies of the writer process."""
 
 from __future__ import annotations
 
@@ -16,49 +17,49 @@ from typing import IO
 import torch
 
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
-from megatron.checkpoint.rank_parts import RankPart
+from megatron.checkpoint.rank_parts import SavePlan
 from megatron.checkpoint.save_folder import Retention
 from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.writer_messages import (
-    Alive,
-    Begin,
-    Committed,
-    End,
-    Mark,
+    CommitResult,
+    FailureMark,
+    LogLine,
     Message,
-    Note,
-    PartsEnded,
-    PartWritten,
+    RankResult,
+    RanksFinished,
     Reply,
-    Save,
+    SaveProgress,
+    SaveRequest,
+    Shutdown,
+    WriterSetup,
 )
-from megatron.config.launcher import module_start
-from megatron.parallel.boxes import Box
+from megatron.config.launcher import build_module_command
+from megatron.parallel.tensor_slice import TensorSlice
 
-_DIES_WITHIN_S = 2.0
+_KILL_TIMEOUT_S = 2.0
 
 
 class WriterDied(Exception):
-    """The process has ended by itself."""
+    """Error that reports the unexpected end of the writer process."""
 
 
 class WriterProcess:
-    """A process that runs `writer_main.py`, and memory that it shares with this one.
+    """Writer process of this rank (`writer_main.py`), and the memory that it shares with the training process.
 
-    The memory has no name, so nothing of it is left when both have ended, however they ended. All of it is touched once when it is
-    made: the first copy into fresh memory takes several times as long as later ones.
+    The shared memory has no name in the file system, so the system frees it when both processes have ended, for whatever reason.
+    All pages are touched once at the start, because the first copy into fresh pages takes several times as long as later copies.
 
     Args:
-        begin: what each save writes.
-        pinned: for data of a CUDA device, so that copies run at the speed of the bus (where the system allows it).
+        setup: first message to the process: the files that each save writes.
+        pinned: pin the shared memory, if the system allows it. Copies from a CUDA device then run at the speed of the bus.
 
     Raises:
-        OSError: there is not so much memory, or the process cannot be started.
+        OSError: there is not enough host memory, or the process cannot be started.
     """
 
-    def __init__(self, begin: Begin, *, pinned: bool) -> None:
-        self.begin = begin
-        num_bytes = max(sum(file.num_data_bytes for file in begin.part.files), 1)
+    def __init__(self, setup: WriterSetup, *, pinned: bool) -> None:
+        self.setup = setup
+        num_bytes = max(sum(file.num_data_bytes for file in setup.plan.file_plans), 1)
         with _anonymous_file() as file:
             try:
                 file.truncate(num_bytes)
@@ -66,42 +67,42 @@ class WriterProcess:
             except OSError as error:
                 reason = f"no host memory for the copy of {num_bytes:,} bytes (--async-save): {error.strerror}"
                 raise OSError(error.errno, reason) from error
-            self._connection, theirs = multiprocessing.Pipe()
-            numbers = (file.fileno(), num_bytes, theirs.fileno(), os.getpid())
-            command, environment = module_start("megatron.checkpoint.writer_main", *numbers)
-            with theirs:
+            self._connection, child_connection = multiprocessing.Pipe()
+            arguments = (file.fileno(), num_bytes, child_connection.fileno(), os.getpid())
+            command, environment = build_module_command("megatron.checkpoint.writer_main", *arguments)
+            with child_connection:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=2,
                     env=environment,
-                    pass_fds=(file.fileno(), theirs.fileno()),
-                    start_new_session=True,  # signals to the job's process group are not for it
+                    pass_fds=(file.fileno(), child_connection.fileno()),
+                    start_new_session=True,  # signals to the job's process group must not reach it
                 )
         self._memory = torch.frombuffer(shared, dtype=torch.uint8)
         self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
         self.targets = {
-            (box.name, box.box): self._memory[place].view(torch_dtype(box.dtype)).view(box.box.sizes)
-            for box, place in begin.part.places().items()
+            (item.name, item.tensor_slice): self._memory[byte_range].view(torch_dtype(item.dtype)).view(item.tensor_slice.sizes)
+            for item, byte_range in setup.plan.buffer_ranges().items()
         }
-        """The place of each box in the shared memory, by (name, box)."""
-        self.send(begin)
+        """View of each slice in the shared memory, by (tensor name, slice)."""
+        self.send(setup)
 
     @property
     def pid(self) -> int:
-        """Number of the process, for messages."""
+        """PID of the writer process, for messages."""
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Send it a message. If it has ended, `receive` reports it."""
+        """Send a message to the writer process. If the process has ended, the message is dropped and `receive` reports the end."""
         with contextlib.suppress(ConnectionError):
             self._connection.send(message)
 
     def receive(self, timeout: float = 0.0) -> list[Reply]:
-        """Replies that have come, or that come within `timeout` seconds.
+        """Return the replies that have arrived, or that arrive within `timeout` seconds.
 
         Raises:
-            WriterDied: there is none left, and the process has ended.
+            WriterDied: there are no replies left, and the writer process has ended.
         """
         replies: list[Reply] = []
         try:
@@ -110,16 +111,16 @@ class WriterProcess:
         except (EOFError, OSError):
             if not replies:
                 code = self._process.wait()
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                raise WriterDied(f"the process that writes it {how}") from None
+                outcome = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                raise WriterDied(f"the process that writes it {outcome}") from None
         return replies
 
     def stop(self) -> None:
-        """End the process, whatever it is doing. The memory goes with this object."""
+        """Kill the writer process. The shared memory is freed when this object is deleted."""
         self._connection.close()
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a file system cannot even be killed
-            self._process.wait(_DIES_WITHIN_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a file system cannot be killed
+            self._process.wait(_KILL_TIMEOUT_S)
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
@@ -133,21 +134,23 @@ def _anonymous_file() -> IO[bytes]:
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 300.0
-STALL_S = 60.0
-"""Seconds without a step further after which a save in the background is told to stand still, and between two such lines."""
-_TELL_AFTER_S = 10.0
-_TELL_EVERY_S = 60.0
+STALL_WARNING_S = 60.0
+"""Seconds without progress after which an asynchronous save is reported as stalled, and between two reports."""
+_FIRST_WARNING_S = 10.0
+_WARNING_INTERVAL_S = 60.0
 
 
 class RankWriter:
-    """Writes one rank's parts, one after the other. A failure is kept until it is asked for; nothing here raises.
+    """Asynchronous writer of one rank's files. Its writer process writes one save at a time.
+
+    No method raises an error for a failed write. The failure is stored until `wait_for_rank_result` returns it.
 
     Args:
-        storage: the save folder.
-        rank: this rank; the first one's process makes a checkpoint of the parts of all.
-        num_ranks: number of parts.
+        storage: save folder.
+        rank: rank in the group that saves. The writer process of rank 0 commits the checkpoint of all ranks.
+        num_ranks: number of ranks that save.
         retention: which checkpoints are kept.
-        patience_s: a process that makes no progress for so many seconds, while training waits for it, is ended.
+        patience_s: while training waits for the writer process, kill the process after this many seconds without a reply.
     """
 
     def __init__(self, storage: Storage, rank: int, num_ranks: int, retention: Retention, patience_s: float = PATIENCE_S) -> None:
@@ -155,52 +158,56 @@ class RankWriter:
         self._retention, self._patience_s = retention, patience_s
         self._process: WriterProcess | None = None
         self.iteration: int | None = None
-        """The last save that was begun."""
+        """Iteration of the last save that was started."""
         self._token = ""
-        self.written: PartWritten | None = None
-        """The result of this rank's part of that save, once it has ended."""
-        self.committed: Committed | None = None
-        """On the first rank: the result of the whole save, once it has ended."""
-        self.notes: list[str] = []
-        """Further lines for the log."""
-        self._doing, self._further_at, self._told_at = "", 0.0, 0.0
+        self.rank_result: RankResult | None = None
+        """Result of the write of this rank's files in that save. None while it is running."""
+        self.commit_result: CommitResult | None = None
+        """On the first rank: result of that save. None while it is running."""
+        self.log_lines: list[str] = []
+        """Messages of the writer process for the log."""
+        self._activity, self._advanced_at, self._warned_at = "", 0.0, 0.0
 
     def start(
         self,
         iteration: int,
         token: str,
-        part: RankPart,
+        plan: SavePlan,
         tensors: list[GlobalTensor],
-        files: dict[str, bytes] | None,
-        failed: tuple[int, ...] = (),
+        small_files: dict[str, bytes] | None,
+        failed_iterations: tuple[int, ...] = (),
     ) -> None:
-        """Copy what this rank writes and let the process write it. The save before must have ended.
+        """Copy the slices that this rank writes into the shared memory, and let the writer process write them. The previous save
+        must have ended.
 
         Args:
-            iteration: number of the checkpoint.
-            token: that of the run.
-            part: what to write.
-            tensors: what this rank holds; they may change when this returns.
-            files: on the first rank, the small files of the checkpoint.
-            failed: iterations whose saves left something.
+            iteration: iteration of the checkpoint.
+            token: token of the run.
+            plan: files to write.
+            tensors: local slices of this rank. They may change as soon as this returns.
+            small_files: on rank 0, contents of `config.json` and `state.json` by name.
+            failed_iterations: iterations of failed saves, whose files the process removes.
         """
         self.iteration, self._token = iteration, token
-        self.written = self.committed = None
-        self.receive()  # it may have died since
-        begin = Begin(self._storage.location, part, self._num_ranks, self._retention)
-        if self._process is None or self._process.begin != begin:
+        self.rank_result = self.commit_result = None
+        self.receive()  # the process may have died since the last call
+        setup = WriterSetup(self._storage.location, plan, self._num_ranks, self._retention)
+        if self._process is None or self._process.setup != setup:
             self.close()
             try:
-                self._process = WriterProcess(begin, pinned=any(tensor.local.is_cuda for tensor in tensors))
+                self._process = WriterProcess(setup, pinned=any(tensor.local.is_cuda for tensor in tensors))
             except OSError as error:
                 self._fail(f"rank {self._rank}: {error}")
                 return
-        _copy(tensors, self._process.targets)
-        self._doing, self._further_at, self._told_at = "the process that writes it", time.monotonic(), 0.0
-        self._process.send(Save(iteration, token, files if self._rank == 0 else None, failed if self._rank == 0 else ()))
+        _copy_slices(tensors, self._process.targets)
+        self._activity, self._advanced_at, self._warned_at = "the process that writes it", time.monotonic(), 0.0
+        self._process.send(
+            SaveRequest(iteration, token, small_files if self._rank == 0 else None, failed_iterations if self._rank == 0 else ())
+        )
 
     def receive(self, timeout: float = 0.0) -> bool:
-        """Take in the process's replies, waiting at most `timeout` seconds for one. Returns whether it is known to be alive."""
+        """Handle the replies of the writer process. Waits at most `timeout` seconds for the first reply. Returns whether there was
+        a reply."""
         if self._process is None:
             return False
         try:
@@ -209,110 +216,127 @@ class RankWriter:
             self._fail_and_mark(f"rank {self._rank}: {error}")
             return False
         for reply in replies:
-            if isinstance(reply, Alive) and (reply.further or reply.doing != self._doing):
-                self._doing, self._further_at = reply.doing, time.monotonic()
-            if isinstance(reply, PartWritten):
-                self.written = reply
-            elif isinstance(reply, Committed):
-                self.committed = reply
-            elif isinstance(reply, Note):
-                self.notes.append(reply.text)
+            if isinstance(reply, SaveProgress) and (reply.has_advanced or reply.activity != self._activity):
+                self._activity, self._advanced_at = reply.activity, time.monotonic()
+            if isinstance(reply, RankResult):
+                self.rank_result = reply
+            elif isinstance(reply, CommitResult):
+                self.commit_result = reply
+            elif isinstance(reply, LogLine):
+                self.log_lines.append(reply.text)
         return bool(replies)
 
-    def stall(self) -> str | None:
-        """On the first rank, while a save goes on: a line if it has come no further for long, once in that time."""
-        now = time.monotonic()
-        if self.iteration is None or self.committed is not None or now - max(self._further_at, self._told_at) < STALL_S:
+    def stall_warning(self) -> str | None:
+        """Return a warning if the running save has made no progress for `STALL_WARNING_S` seconds, at most one warning per
+        `STALL_WARNING_S`. Used on rank 0."""
+        now_s = time.monotonic()
+        if (
+            self.iteration is None
+            or self.commit_result is not None
+            or now_s - max(self._advanced_at, self._warned_at) < STALL_WARNING_S
+        ):
             return None
-        self._told_at = now
+        self._warned_at = now_s
         return (
-            f"save of iteration {self.iteration} has waited {now - self._further_at:.0f} s for {self._doing} on "
+            f"save of iteration {self.iteration} has waited {now_s - self._advanced_at:.0f} s for {self._activity} on "
             f"{self._storage.location}; training goes on until the next save is due"
         )
 
-    def wait_until_written(self) -> str | None:
-        """Wait for this rank's part of the last save. Returns why it could not be written, or None."""
-        self._wait_until(lambda: self.written is not None)
-        return None if self.written is None else self.written.failure
+    def wait_for_rank_result(self) -> str | None:
+        """Wait until this rank has written its files of the last save. Returns the reason if they could not be written, else
+        None."""
+        self._wait_until(lambda: self.rank_result is not None)
+        return None if self.rank_result is None else self.rank_result.failure
 
-    def wait_until_committed(self, failures: list[str]) -> None:
-        """On the first rank: wait for the end of the last save, after all ranks report that their parts have ended.
+    def wait_for_commit(self, failures: list[str]) -> None:
+        """Wait until the checkpoint of the last save is complete or has failed. Rank 0 calls this when all ranks have reported
+        their results.
 
         Args:
-            failures: why ranks could not write theirs.
+            failures: reasons why ranks could not write their files.
         """
-        if self.iteration is not None and self.committed is None and self._process is not None:
-            self._process.send(PartsEnded("\n  ".join(dict.fromkeys(failures)) or None))
-        self._wait_until(lambda: self.committed is not None)
+        if self.iteration is not None and self.commit_result is None and self._process is not None:
+            self._process.send(RanksFinished("\n  ".join(dict.fromkeys(failures)) or None))
+        self._wait_until(lambda: self.commit_result is not None)
 
-    def end(self, failed: tuple[int, ...] = ()) -> None:
-        """Let the process finish what it has begun (the first rank's may be removing old checkpoints), and free the memory.
+    def shut_down(self, failed_iterations: tuple[int, ...] = ()) -> None:
+        """Let the writer process finish its work (on rank 0 it may be removing old checkpoints), end it, and free the memory shared
+        with it.
 
         Args:
-            failed: iterations whose saves left something.
+            failed_iterations: iterations of failed saves, whose files the process removes.
         """
         if self._process is not None:
-            self._process.send(End(failed if self._rank == 0 else (), self._token))
+            self._process.send(Shutdown(failed_iterations if self._rank == 0 else (), self._token))
         self._wait_until(lambda: self._process is None)
 
     def close(self) -> None:
-        """End the process at once, and free the memory."""
+        """Kill the writer process immediately, also in the middle of a save, and free the memory shared with it."""
         if self._process is not None:
             self._process.stop()
             self._process = None
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait for the process as long as it makes progress. If it makes none, it is ended, and the save has failed."""
-        began = heard = time.monotonic()
-        tell_at = began + _TELL_AFTER_S
-        while self.iteration is not None and not done():
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Handle replies of the writer process until `is_done` returns True. If there is no reply for `patience_s`, kill the
+        process and record the save as failed."""
+        start = last_reply = time.monotonic()
+        warn_at = start + _FIRST_WARNING_S
+        while self.iteration is not None and not is_done():
             if self._process is None:
                 self._fail(f"rank {self._rank}: the process that writes it has ended")
                 return
             pid = self._process.pid
-            alive = self.receive(min(1.0, self._patience_s))
-            now = time.monotonic()
-            heard = now if alive else heard
-            if now - heard > self._patience_s:
-                reason = f"made no progress for {now - heard:.0f} s and was ended"
+            has_replied = self.receive(min(1.0, self._patience_s))
+            now_s = time.monotonic()
+            last_reply = now_s if has_replied else last_reply
+            if now_s - last_reply > self._patience_s:
+                reason = f"made no progress for {now_s - last_reply:.0f} s and was ended"
                 self._fail_and_mark(f"rank {self._rank}: the process that writes it {reason}")
-            elif now > tell_at and not done():
+            elif now_s > warn_at and not is_done():
                 _log.error(
                     f"rank {self._rank}: still waiting for the save of iteration {self.iteration} "
-                    f"(process {pid}, {now - began:.0f} s, last sign of life {now - heard:.0f} s ago)"
+                    f"(process {pid}, {now_s - start:.0f} s, last sign of life {now_s - last_reply:.0f} s ago)"
                 )
-                tell_at = now + _TELL_EVERY_S
+                warn_at = now_s + _WARNING_INTERVAL_S
 
     def _fail_and_mark(self, reason: str) -> None:
-        """The process has ended, or has to, in a save. Only another one tells the first rank's: this one touches no storage."""
+        """End the writer process, record the failure of the save, and report the failure to rank 0.
+
+        Training itself never accesses the storage. On ranks other than 0 a new writer process therefore writes a failure mark: a
+        file in the draft's folder, which the writer of rank 0 finds.
+        """
         assert self._process is not None
-        begin, pinned, marks = self._process.begin, self._process.pinned, self.written is None and self.iteration is not None
+        setup, pinned, needs_mark = (
+            self._process.setup,
+            self._process.pinned,
+            self.rank_result is None and self.iteration is not None,
+        )
         self.close()
         self._fail(reason)
-        if marks and self._rank > 0:
+        if needs_mark and self._rank > 0:
             assert self.iteration is not None
             with contextlib.suppress(OSError):
-                self._process = WriterProcess(begin, pinned=pinned)
-                self._process.send(Mark(self.iteration, self._token, reason))
+                self._process = WriterProcess(setup, pinned=pinned)
+                self._process.send(FailureMark(self.iteration, self._token, reason))
 
     def _fail(self, reason: str) -> None:
-        """Record that the part, and on the first rank the checkpoint, will not be written."""
+        """Record that the files of this rank will not be written. On rank 0 this also means that there will be no checkpoint."""
         if self.iteration is None:
             return
-        if self.written is None:
-            self.written = PartWritten(reason)
-        if self._rank == 0 and self.committed is None:
-            self.committed = Committed(self.iteration, reason, "", 0.0)
+        if self.rank_result is None:
+            self.rank_result = RankResult(reason)
+        if self._rank == 0 and self.commit_result is None:
+            self.commit_result = CommitResult(self.iteration, reason, "", 0.0)
 
 
-def _copy(tensors: list[GlobalTensor], targets: Mapping[tuple[str, Box], torch.Tensor]) -> None:
-    """Copy the boxes that have a target."""
+def _copy_slices(tensors: list[GlobalTensor], targets: Mapping[tuple[str, TensorSlice], torch.Tensor]) -> None:
+    """Copy the slices that have a target to the shared memory, and wait until copies from CUDA devices have finished."""
     devices = set()
     for tensor in tensors:
-        for placed in tensor.boxes:
-            target = targets.get((tensor.name, placed.box))
+        for local_slice in tensor.slices:
+            target = targets.get((tensor.name, local_slice.slice))
             if target is not None:
-                target.copy_(tensor.part(placed), non_blocking=True)
+                target.copy_(tensor.local_view(local_slice), non_blocking=True)
                 devices.add(tensor.local.device)
     for device in devices:
         if device.type == "cuda":

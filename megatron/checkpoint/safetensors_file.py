@@ -1,8 +1,8 @@
-"""Safetensors files: their headers written and read without the library, and without torch.
+"""Reading and writing of the headers of safetensors files, without the safetensors library and without torch.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header (unsigned, little-endian), the header
-(JSON: key -> dtype, shape and the first and last byte of the data after the header), then the data without gaps. It is written
-here, not by the library's `save_file`, because that wants all tensors in host memory at once.
+(JSON: key -> dtype, shape, and the offsets of the first and last byte of the data after the header), then the data without gaps.
+The library's `save_file` is not used, because it needs all tensors in host memory at the same time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.storage import Reading
+from megatron.checkpoint.storage import FileReader
 
 T = TypeVar("T")
 
 _ALIGNMENT = 64
-"""The data starts at a multiple of this many bytes in the file."""
+"""The data of a file starts at a multiple of this number of bytes."""
 LENGTH_BYTES = 8
-"""Bytes before the header, which hold its length."""
+"""Size of the field before the header that holds the length of the header, in bytes."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor in a file."""
+class TensorEntry:
+    """Tensor in a safetensors file: the key, dtype and shape that the header lists."""
 
     key: str
     dtype: str
@@ -34,57 +34,62 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def in_files(items: Sequence[T], num_bytes: Callable[[T], int], max_bytes: int | None) -> list[list[T]]:
-    """The items in order, cut into files of at most `max_bytes` bytes of data (more where a single item is larger)."""
-    files: list[list[T]] = []
-    size = 0
-    for item in items:
-        if not files or (max_bytes is not None and size + num_bytes(item) > max_bytes):
-            files.append([])
-            size = 0
-        files[-1].append(item)
-        size += num_bytes(item)
-    return files
-
-
-def header_bytes(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before the data, for a file that holds the data of these entries in this order, without gaps.
+def split_into_files(items: Sequence[T], num_bytes: Callable[[T], int], max_bytes: int | None) -> list[list[T]]:
+    """Split items, in order, into groups that each fit into one file.
 
     Args:
-        metadata: texts about the file.
+        num_bytes: returns the size of an item's data.
+        max_bytes: maximum size of a file's data. A single item may be larger and then has its own file. None for one file.
+    """
+    groups: list[list[T]] = []
+    size = 0
+    for item in items:
+        if not groups or (max_bytes is not None and size + num_bytes(item) > max_bytes):
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += num_bytes(item)
+    return groups
+
+
+def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the bytes before the data of a safetensors file. The entries' data must follow in this order, without gaps.
+
+    Args:
+        metadata: strings about the file, stored under `__metadata__`.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    at = 0
+    start = 0
     for entry in entries:
-        end = at + entry.num_bytes
-        header[entry.key] = {"dtype": DTYPES[entry.dtype].code, "shape": entry.shape, "data_offsets": (at, end)}
-        at = end
+        end = start + entry.num_bytes
+        header[entry.key] = {"dtype": DTYPES[entry.dtype].code, "shape": entry.shape, "data_offsets": (start, end)}
+        start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 class Header:
-    """The place of each entry in a file.
+    """Header of an open safetensors file.
 
     Args:
-        file: the file.
-        name: its name, for messages.
+        file: the open file.
+        name: name of the file, for error messages.
 
     Raises:
-        DamagedCheckpointError: there is no header that can be read.
+        DamagedCheckpointError: the file has no readable header.
     """
 
-    def __init__(self, file: Reading, name: str) -> None:
+    def __init__(self, file: FileReader, name: str) -> None:
         self.file, self._data_start, self._name = file, LENGTH_BYTES, name
         self._data_start += int.from_bytes(file.read(0, min(LENGTH_BYTES, file.size)), "little")
         try:
             if self._data_start > file.size:
-                raise ValueError("the file ends before")
+                raise ValueError("the file ends before the end of the header")
             content = json.loads(file.read(LENGTH_BYTES, self._data_start - LENGTH_BYTES))
             if not isinstance(content, dict):
                 raise ValueError("not a table")
@@ -92,32 +97,34 @@ class Header:
             raise DamagedCheckpointError(f"{name} has no readable header ({error})") from error
         self._content: dict[str, Any] = content
 
-    def place(self, entry: Entry) -> int:
-        """The byte of the file at which an entry's data begins.
+    def data_offset(self, entry: TensorEntry) -> int:
+        """Return the offset in the file, in bytes, at which the data of a tensor starts.
 
         Raises:
-            DamagedCheckpointError: the file has no such entry, or with another dtype, shape or size.
+            DamagedCheckpointError: the file does not list the tensor, or lists it with another dtype, shape or size.
         """
         try:
-            found = self._content[entry.key]
-            start, end = found["data_offsets"]
-            sound = found["dtype"] == DTYPES[entry.dtype].code and tuple(found["shape"]) == entry.shape
-            sound &= end - start == entry.num_bytes and start >= 0
+            record = self._content[entry.key]
+            start, end = record["data_offsets"]
+            is_valid = record["dtype"] == DTYPES[entry.dtype].code and tuple(record["shape"]) == entry.shape
+            is_valid &= end - start == entry.num_bytes and start >= 0
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedCheckpointError(f"{self._name} holds no readable entry {entry.key} ({error!r})") from error
-        if not sound:
-            raise DamagedCheckpointError(f"{self._name}: entry {entry.key} is {found}, expected {entry.dtype} {list(entry.shape)}")
+        if not is_valid:
+            raise DamagedCheckpointError(
+                f"{self._name}: entry {entry.key} is {record}, but must be {entry.dtype} {list(entry.shape)}"
+            )
         return int(self._data_start + start)
 
 
 @dataclass(frozen=True)
 class DType:
-    """A dtype of stored elements."""
+    """Dtype that checkpoints support: its name in safetensors files, and its size."""
 
     code: str
-    """Its name in the header of a safetensors file."""
+    """Name of the dtype in the header of a safetensors file."""
     itemsize: int
-    """Bytes of an element."""
+    """Bytes per element."""
 
 
 DTYPES = {
@@ -128,4 +135,4 @@ DTYPES = {
     "int64": DType("I64", 8),
     "uint8": DType("U8", 1),
 }
-"""Dtypes by their names in the manifest (torch's, without the `torch.`)."""
+"""Supported dtypes by their names in the manifest, which are torch's names without the prefix `torch.`."""

@@ -1,14 +1,17 @@
-"""A save folder: names in it, which checkpoint to take, its small files; and what one process does there. It checks at the start
-that checkpoints can be written, makes a checkpoint of the parts of all ranks, and removes what need not be kept. Needs no torch.
+"""Save folder of a run: names, small files, selection of the checkpoint to load, and the work that a single process does in the
+folder.
+
+That process checks at the start of a run that checkpoints can be written, commits a checkpoint when all ranks have written their
+files, and removes old checkpoints. Needs no torch.
 
 ::
 
-    <save>/iter_0000100/                        a complete checkpoint
-    <save>/latest_checkpointed_iteration.txt    the number of the checkpoint that was finished last
-    <save>/run.json                             settings and token of the run that began to save here last
-    <save>/run.alive                            the beats of that run, while it lives; see `owner.py`
+    <save>/iter_0000100/                        complete checkpoint
+    <save>/latest_checkpointed_iteration.txt    iteration of the last completed save
+    <save>/run.json                             settings and token of the last run that started to save in this folder
+    <save>/run.alive                            heartbeat of that run while it is alive (`owner.py`)
 
-What is being written or removed has other names; see `local_storage.py` and `object_storage.py`.
+During its save or removal, a checkpoint has another name (`local_storage.py`, `object_storage.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile, joined, matches, part_from_json
-from megatron.checkpoint.storage import CONFIG, COUNTS, MANIFEST, RECENT, STATE, Draft, Place, Storage
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
+from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile, checksums_match, merge_tensors, parse_manifest
+from megatron.checkpoint.storage import CONFIG, MANIFEST, PROGRESS_COUNTS, RECENT_STEPS, STATE, Draft, PathOrUrl, Storage
 from megatron.checkpoint.storage_kinds import open_storage
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -33,17 +36,17 @@ RUN = "run.json"
 
 
 def checkpoint_name(iteration: int) -> str:
-    """Folder name of a complete checkpoint."""
+    """Return the folder name of a complete checkpoint."""
     return f"iter_{iteration:07d}"
 
 
-def iterations_in(save: Storage) -> list[int]:
-    """Iterations that have a folder in a save folder, ascending, complete or not."""
-    return sorted(iteration for name in save.names() if (iteration := iteration_of(name)) is not None)
+def list_iterations(save: Storage) -> list[int]:
+    """Return the iterations for which a save folder has a checkpoint folder, ascending. The checkpoints may be incomplete."""
+    return sorted(iteration for name in save.list_names() if (iteration := parse_iteration(name)) is not None)
 
 
-def latest_in(save: Storage) -> int | None:
-    """The iteration in the latest file of a save folder; None if there is none or it holds no number."""
+def read_latest(save: Storage) -> int | None:
+    """Return the iteration in `latest_checkpointed_iteration.txt`, or None if the file is missing or holds no number."""
     try:
         text = save.read(LATEST).decode(errors="replace").strip()
     except (FileNotFoundError, IsADirectoryError):
@@ -51,332 +54,365 @@ def latest_in(save: Storage) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """Checkpoints in a local save folder by iteration, ascending; empty if there is no such folder."""
-    return {iteration: folder / checkpoint_name(iteration) for iteration in iterations_in(open_storage(folder))}
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints in a local save folder by iteration, ascending. Empty if the folder does not exist."""
+    return {iteration: folder / checkpoint_name(iteration) for iteration in list_iterations(open_storage(folder))}
 
 
 def find_checkpoint(
-    folder: Place,
+    folder: PathOrUrl,
     step: int | None = None,
     *,
-    tell: Callable[[str], None] = warnings.warn,
+    warn: Callable[[str], None] = warnings.warn,
     damaged: Mapping[int, str] | None = None,
-) -> Place | None:
-    """The checkpoint to resume from. Let one rank call it and tell the others.
+) -> PathOrUrl | None:
+    """Return the checkpoint to resume from. One rank should call this and broadcast the result.
 
-    Without `step` it is the one that was finished last, by the latest file; if that one is missing or incomplete, the newest
-    complete one. (A folder may hold newer iterations than the latest file says, left by a run that was resumed from an earlier
-    step: they are not taken while the latest is sound.)
+    Without `step`, return the checkpoint that the latest file (`latest_checkpointed_iteration.txt`) names. If this checkpoint is
+    missing or incomplete, return the newest complete checkpoint. Checkpoints beyond the one that the latest file names are
+    otherwise ignored: they were written before the run was resumed from an earlier step.
 
     Args:
-        folder: the save folder.
-        step: the iteration to take (`--ckpt-step`).
-        tell: called with a message where the checkpoint is not the one that a user may expect.
+        folder: path or URL of the save folder.
+        step: iteration to load (`--ckpt-step`).
+        warn: called with a message if the returned checkpoint is not the one that a user may expect.
         damaged: iterations that are known to be unreadable, with the reasons.
 
     Returns:
-        the folder of the checkpoint (a path, or a URL if the save folder is one), or None if there has never been one.
+        path of the checkpoint's folder (a URL if the save folder is a URL), or None if the folder has never held a checkpoint.
 
     Raises:
-        CheckpointError: `step` is not there, or no checkpoint there is complete, or `folder` is a checkpoint itself.
+        CheckpointError: checkpoint `step` does not exist, no checkpoint is complete, or `folder` is itself a checkpoint.
     """
     storage = open_storage(folder)
-    if storage.size(MANIFEST) is not None:
+    if storage.file_size(MANIFEST) is not None:
         parent = storage.location.rstrip("/").rpartition("/")[0]
         raise CheckpointError(f"{folder} is a checkpoint itself: give --load {parent}, with --ckpt-step to choose one")
-    found = iterations_in(storage)
+    iterations = list_iterations(storage)
     if step is not None:
-        if step not in found:
-            there = listed([str(iteration) for iteration in reversed(found)]) or "none"
-            raise CheckpointError(f"--ckpt-step {step}: {folder} has no such checkpoint; it has: {there}")
-        if fault := fault_of(storage.child(checkpoint_name(step))):
-            raise DamagedCheckpointError(f"--ckpt-step {step}: {fault}")
-        return storage.child(checkpoint_name(step)).place
-    latest = latest_in(storage)
-    if latest is None and not found:
+        if step not in iterations:
+            available = format_list([str(iteration) for iteration in reversed(iterations)]) or "none"
+            raise CheckpointError(f"--ckpt-step {step}: {folder} has no checkpoint of this iteration; it has: {available}")
+        if problem := find_problem(storage.child(checkpoint_name(step))):
+            raise DamagedCheckpointError(f"--ckpt-step {step}: {problem}")
+        return storage.child(checkpoint_name(step)).path_or_url
+    latest = read_latest(storage)
+    if latest is None and not iterations:
         return None
-    faults = [f"{storage.at(LATEST)} is missing or unreadable"] if latest is None else []
-    order = ([] if latest is None else [latest]) + [iteration for iteration in reversed(found) if iteration != latest]
-    for iteration in order:
-        inside = storage.child(checkpoint_name(iteration))
-        if fault := (damaged or {}).get(iteration) or fault_of(inside):
-            faults.append(fault)
+    problems = [f"{storage.location_of(LATEST)} is missing or unreadable"] if latest is None else []
+    candidates = ([] if latest is None else [latest]) + [iteration for iteration in reversed(iterations) if iteration != latest]
+    for iteration in candidates:
+        checkpoint = storage.child(checkpoint_name(iteration))
+        if problem := (damaged or {}).get(iteration) or find_problem(checkpoint):
+            problems.append(problem)
             continue
-        if faults:
-            tell(f"taking {inside.location}, because {'; '.join(faults)}")
-        elif iteration != max(found):
-            newest = storage.at(checkpoint_name(max(found)))
-            tell(f"taking {inside.location}, which {LATEST} names; {newest} is newer but was not saved last")
-        return inside.place
-    raise DamagedCheckpointError(f"{folder} holds no complete checkpoint:\n  " + listed(faults, "\n  "))
+        if problems:
+            warn(f"taking {checkpoint.location}, because {'; '.join(problems)}")
+        elif iteration != max(iterations):
+            newest = storage.location_of(checkpoint_name(max(iterations)))
+            warn(f"taking {checkpoint.location}, which {LATEST} names; {newest} is newer but was not saved last")
+        return checkpoint.path_or_url
+    raise DamagedCheckpointError(f"{folder} holds no complete checkpoint:\n  " + format_list(problems, "\n  "))
 
 
-def iteration_of(path: Place) -> int | None:
-    """The iteration that a checkpoint's folder is named after; None if it is named otherwise."""
+def parse_iteration(path: PathOrUrl) -> int | None:
+    """Return the iteration in the name of a checkpoint's folder, or None if the folder has another name."""
     match = re.fullmatch(r"(?:.*/)?iter_(\d{7,})/?", str(path))
     return int(match[1]) if match else None
 
 
-def note_damaged(path: Place, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
-    """Note that a checkpoint is damaged, so that another is taken; raise the error if there is no other."""
-    iteration = iteration_of(path)
+def record_damage(path: PathOrUrl, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
+    """Record that a checkpoint is damaged, so that the next selection skips it. Raise the error if no other checkpoint may be
+    loaded.
+
+    Args:
+        path: path or URL of the checkpoint.
+        error: the error that describes the damage.
+        damaged: reasons by iteration, to which the checkpoint is added.
+        may_fall_back: whether another checkpoint may be loaded instead.
+    """
+    iteration = parse_iteration(path)
     if not may_fall_back or iteration is None:
         raise error
     damaged[iteration] = str(error).replace("\n  ", " ")
 
 
-def fault_of(inside: Storage) -> str | None:
-    """Why a checkpoint is not complete, or None if it is. Looks at the manifest and the sizes of the files."""
+def find_problem(checkpoint: Storage) -> str | None:
+    """Return the reason why a checkpoint is incomplete, or None if it is complete. Checks only the manifest and the sizes of the
+    files."""
     try:
-        return next(faults_of_files(inside, manifest_in(inside)), None)
+        return next(find_file_problems(checkpoint, load_manifest(checkpoint)), None)
     except DamagedCheckpointError as error:
         return str(error)
 
 
-def faults_of_files(inside: Storage, manifest: Manifest) -> Iterator[str]:
-    """Messages about files that are missing or of another size."""
+def find_file_problems(checkpoint: Storage, manifest: Manifest) -> Iterator[str]:
+    """Yield a message for each file of the manifest that is missing or has another size."""
     for name, file in manifest.files.items():
-        found = inside.size(name)
-        if found is None:
-            yield f"{inside.at(name)} is missing"
-        elif found != file.num_bytes:
-            yield f"{inside.at(name)} has {found} bytes, it was written with {file.num_bytes}"
+        size = checkpoint.file_size(name)
+        if size is None:
+            yield f"{checkpoint.location_of(name)} is missing"
+        elif size != file.num_bytes:
+            yield f"{checkpoint.location_of(name)} has {size} bytes, it was written with {file.num_bytes}"
 
 
-def manifest_in(inside: Storage) -> Manifest:
-    """The manifest of the checkpoint in a folder.
+def load_manifest(checkpoint: Storage) -> Manifest:
+    """Read and check the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is of another format, or written by a newer version.
-        DamagedCheckpointError: it is missing, unreadable or altered.
+        CheckpointError: the manifest has another format, or a newer version of this program wrote it.
+        DamagedCheckpointError: the manifest is missing, unreadable or altered.
     """
     try:
-        data = inside.read(MANIFEST)
+        data = checkpoint.read(MANIFEST)
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{inside.location} is not a complete checkpoint: it has no {MANIFEST}") from error
-    manifest = part_from_json(data, inside.location, MANIFEST)
+        raise DamagedCheckpointError(f"{checkpoint.location} is not a complete checkpoint: it has no {MANIFEST}") from error
+    manifest = parse_manifest(data, checkpoint.location, MANIFEST)
     if missing := [name for name in (CONFIG, STATE) if name not in manifest.files]:
-        raise DamagedCheckpointError(f"{inside.at(MANIFEST)} is not readable (it does not list {missing[0]})")
+        raise DamagedCheckpointError(f"{checkpoint.location_of(MANIFEST)} is damaged: it does not list {missing[0]}")
     return manifest
 
 
-def read_state(path: Place) -> dict[str, Any]:
-    """The training state of the checkpoint in a folder; see `read_json`."""
+def read_state(path: PathOrUrl) -> dict[str, Any]:
+    """Return the training state of a checkpoint (`state.json`). Its checksum and its counters are verified."""
     return read_json(open_storage(path), STATE)
 
 
-def read_config(path: Place) -> dict[str, Any]:
-    """The record of the run that saved the checkpoint in a folder; see `read_json`."""
+def read_config(path: PathOrUrl) -> dict[str, Any]:
+    """Return the settings and other properties of the run that saved a checkpoint (`config.json`). The checksum is verified."""
     return read_json(open_storage(path), CONFIG)
 
 
-def read_json(inside: Storage, name: str, manifest: Manifest | None = None) -> dict[str, Any]:
-    """Read one of the small files of a checkpoint, and check it.
+def read_json(checkpoint: Storage, name: str, manifest: Manifest | None = None) -> dict[str, Any]:
+    """Read one of the JSON files of a checkpoint and verify its checksum.
 
     Args:
-        inside: the folder of the checkpoint.
-        name: the file.
-        manifest: the checkpoint's manifest, if it was read already.
+        checkpoint: folder of the checkpoint.
+        name: name of the file.
+        manifest: manifest of the checkpoint, if it has already been read.
 
     Raises:
-        CheckpointError: not a complete checkpoint of a known version, or altered.
+        CheckpointError: the checkpoint is incomplete, of an unknown version, or altered.
     """
-    expected = (manifest or manifest_in(inside)).files[name].checksum or ""
+    expected_checksum = (manifest or load_manifest(checkpoint)).files[name].checksum or ""
     try:
-        data = inside.read(name)
+        data = checkpoint.read(name)
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{inside.at(name)} is missing") from error
-    if not matches(Checksum(data).text, expected):
-        raise DamagedCheckpointError(f"{inside.at(name)} was altered (checksum)")
+        raise DamagedCheckpointError(f"{checkpoint.location_of(name)} is missing") from error
+    if not checksums_match(Checksum(data).text, expected_checksum):
+        raise DamagedCheckpointError(f"{checkpoint.location_of(name)} was altered: its checksum does not match")
     try:
         content: dict[str, Any] = json.loads(data)
         if not isinstance(content, dict):
-            raise ValueError("no table of values")
+            raise ValueError("it does not contain a JSON object")
         if name == STATE:
-            check_counts(content, iteration_of(inside.location))
+            check_counts(content, parse_iteration(checkpoint.location))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{inside.at(name)} is not as a run writes it: {error}") from error
+        raise DamagedCheckpointError(
+            f"{checkpoint.location_of(name)} does not have the content that a run writes: {error}"
+        ) from error
     return content
 
 
-_MOST = 1 << 60
-_MOST_RECENT = 1 << 12
+_MAX_COUNT = 1 << 60
+_MAX_RECENT = 1 << 12
 
 
 def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
-    """Check the counts of a training state: a forged or odd file must not make a run begin anywhere, or be done.
+    """Check the counters of a training state, so that a forged or damaged file does not make a run start at a wrong step.
 
     Args:
-        iteration: what the folder of the checkpoint is named after, if it is.
+        iteration: iteration in the name of the checkpoint's folder; None if the folder has another name.
 
     Raises:
-        ValueError: one is no whole number that it can be.
-        KeyError: one is missing.
+        ValueError: a counter is not an integer in the allowed range, or counters contradict each other.
+        KeyError: a counter is missing.
     """
-    if "progress" not in state:  # weights alone
+    if "progress" not in state:  # a checkpoint with weights only
         return
-    found = {name: state["progress"][name] for name in COUNTS} | {"optimizer_updates": state.get("optimizer_updates", 0)}
-    for name, value in found.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+    counts = {name: state["progress"][name] for name in PROGRESS_COUNTS} | {"optimizer_updates": state.get("optimizer_updates", 0)}
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
             raise ValueError(f"{name} is {str(value)[:40]}")
-    if iteration is not None and found["iteration"] != iteration:
-        raise ValueError(f"iteration is {found['iteration']}, in the checkpoint of iteration {iteration}")
-    recent = state["progress"].get(RECENT, [])
-    if not isinstance(recent, list) or len(recent) > _MOST_RECENT or not all(map(_are_two_numbers, recent)):
-        raise ValueError(f"{RECENT} is {str(recent)[:40]}")
-    if found["updated_samples"] > found["consumed_samples"] or found["skipped_iterations"] > found["iteration"]:
-        raise ValueError("more samples updated than consumed, or more iterations skipped than done")
+    if iteration is not None and counts["iteration"] != iteration:
+        raise ValueError(f"iteration is {counts['iteration']}, but the folder is that of iteration {iteration}")
+    recent = state["progress"].get(RECENT_STEPS, [])
+    if not isinstance(recent, list) or len(recent) > _MAX_RECENT or not all(map(_is_pair_of_finite_values, recent)):
+        raise ValueError(f"{RECENT_STEPS} is {str(recent)[:40]}")
+    if counts["updated_samples"] > counts["consumed_samples"] or counts["skipped_iterations"] > counts["iteration"]:
+        raise ValueError(
+            f"the counters contradict each other (updated_samples > consumed_samples, or skipped_iterations > iteration): {counts}"
+        )
 
 
-def _are_two_numbers(step: object) -> bool:
-    return isinstance(step, list) and len(step) == 2 and all(type(each) in (int, float) and math.isfinite(each) for each in step)
+def _is_pair_of_finite_values(pair: object) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(type(value) in (int, float) and math.isfinite(value) for value in pair)
 
 
-def encoded(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
-    """The contents of `config.json` and `state.json`.
+def encode_json_files(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
+    """Return the contents of `config.json` and `state.json` by name.
 
     Raises:
-        CheckpointError: one of them does not fit into JSON.
+        CheckpointError: config or state cannot be encoded as JSON.
     """
-    files = {}
+    contents = {}
     for name, content in ((CONFIG, config), (STATE, state)):
         try:
-            files[name] = json.dumps(content, indent=1).encode()
+            contents[name] = json.dumps(content, indent=1).encode()
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{name} would hold what JSON cannot: {error}") from error
-    return files
+            raise CheckpointError(f"{name} cannot be encoded as JSON: {error}") from error
+    return contents
 
 
-def take_over(save: Storage, record: dict[str, Any], token: str) -> None:
-    """Write `run.json`, the record of a run with its token and this process: it is the one that saves here from now on."""
-    process = {"host": socket.gethostname(), "pid": os.getpid()}
-    save.write(RUN, (json.dumps({**record, **process, "token": token}, indent=2) + "\n").encode())
+def claim_folder(save: Storage, record: dict[str, Any], token: str) -> None:
+    """Make this run the owner of the save folder: write `run.json`.
+
+    Args:
+        save: save folder.
+        record: settings, versions and command line of the run. Host and process are added to them.
+        token: random hexadecimal digits that identify the run.
+    """
+    process_info = {"host": socket.gethostname(), "pid": os.getpid()}
+    save.write(RUN, (json.dumps({**record, **process_info, "token": token}, indent=2) + "\n").encode())
 
 
-def _check_not_taken_over(save: Storage, token: str) -> None:
-    """A run that was thought dead (node out of reach, process stopped) must not overwrite its successor's checkpoints."""
+def _check_still_owner(save: Storage, token: str) -> None:
+    """Check that no other run has claimed the save folder since the run with this token did.
+
+    A run that was considered dead (unreachable node, stopped process) must not overwrite the checkpoints of its successor.
+    """
     try:
         owner = json.loads(save.read(RUN))["token"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return  # nobody has said so
+        return  # no run has claimed the folder
     if owner != token:
         raise CheckpointError(
-            f"another run has begun to save in {save.location} since this one did ({RUN}): this one saves there no more"
+            f"another run has taken over the folder {save.location} (see {RUN} there), so this run no longer saves in it"
         )
 
 
 def commit(
-    save: Storage, draft: Draft, iteration: int, parts: Sequence[Manifest], files: Mapping[str, bytes], run: str | None = None
+    save: Storage,
+    draft: Draft,
+    iteration: int,
+    rank_manifests: Sequence[Manifest],
+    small_files: Mapping[str, bytes],
+    token: str | None = None,
 ) -> Manifest:
-    """Make a checkpoint of what all ranks have written: manifest, final name, latest file, in this order.
+    """Turn the files that all ranks have written into a complete checkpoint: write the manifest, give the checkpoint its final
+    name, then update the latest file (`latest_checkpointed_iteration.txt`).
 
     Args:
-        save: the save folder.
-        draft: the checkpoint that is being written.
-        iteration: its number.
-        parts: what `write_part` returned on each rank.
-        files: what `encoded` returned.
-        run: token of the run that saves; no other run may have taken over the folder (see `take_over`).
+        save: save folder.
+        draft: draft of the checkpoint.
+        iteration: iteration of the checkpoint.
+        rank_manifests: results of `write_rank_files` on all ranks.
+        small_files: result of `encode_json_files`.
+        token: token of the run. If not None, check that no other run has claimed the folder (`claim_folder`).
 
     Returns:
-        the manifest.
+        the manifest of the checkpoint.
 
     Raises:
-        CheckpointError: a data file has another size here than where it was written, or another run saves here now.
+        CheckpointError: the size of a data file differs from the size that its rank has written, or another run has claimed the
+            folder.
         OSError: a file cannot be written.
     """
-    manifest = merged(parts)
+    manifest = merge_manifests(rank_manifests)
     for name, file in manifest.files.items():
-        if (found := draft.storage.size(name)) != file.num_bytes:
+        if (size := draft.storage.file_size(name)) != file.num_bytes:
             raise CheckpointError(
-                f"{draft.storage.at(name)} was written with {file.num_bytes} bytes, the first rank sees "
-                f"{'no such file' if found is None else found}"
+                f"{draft.storage.location_of(name)} was written with {file.num_bytes} bytes, but the first rank sees "
+                f"{'no such file' if size is None else size}"
             )
-    small = {name: StoredFile(len(data), Checksum(data).text) for name, data in files.items()}
-    manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | small).items())))
-    if run is not None:
-        _check_not_taken_over(save, run)
-    draft.publish({**files, MANIFEST: manifest.to_json()})
+    stored_files = {name: StoredFile(len(data), Checksum(data).text) for name, data in small_files.items()}
+    manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | stored_files).items())))
+    if token is not None:
+        _check_still_owner(save, token)
+    draft.publish({**small_files, MANIFEST: manifest.to_json()})
     save.write(LATEST, f"{iteration}\n".encode())
     return manifest
 
 
-def merged(parts: Sequence[Manifest]) -> Manifest:
-    """One manifest made of the parts of all ranks."""
-    files = {name: file for part in parts for name, file in part.files.items()}
-    return Manifest(joined(item for part in parts for item in part.tensors.items()), files)
+def merge_manifests(rank_manifests: Sequence[Manifest]) -> Manifest:
+    """Merge the manifests of all ranks' files into the manifest of the checkpoint."""
+    stored_files = {name: file for rank_manifest in rank_manifests for name, file in rank_manifest.files.items()}
+    return Manifest(merge_tensors(item for rank_manifest in rank_manifests for item in rank_manifest.tensors.items()), stored_files)
 
 
 class Retention(NamedTuple):
-    """Which checkpoints of a run are kept."""
+    """Rules that select which checkpoints of a run are kept."""
 
     keep_last: int | None = None
-    """The number of newest ones (`--keep-last`). None means one if there is a retain interval, and all otherwise."""
+    """Number of newest checkpoints to keep (`--keep-last`). None means 1 if `save_retain_interval` is set, and all otherwise."""
     save_retain_interval: int | None = None
-    """Those whose iteration is a multiple of it are kept too (`--save-retain-interval`)."""
+    """Keep also the checkpoints whose iteration is a multiple of this number (`--save-retain-interval`)."""
 
 
-def kept(iterations: list[int], latest: int | None, retention: Retention) -> set[int]:
-    """Iterations whose checkpoints are kept.
+def select_retained(iterations: list[int], latest: int | None, retention: Retention) -> set[int]:
+    """Return the iterations whose checkpoints are kept.
 
     Args:
-        iterations: those that exist.
-        latest: the one that was saved last; None if that is not known. Those beyond it, of a run that went back to an earlier step,
-            do not count as its newest, and are kept until it has come so far again.
-        retention: which are kept.
+        iterations: iterations of all existing checkpoints.
+        latest: iteration of the last save; None if unknown. A run that went back to an earlier step leaves checkpoints beyond
+            `latest`. They do not count towards `keep_last`, and are kept until the run reaches their iteration again.
+        retention: rules for keeping checkpoints.
     """
     keep_last, interval = retention
     if keep_last is None and interval is None:
         return set(iterations)
-    reached = sorted(it for it in iterations if latest is None or it <= latest)
-    beyond = [it for it in iterations if latest is not None and it > latest]
-    multiples = [it for it in iterations if interval is not None and it % interval == 0]
+    reached = sorted(iteration for iteration in iterations if latest is None or iteration <= latest)
+    beyond = [iteration for iteration in iterations if latest is not None and iteration > latest]
+    multiples = [iteration for iteration in iterations if interval is not None and iteration % interval == 0]
     return {*reached[-max(keep_last or 1, 1) :], *multiples, *beyond}
 
 
-def retain(save: Storage, retention: Retention) -> None:
-    """Remove the checkpoints in a save folder that need not be kept. Call it in one process, when no save is going on.
+def apply_retention(save: Storage, retention: Retention) -> None:
+    """Remove the checkpoints of a save folder that the retention rules do not keep. Call this in one process, while no save is
+    running.
 
-    Only a folder with a manifest counts and is removed: a folder of another program's checkpoint may have the same name.
+    Folders without a manifest are neither counted nor removed: checkpoints of other programs may have the same folder names.
     """
-    found = [number for number in iterations_in(save) if save.size(f"{checkpoint_name(number)}/{MANIFEST}") is not None]
-    stay = kept(found, latest_in(save), retention)
-    for iteration in found:
-        if iteration not in stay:
-            save.retire(checkpoint_name(iteration))
+    iterations = [
+        candidate for candidate in list_iterations(save) if save.file_size(f"{checkpoint_name(candidate)}/{MANIFEST}") is not None
+    ]
+    retained = select_retained(iterations, read_latest(save), retention)
+    for iteration in iterations:
+        if iteration not in retained:
+            save.remove_checkpoint(checkpoint_name(iteration))
 
 
 def check_writable(save: Storage) -> None:
-    """Make the save folder, and write and remove a file in it.
+    """Check that the save folder can be created, and that a file can be written and removed in it.
 
     Raises:
-        CheckpointError: one of these is not possible.
+        CheckpointError: one of these operations fails.
     """
     try:
-        save.make()
+        save.create_folder()
         save.write(".writable", b"x")
         save.remove(".writable")
     except OSError as error:
         raise CheckpointError(
             f"--save {save.location}: cannot write there ({error.strerror or error}). "
-            f"Give a folder that can be made and written by this user"
+            f"Give a folder that this user can create and write"
         ) from error
 
 
-def check_for_strangers(save: Storage) -> None:
-    """Refuse a folder with another program's checkpoints, which may have the names of ours: never write among them.
+def check_no_foreign_checkpoints(save: Storage) -> None:
+    """Check that the save folder holds no checkpoints of other programs, whose folders may have the same names as those of this
+    program.
 
     Raises:
-        CheckpointError: there are such.
+        CheckpointError: a checkpoint of another program is in the folder.
     """
-    strangers = []
-    for name in map(checkpoint_name, iterations_in(save)):
-        files = save.names(name)  # a damaged or killed checkpoint of ours may lack any of its own
-        if files and not any(file in (CONFIG, MANIFEST, STATE) or file.startswith("rank_") for file in files):
-            strangers.append(name)
-    if strangers:
+    foreign_names = []
+    for name in map(checkpoint_name, list_iterations(save)):
+        file_names = save.list_names(name)  # a damaged or unfinished checkpoint of this program may lack any file
+        if file_names and not any(file in (CONFIG, MANIFEST, STATE) or file.startswith("rank_") for file in file_names):
+            foreign_names.append(name)
+    if foreign_names:
         raise CheckpointError(
-            f"--save {save.location} holds what is no checkpoint of this program: {listed(strangers)}. "
-            f"Give another folder (tools/checkpoint.py import makes a checkpoint of a legacy one)"
+            f"--save {save.location} holds checkpoints of another program: {format_list(foreign_names)}. "
+            f"Give another folder (tools/checkpoint.py import converts a checkpoint of Megatron-LM)"
         )

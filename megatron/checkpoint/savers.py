@@ -1,15 +1,18 @@
-"""Saves of a run: complete when the call returns, or in the background. Both are planned anew only when boxes have changed.
+"""Savers of a run. With `SyncSaver` a checkpoint is complete when `save` returns. With `AsyncSaver` it is written in the
+background.
 
-In the background training waits for a copy into host memory, and a process beside each rank writes it:
+The plan of which rank writes which slices is reused until the slices of a rank change.
 
-1. All ranks together: each waits until its part of the save before is written. The first one waits until that is a checkpoint, and
-   plans anew if boxes have changed.
-2. Each rank copies what it writes into shared memory and sends its process a message.
-3. The processes write their parts. The first rank's makes a checkpoint of them when all are there.
+With `AsyncSaver` training waits only for a copy into host memory. A writer process of each rank writes the copy:
 
-Only these processes touch the storage. Between saves nothing waits and nobody asks another rank: `poll` looks whether the own
-process has replied. Where a part cannot be written, a process leaves a mark in the folder. If even that is impossible, the first
-rank learns of it in the next step 1.
+1. All ranks together: each rank waits until its files of the previous save are written. The first rank waits until the previous
+checkpoint is complete, and makes a new plan if slices have changed.
+2. Each rank copies the slices that it writes into shared memory, and sends its writer process a message.
+3. The writer processes write their files. The writer of the first rank commits the checkpoint when all ranks have written theirs.
+
+Only the writer processes access the storage. Between saves no rank waits or communicates with other ranks: `poll` only reads the
+replies of the rank's own writer. A writer that cannot write its files leaves a failure mark, a file in the draft's folder. If it
+cannot write even the mark, the first rank learns about the failure in step 1 of the next save.
 """
 
 from __future__ import annotations
@@ -24,403 +27,447 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed, ranks_named
-from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list, format_ranks
+from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, RankPart, share_out, write_part
+from megatron.checkpoint.rank_parts import LocalTensorSpec, SavePlan, WriteItem, plan_save, write_rank_files
 from megatron.checkpoint.rank_writer import PATIENCE_S, RankWriter
-from megatron.checkpoint.save_folder import Retention, checkpoint_name, commit, encoded, latest_in, take_over
+from megatron.checkpoint.save_folder import Retention, checkpoint_name, claim_folder, commit, encode_json_files, read_latest
 from megatron.checkpoint.storage import Draft, Storage
-from megatron.checkpoint.writer_messages import Committed
+from megatron.checkpoint.writer_messages import CommitResult
 from megatron.parallel.context import Group
 from megatron.parallel.products import dtype_name
 
-# ---- Steps of a save or load that all ranks make together: each does its share, the first one decides, all continue or all fail.
+# ---- Coordination of the ranks: either all ranks continue or all ranks fail.
 
-Share = TypeVar("Share")
-Answer = TypeVar("Answer")
+LocalResult = TypeVar("LocalResult")
+Response = TypeVar("Response")
 
 
-def decide(group: Group, doing: str, share: Callable[[], Share], answer: Callable[[list[Share]], Sequence[Answer]]) -> Answer:
-    """One round: every rank gives its share, and the first rank answers each of them.
+def coordinate(
+    group: Group,
+    action: str,
+    local_fn: Callable[[], LocalResult],
+    coordinator_fn: Callable[[list[LocalResult]], Sequence[Response]],
+) -> Response:
+    """Run a function on every rank and pass all results to a function on the first rank, which returns one response for each rank.
+
+    Either all ranks succeed or all ranks raise an error.
 
     Args:
-        group: the ranks, all of which call this together.
-        doing: words for the error, e.g. "cannot save /runs/a/iter_0000100".
-        share: called on every rank.
-        answer: called on the first rank with all shares in the order of the ranks, if no rank failed; gives one answer for each.
+        group: ranks that take part. All of them call this function together.
+        action: start of the error message, such as "cannot save /runs/a/iter_0000100".
+        local_fn: called on every rank.
+        coordinator_fn: called on the first rank with the results of all ranks in rank order, if no rank failed. Returns a response
+            for each rank.
 
     Returns:
-        this rank's answer.
+        the response for this rank.
 
     Raises:
-        CheckpointError: on every rank, if any raised an `OSError` or a `CheckpointError`; with each message and its ranks.
-        RuntimeError: on every rank, if any raised something else, which is a fault of the program.
+        CheckpointError: on every rank, if any rank raised an `OSError` or a `CheckpointError`. Contains the messages and their
+            ranks.
+        RuntimeError: on every rank, if any rank raised another error, which is a bug.
     """
-    shares = _gathered(_attempt(share), group)
-    answers: list[tuple[Any, dict[int, _Failure]]] | None = None
-    if shares is not None:
-        failures = {rank: failure for rank, (_, failure) in enumerate(shares) if failure is not None}
-        decided: Sequence[Any] = [None] * group.size
+    results = _gather(_attempt(local_fn), group)
+    responses: list[tuple[Any, dict[int, _Failure]]] | None = None
+    if results is not None:
+        failures = {rank: failure for rank, (_, failure) in enumerate(results) if failure is not None}
+        values: Sequence[Any] = [None] * group.size
         if not failures:
-            decided, failure = _attempt(lambda: answer([value for value, _ in shares]))
+            values, failure = _attempt(lambda: coordinator_fn([value for value, _ in results]))
             if failure is not None:
-                failures, decided = {0: failure}, [None] * group.size
-        answers = [(value, failures) for value in decided]
-    value, failures = _dealt(answers, group)
+                failures, values = {0: failure}, [None] * group.size
+        responses = [(value, failures) for value in values]
+    value, failures = _scatter(responses, group)
     if failures:
-        _raise_for_user(failures, doing)
+        _raise_for_user(failures, action)
     return value
 
 
 class _Failure(NamedTuple):
     error: Exception
-    trace: str
+    traceback: str
 
 
-def _raise_for_user(failures: Mapping[int, _Failure], doing: str) -> NoReturn:
-    """Turn the failures of some ranks into one error; see `decide`."""
+def _raise_for_user(failures: Mapping[int, _Failure], action: str) -> NoReturn:
+    """Raise one error for the failures of some ranks: a `CheckpointError` with their messages, or a `RuntimeError` if a failure is
+    a bug (see `coordinate`)."""
     errors = {rank: failure.error for rank, failure in failures.items()}
     first = next(iter(errors.values()))
     if not all(isinstance(error, (CheckpointError, OSError)) for error in errors.values()):
-        traces = (
-            f"Traceback (most recent call last): ({ranks_named([rank])})\n{failure.trace}" for rank, failure in failures.items()
+        tracebacks = (
+            f"Traceback (most recent call last): ({format_ranks([rank])})\n{failure.traceback}"
+            for rank, failure in failures.items()
         )
-        raise RuntimeError(f"{doing}: {ranks_named(list(errors))} failed\n{''.join(traces)}") from first
+        raise RuntimeError(f"{action}: {format_ranks(list(errors))} failed\n{''.join(tracebacks)}") from first
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, error in errors.items():
         ranks_of[str(error)].append(rank)
-    # A disagreement between settings and checkpoint is found by one rank for all. Anything else is reported with its ranks.
+    # The first rank detects mismatches of settings and checkpoint for all ranks. Other errors are reported with their ranks.
     reasons = [
-        text if type(errors[ranks[0]]) is CheckpointError else f"{ranks_named(ranks)}: {text}" for text, ranks in ranks_of.items()
+        text if type(errors[ranks[0]]) is CheckpointError else f"{format_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()
     ]
     damaged = any(isinstance(error, DamagedCheckpointError) for error in errors.values())
-    kind = DamagedCheckpointError if damaged else CheckpointError
-    raise kind(f"{doing}:\n  " + listed(reasons, "\n  ")) from first
+    error_type = DamagedCheckpointError if damaged else CheckpointError
+    raise error_type(f"{action}:\n  " + format_list(reasons, "\n  ")) from first
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, _Failure | None]:
-    """What an action returns, or how it fails, in a form that can be sent to another process."""
+    """Call a function. Returns its result, or its failure in a form that can be pickled and sent to another process."""
     try:
         return action(), None
-    except Exception as error:  # noqa: BLE001 - told to all ranks
-        trace = "".join([*traceback.format_tb(error.__traceback__), *traceback.format_exception_only(error)])
+    except Exception as error:  # noqa: BLE001 - sent to all ranks
+        traceback_text = "".join([*traceback.format_tb(error.__traceback__), *traceback.format_exception_only(error)])
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001 - whatever its class does
-            return None, _Failure(RuntimeError(repr(error)), trace)
-        return None, _Failure(error, trace)
+        except Exception:  # noqa: BLE001 - its class may raise anything
+            return None, _Failure(RuntimeError(repr(error)), traceback_text)
+        return None, _Failure(error, traceback_text)
 
 
-def _gathered(value: Any, group: Group) -> list[Any] | None:
-    """Every rank's value on the first rank, None on the others."""
+def _gather(value: Any, group: Group) -> list[Any] | None:
+    """Gather a value of every rank on the first rank. Returns None on all other ranks."""
     if group.size == 1:
         return [value]
-    values: list[Any] | None = [None] * group.size if group.index == 0 else None
+    values: list[Any] | None = [None] * group.size if group.rank == 0 else None
     dist.gather_object(value, values, dst=group.ranks[0], group=group.process_group)
     return values
 
 
-def _dealt(values: list[Any] | None, group: Group) -> Any:
-    """Give every rank its own one of the values that the first rank has."""
+def _scatter(values: list[Any] | None, group: Group) -> Any:
+    """Send each rank its element of the list on the first rank."""
     if group.size == 1:
         assert values is not None
         return values[0]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, values, src=group.ranks[0], group=group.process_group)
-    return mine[0]
+    local_value: list[Any] = [None]
+    dist.scatter_object_list(local_value, values, src=group.ranks[0], group=group.process_group)
+    return local_value[0]
 
 
 class Assignment(NamedTuple):
-    """The first rank's message to each rank before a save."""
+    """Message of the first rank to each rank before a save: the files that the rank writes."""
 
     token: str
-    """The run's token, which is in the names of unfinished saves."""
-    part: RankPart | None
-    """What this rank writes; None: the same as before."""
+    """Token of the run, which is part of the name of an unfinished save."""
+    plan: SavePlan | None
+    """Files that the rank writes. None if the plan of the previous save is still valid."""
 
 
-class RunSaver:
-    """Plans the saves of one run into one folder, with one round of messages, which are small when nothing has changed.
+class BaseSaver:
+    """Base class of the savers of a run. It plans which rank writes which slices.
+
+    A save needs one round of communication. Its messages are small if no slices have changed since the previous save.
 
     Args:
-        storage: the save folder, on a file system that all ranks share; made if it does not exist.
-        group: the ranks that save.
-        token: that of the run, by default a new one. Only the first rank's counts.
+        storage: save folder, on a file system that all ranks share. It is created if it does not exist.
+        group: ranks that save.
+        token: hexadecimal digits that identify the run, by default random ones. Only the first rank's token counts.
     """
 
     def __init__(self, storage: Storage, group: Group, token: str | None = None) -> None:
         self._storage, self._group = storage, group
         self._token = token or secrets.token_hex(4)
-        self._held: list[HeldTensor] | None = None
-        self._part = RankPart(group.index, ())
-        self._world: list[list[HeldTensor]] = []
-        self._complete: int | None = None
-        """On the first rank: the iteration of the last complete checkpoint."""
+        self._specs: list[LocalTensorSpec] | None = None
+        self._plan = SavePlan(group.rank, ())
+        self._world_specs: list[list[LocalTensorSpec]] = []
+        self._last_complete: int | None = None
+        """On the first rank: iteration of the last complete checkpoint."""
 
     @property
     def token(self) -> str:
-        """The run's token in `run.json`, on the first rank."""
+        """Hexadecimal digits that identify the run, as in `run.json`. Valid on the first rank."""
         return self._token
 
-    def begin(self, record: dict[str, Any]) -> None:
-        """On the first rank, before the first save: remove what killed runs left, and take the folder over (`run.json`).
+    def claim_folder(self, record: dict[str, Any]) -> None:
+        """Make this run the owner of the save folder: remove unfinished checkpoints of killed runs and write `run.json`. Called on
+        the first rank, before the first save.
 
         Args:
             record: settings, versions and command line of the run.
         """
-        self.sweep()
-        take_over(self._storage, record, self._token)
-        self._complete = latest_in(self._storage)
+        self.remove_unfinished()
+        claim_folder(self._storage, record, self._token)
+        self._last_complete = read_latest(self._storage)
 
-    def sweep(self) -> None:
-        """On the first rank: remove what killed runs left."""
-        self._storage.sweep(self._token)
+    def remove_unfinished(self) -> None:
+        """Remove unfinished checkpoints of killed runs. Called on the first rank."""
+        self._storage.remove_unfinished(self._token)
 
     def _draft(self, iteration: int) -> Draft:
         return self._storage.draft(checkpoint_name(iteration), self._token)
 
-    def _unless_known(self, held: list[HeldTensor]) -> list[HeldTensor] | None:
-        """What this rank holds; None if that has not changed."""
-        return None if held == self._held else held
+    def _changed_specs(self, specs: list[LocalTensorSpec]) -> list[LocalTensorSpec] | None:
+        """Return the specs of this rank's tensors, or None if they have not changed since the previous save."""
+        return None if specs == self._specs else specs
 
-    def _assign(self, shares: list[list[HeldTensor] | None]) -> list[Assignment]:
-        """On the first rank: plan what every rank writes.
+    def _plan_assignments(self, changed_specs: list[list[LocalTensorSpec] | None]) -> list[Assignment]:
+        """Plan the files of every rank. Called on the first rank.
 
         Args:
-            shares: what each rank's `_unless_known` returned.
+            changed_specs: results of `_changed_specs` on all ranks.
 
         Raises:
-            CheckpointError: the boxes are not whole tensors; see `share_out`.
+            CheckpointError: the tensors cannot be saved; `plan_save` lists the reasons.
         """
-        if all(share is None for share in shares):
-            return [Assignment(self._token, None)] * len(shares)
-        before = self._world or [[]] * len(shares)
-        self._world = [old if new is None else new for old, new in zip(before, shares, strict=True)]
-        return [Assignment(self._token, part) for part in share_out(self._world)]
+        if all(specs is None for specs in changed_specs):
+            return [Assignment(self._token, None)] * len(changed_specs)
+        old_world = self._world_specs or [[]] * len(changed_specs)
+        self._world_specs = [old if new is None else new for old, new in zip(old_world, changed_specs, strict=True)]
+        return [Assignment(self._token, plan) for plan in plan_save(self._world_specs)]
 
-    def _take(self, held: list[HeldTensor], assignment: Assignment) -> RankPart:
-        """On every rank: take the assignment; returns what this rank writes."""
+    def _apply_assignment(self, specs: list[LocalTensorSpec], assignment: Assignment) -> SavePlan:
+        """Store the assignment of the first rank. Returns the plan of this rank."""
         self._token = assignment.token
-        if assignment.part is not None:
-            self._part = assignment.part
-        self._held = held
-        return self._part
+        if assignment.plan is not None:
+            self._plan = assignment.plan
+        self._specs = specs
+        return self._plan
 
 
-def described(tensors: list[GlobalTensor]) -> list[HeldTensor]:
-    """What a rank holds, without the elements."""
+def build_specs(tensors: list[GlobalTensor]) -> list[LocalTensorSpec]:
+    """Build the specs of a rank's local tensors: names, shapes, dtypes and slices, without the elements."""
     return [
-        HeldTensor(tensor.name, tensor.global_shape, dtype_name(tensor.local.dtype), tuple(placed.box for placed in tensor.boxes))
+        LocalTensorSpec(
+            tensor.name,
+            tensor.global_shape,
+            dtype_name(tensor.local.dtype),
+            tuple(local_slice.slice for local_slice in tensor.slices),
+        )
         for tensor in tensors
     ]
 
 
-def reader_of(tensors: list[GlobalTensor]) -> Callable[[BoxToWrite], memoryview]:
-    """A function that gives the bytes of a box that this rank holds. From a device they are copied when they are asked for."""
-    parts = {(tensor.name, placed.box): (tensor, placed) for tensor in tensors for placed in tensor.boxes}
+def build_data_reader(tensors: list[GlobalTensor]) -> Callable[[WriteItem], memoryview]:
+    """Build the function that returns the bytes of a local slice. Data on a device is copied to the host when the function is
+    called."""
+    local_slices = {(tensor.name, local_slice.slice): (tensor, local_slice) for tensor in tensors for local_slice in tensor.slices}
 
-    def data_of(box: BoxToWrite) -> memoryview:
-        tensor, placed = parts[box.name, box.box]
-        return bytes_of(tensor.part(placed))
+    def read_data(item: WriteItem) -> memoryview:
+        tensor, local_slice = local_slices[item.name, item.tensor_slice]
+        return tensor_bytes(tensor.local_view(local_slice))
 
-    return data_of
+    return read_data
 
 
-class TensorSaver(RunSaver):
-    """Saves checkpoints, each complete when `save` returns."""
+class SyncSaver(BaseSaver):
+    """Saver whose checkpoints are complete when `save` returns."""
 
     def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any]) -> str:
-        """Write `<folder>/iter_<iteration>/`, in the format that docs/checkpoints.md describes, and point the latest file to it.
+        """Write the checkpoint `<folder>/iter_<iteration>/` in the format of docs/checkpoints.md, and update the latest file
+        (`latest_checkpointed_iteration.txt`).
 
-        Call it on every rank of the group. All ranks return when the checkpoint is complete, or all raise, and then nothing half
-        written stands under its name. A checkpoint of the same iteration is replaced.
+        Call it on every rank of the group. Either all ranks return when the checkpoint is complete, or all ranks raise an error and
+        no incomplete checkpoint has the final name. An existing checkpoint of this iteration is replaced.
 
         Args:
-            iteration: number of the checkpoint.
-            tensors: what this rank holds. Together the ranks' boxes must make up whole tensors; equal boxes are written once.
-                At most one box at a time is copied (and none that is in host memory already).
-            config: goes into `config.json`; the first rank's is written.
-            state: goes into `state.json`; the first rank's is written.
+            iteration: iteration of the checkpoint.
+            tensors: local slices of this rank. The slices of all ranks must cover every global tensor; replicated slices are
+                written once. At most one slice at a time is copied (none if the slices are in host memory).
+            config: content of `config.json`. The first rank's is written.
+            state: content of `state.json`. The first rank's is written.
 
         Returns:
             the digest of the content.
 
         Raises:
-            CheckpointError: a rank could not write, config or state do not fit into JSON, or the boxes are not whole tensors.
+            CheckpointError: a rank cannot write, config or state cannot be encoded as JSON, or the slices do not cover the tensors
+                exactly.
         """
-        doing = f"cannot save {self._storage.at(checkpoint_name(iteration))}"
-        held = described(tensors)
-        files: dict[str, bytes] = {}
+        action = f"cannot save {self._storage.location_of(checkpoint_name(iteration))}"
+        specs = build_specs(tensors)
+        small_files: dict[str, bytes] = {}
         drafts: list[Draft] = []
 
-        def plan(shares: list[list[HeldTensor] | None]) -> list[Assignment]:
-            files.update(encoded(config, state))
-            assignments = self._assign(shares)
+        def plan(changed_specs: list[list[LocalTensorSpec] | None]) -> list[Assignment]:
+            small_files.update(encode_json_files(config, state))
+            assignments = self._plan_assignments(changed_specs)
             drafts.append(self._draft(iteration))
-            drafts[0].make()
+            drafts[0].create_folder()
             return assignments
 
-        def finish(parts: list[Manifest]) -> list[str]:
-            manifest = commit(self._storage, drafts[0], iteration, parts, files, self._token)
-            return [str(manifest.content_digest)] * len(parts)
+        def finish(rank_manifests: list[Manifest]) -> list[str]:
+            manifest = commit(self._storage, drafts[0], iteration, rank_manifests, small_files, self._token)
+            return [str(manifest.content_digest)] * len(rank_manifests)
 
         try:
-            part = self._take(held, decide(self._group, doing, lambda: self._unless_known(held), plan))
-            return decide(self._group, doing, lambda: write_part(self._draft(iteration), part, reader_of(tensors)), finish)
+            local_plan = self._apply_assignment(specs, coordinate(self._group, action, lambda: self._changed_specs(specs), plan))
+            return coordinate(
+                self._group,
+                action,
+                lambda: write_rank_files(self._draft(iteration), local_plan, build_data_reader(tensors)),
+                finish,
+            )
         except (CheckpointError, RuntimeError):
-            for draft in drafts:  # only the first rank has one
-                draft.abandon()
+            for draft in drafts:  # only the first rank has a draft
+                draft.discard()
             raise
 
 
-Say = Callable[[str], None]
-"""Writes a line into the log."""
+LogFunction = Callable[[str], None]
+"""Function that writes a line to the log."""
 
-_WORTH_SAYING_S = 0.1
-"""Waits of fewer seconds are not logged."""
+_MIN_LOGGED_WAIT_S = 0.1
+"""Shorter waits, in seconds, are not logged."""
 
 
 class _Status(NamedTuple):
-    """What each rank reports before a save."""
+    """Message of a rank to the first rank before a save: the result of its previous save, and changes of its tensors."""
 
     failure: str | None
-    """Why its part of the previous save could not be written."""
-    held: list[HeldTensor] | None
-    """What it holds, if that has changed."""
+    """Reason for the failed write of the rank's files in the previous save. None if they were written."""
+    changed_specs: list[LocalTensorSpec] | None
+    """Specs of the rank's tensors. None if they have not changed since the previous save."""
 
 
-class BackgroundSaver(RunSaver):
-    """Saves checkpoints, at most one at a time.
+class AsyncSaver(BaseSaver):
+    """Saver that writes checkpoints in the background, at most one at a time.
 
     Args:
-        storage, group, token: see `RunSaver`.
-        retention: which checkpoints stay.
-        patience_s: see `RankWriter`; less than the ranks wait for each other in a collective.
+        storage: save folder, on a file system that all ranks share. It is created if it does not exist.
+        group: ranks that save.
+        token: hexadecimal digits that identify the run, by default random ones.
+        retention: which checkpoints are kept.
+        patience_s: while training waits for a writer process, kill the process after this many seconds without a reply. It must be
+            less than the timeout of collectives.
     """
 
     def __init__(
         self, storage: Storage, group: Group, retention: Retention, patience_s: float = PATIENCE_S, token: str | None = None
     ) -> None:
         super().__init__(storage, group, token)
-        self._writer = RankWriter(storage, group.index, group.size, retention, patience_s)
-        self._told: Committed | None = None
-        """On the first rank: the last result of a save that was logged."""
-        self._at_end = False
+        self._writer = RankWriter(storage, group.rank, group.size, retention, patience_s)
+        self._logged: CommitResult | None = None
+        """On the first rank: the last result that was logged."""
+        self._is_finishing = False
         self._failure: str | None = None
-        """On the first rank: why the last save failed, if it did."""
-        self._failed: list[int] = []
-        """On the first rank: iterations whose saves have failed since the last that was begun."""
+        """On the first rank: why the last save failed. None if it did not fail."""
+        self._failed_iterations: list[int] = []
+        """On the first rank: iterations of the saves that have failed since the last start of a save."""
 
-    def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], say: Say) -> None:
-        """Begin a save; all ranks call it together. The tensors may change when it returns.
+    def save(
+        self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any], log: LogFunction
+    ) -> None:
+        """Start a save in the background. All ranks call this together. The tensors may change as soon as the call returns.
 
-        A checkpoint that cannot be written is no error here: the first rank logs it, in `poll` or at the next save.
+        A failed write raises no error here. The first rank logs it, in `poll` or at the next save.
 
         Args:
-            say: called on the first rank with lines for the log. The others are those of `TensorSaver.save`.
+            iteration: iteration of the checkpoint.
+            tensors: local slices of this rank, as for `SyncSaver.save`.
+            config: content of `config.json`. The first rank's is written.
+            state: content of `state.json`. The first rank's is written.
+            log: called on the first rank with lines for the log.
 
         Raises:
-            CheckpointError: on all ranks, if config or state do not fit into JSON, or the boxes are not whole tensors.
+            CheckpointError: on all ranks, if config or state cannot be encoded as JSON, or the slices do not cover the tensors
+                exactly.
         """
-        location, held = self._storage.at(checkpoint_name(iteration)), described(tensors)
-        files: dict[str, bytes] = {}
-        asked = time.monotonic()
+        location, specs = self._storage.location_of(checkpoint_name(iteration)), build_specs(tensors)
+        small_files: dict[str, bytes] = {}
+        start = time.monotonic()
 
-        def begin(statuses: list[_Status]) -> list[Assignment]:
-            self._settle(statuses, asked, say)
-            files.update(encoded(config, state))
-            return self._assign([status.held for status in statuses])
+        def plan(statuses: list[_Status]) -> list[Assignment]:
+            self._finish_last_save(statuses, start, log)
+            small_files.update(encode_json_files(config, state))
+            return self._plan_assignments([status.changed_specs for status in statuses])
 
-        assignment = decide(self._group, f"cannot save {location}", lambda: self._status(held), begin)
-        began = time.monotonic()
-        failed = tuple(number for number in self._failed if number != iteration)
-        self._writer.start(iteration, assignment.token, self._take(held, assignment), tensors, files, failed)
-        if self._group.index == 0:
-            self._failure, self._failed = None, []
-            say(f"saving {location} in the background (copied in {time.monotonic() - began:.2f} s)")
-            self._tell(say)
+        assignment = coordinate(self._group, f"cannot save {location}", lambda: self._status(specs), plan)
+        copy_start = time.monotonic()
+        failed_iterations = tuple(i for i in self._failed_iterations if i != iteration)
+        self._writer.start(
+            iteration, assignment.token, self._apply_assignment(specs, assignment), tensors, small_files, failed_iterations
+        )
+        if self._group.rank == 0:
+            self._failure, self._failed_iterations = None, []
+            log(f"saving {location} in the background (copied in {time.monotonic() - copy_start:.2f} s)")
+            self._log_results(log)
 
-    def poll(self, say: Say) -> None:
-        """Look, without waiting, whether the process has replied. The first rank logs how a save has ended, or that it waits."""
+    def poll(self, log: LogFunction) -> None:
+        """Read the replies of the writer process without waiting. The first rank logs the result of a save, or that the save has
+        stalled."""
         self._writer.receive()
-        if self._group.index == 0:
-            self._tell(say)
-            if (line := self._writer.stall()) is not None:
-                say(line)
+        if self._group.rank == 0:
+            self._log_results(log)
+            if (message := self._writer.stall_warning()) is not None:
+                log(message)
 
-    def settle(self, say: Say) -> None:
-        """Wait until the last save is a checkpoint, or has failed, which is no error here; all ranks call it together."""
-        asked = time.monotonic()
+    def wait(self, log: LogFunction) -> None:
+        """Wait until the last save has completed or failed. All ranks call this together. A failed save raises no error here."""
+        start = time.monotonic()
 
-        def settle(statuses: list[_Status]) -> list[None]:
-            self._settle(statuses, asked, say)
+        def finish_last_save(statuses: list[_Status]) -> list[None]:
+            self._finish_last_save(statuses, start, log)
             return [None] * len(statuses)
 
-        decide(self._group, "cannot wait for the last save", lambda: self._status(None), settle)
+        coordinate(self._group, "cannot wait for the last save", lambda: self._status(None), finish_last_save)
 
-    def finish(self, say: Say) -> None:
-        """Wait for the last save, and end the processes; all ranks call it together.
+    def finish(self, log: LogFunction) -> None:
+        """Wait for the last save and end the writer processes. All ranks call this together.
 
         Raises:
             CheckpointError: on all ranks, if the last save failed.
         """
-        asked, self._at_end = time.monotonic(), True
+        start, self._is_finishing = time.monotonic(), True
 
-        def settle(statuses: list[_Status]) -> list[None]:
-            self._settle(statuses, asked, say)
+        def finish_last_save(statuses: list[_Status]) -> list[None]:
+            self._finish_last_save(statuses, start, log)
             if self._failure is not None:
                 raise CheckpointError(self._failure)
             return [None] * len(statuses)
 
         try:
-            decide(self._group, "the run ends without its last checkpoint", lambda: self._status(None), settle)
+            coordinate(self._group, "the run ends without its last checkpoint", lambda: self._status(None), finish_last_save)
         except BaseException as error:
             if not isinstance(error, CheckpointError):
-                self._writer.close()  # another rank is lost: its part may never come
+                self._writer.close()  # another rank has died: its files may never be written
             raise
         finally:
-            self._writer.end(tuple(self._failed))
-        if self._group.index == 0:
-            self._tell(say)
+            self._writer.shut_down(tuple(self._failed_iterations))
+        if self._group.rank == 0:
+            self._log_results(log)
 
-    def _status(self, held: list[HeldTensor] | None) -> _Status:
-        return _Status(self._writer.wait_until_written(), None if held is None else self._unless_known(held))
+    def _status(self, specs: list[LocalTensorSpec] | None) -> _Status:
+        return _Status(self._writer.wait_for_rank_result(), None if specs is None else self._changed_specs(specs))
 
-    def _settle(self, statuses: list[_Status], asked: float, say: Say) -> None:
-        """On the first rank, when all parts of the last save are written: wait until it is a checkpoint, and log it.
+    def _finish_last_save(self, statuses: list[_Status], start: float, log: LogFunction) -> None:
+        """Wait until the last checkpoint is complete and log the result. Called on the first rank when all ranks have written their
+        files.
 
         Args:
-            statuses: those of all ranks.
-            asked: when they began to wait for each other, by time.monotonic().
-            say: writes a line into the log.
+            statuses: reports of all ranks.
+            start: time.monotonic() at the start of the wait for all ranks.
+            log: writes a line to the log.
         """
-        self._writer.wait_until_committed([status.failure for status in statuses if status.failure is not None])
-        committed = self._writer.committed
-        if committed is None:
+        self._writer.wait_for_commit([status.failure for status in statuses if status.failure is not None])
+        result = self._writer.commit_result
+        if result is None:
             return
-        if committed is not self._told and (waited := time.monotonic() - asked) > _WORTH_SAYING_S:
-            say(f"waited {waited:.1f} s for the save of iteration {committed.iteration}")
-        self._tell(say)
+        if result is not self._logged and (wait_s := time.monotonic() - start) > _MIN_LOGGED_WAIT_S:
+            log(f"waited {wait_s:.1f} s for the save of iteration {result.iteration}")
+        self._log_results(log)
 
-    def _tell(self, say: Say) -> None:
-        """Log what has arrived, once."""
-        while self._writer.notes:
-            say(self._writer.notes.pop(0))
-        committed = self._writer.committed
-        if committed is None or committed is self._told:
+    def _log_results(self, log: LogFunction) -> None:
+        """Log results of saves that the writer process has reported since the last call."""
+        while self._writer.log_lines:
+            log(self._writer.log_lines.pop(0))
+        result = self._writer.commit_result
+        if result is None or result is self._logged:
             return
-        self._told = committed
-        location = self._storage.at(checkpoint_name(committed.iteration))
-        if committed.failure is not None:
-            self._failed.append(committed.iteration)  # its process has died, or others were still writing when it gave up
-            self._say_failed(location, committed.failure, say)
+        self._logged = result
+        location = self._storage.location_of(checkpoint_name(result.iteration))
+        if result.failure is not None:
+            # Files remain: the writer process has died, or other ranks were still writing.
+            self._failed_iterations.append(result.iteration)
+            self._log_failure(location, result.failure, log)
         else:
-            self._complete = committed.iteration
-            say(f"saved {location} in {committed.seconds:.1f} s, digest {committed.content_digest[:16]}")
+            self._last_complete = result.iteration
+            log(f"saved {location} in {result.duration_s:.1f} s, digest {result.content_digest[:16]}")
 
-    def _say_failed(self, location: str, reason: str, say: Say) -> None:
+    def _log_failure(self, location: str, reason: str, log: LogFunction) -> None:
         self._failure = f"cannot save {location}:\n  {reason}"
-        last = self._complete
-        kept = "There is no complete checkpoint yet" if last is None else f"The last complete one is {checkpoint_name(last)}"
-        say(f"SAVE FAILED: {self._failure}\n  {kept}.{'' if self._at_end else ' Training goes on.'}")
+        last = self._last_complete
+        last_checkpoint = (
+            "There is no complete checkpoint yet" if last is None else f"The last complete one is {checkpoint_name(last)}"
+        )
+        log(f"SAVE FAILED: {self._failure}\n  {last_checkpoint}.{'' if self._is_finishing else ' Training goes on.'}")

@@ -1,5 +1,8 @@
-"""The interface of storages for saving and loading: a local folder (`local_storage.py`), an object store through fsspec
-(`object_storage.py`), or the memory of the nodes (`node_storage.py`); `storage_kinds.py` chooses. It knows nothing of tensors."""
+"""Interfaces of the storage of checkpoints: folders, files, and drafts of checkpoints. They know nothing of tensors.
+
+The implementations are a local folder (`local_storage.py`), an object store through fsspec (`object_storage.py`) and the memory of
+the nodes (`node_storage.py`). `open_storage` in `storage_kinds.py` selects one by the path or URL.
+"""
 
 from __future__ import annotations
 
@@ -9,159 +12,175 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Reading(Protocol):
-    """A file that is open for reading."""
+class FileReader(Protocol):
+    """File that is open for reading."""
 
     size: int
-    """Bytes in the file."""
+    """Size of the file in bytes."""
 
     def read(self, start: int, length: int) -> bytes:
-        """`length` bytes from `start` on.
+        """Return `length` bytes from offset `start` on.
 
         Raises:
-            TruncatedError: the file ends before.
+            TruncatedError: the file ends before the last of these bytes.
         """
         data = bytearray(length)
         self.read_into(start, memoryview(data))
         return bytes(data)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from `start` on.
+        """Fill a buffer with the bytes from offset `start` on.
 
         Raises:
-            TruncatedError: the file ends before.
+            TruncatedError: the file ends before the buffer is full.
         """
 
 
-class Writing(Protocol):
-    """A file that is being written."""
+class FileWriter(Protocol):
+    """File that is open for writing."""
 
     num_bytes: int = 0
-    """Bytes written so far."""
+    """Number of bytes written so far."""
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write all of `data` at the end."""
-        rest = memoryview(data)
-        while rest:
-            written = self.write_some(rest)
-            self.num_bytes += written
-            rest = rest[written:]
+        """Append all of `data` to the file."""
+        remaining = memoryview(data)
+        while remaining:
+            num_written = self.write_partial(remaining)
+            self.num_bytes += num_written
+            remaining = remaining[num_written:]
 
-    def write_some(self, data: memoryview) -> int:
-        """Write the first bytes of `data`, as many as go at once. Returns how many these were."""
+    def write_partial(self, data: memoryview) -> int:
+        """Append the first bytes of `data` with a single call of the storage. Returns the number of bytes that the call has
+        written."""
 
     def sync(self) -> None:
-        """Bring what is written so far to the disk, where that can be done before the end."""
+        """Flush the bytes written so far to the disk, if the storage can do that before the file is closed."""
 
 
 MANIFEST = "manifest.json"
-"""The file that is written last: with it a checkpoint is complete."""
+"""File that a save writes last. A checkpoint with this file is complete."""
 CONFIG = "config.json"
 STATE = "state.json"
-COUNTS = ("iteration", "consumed_samples", "updated_samples", "skipped_iterations")
-"""Names of the counts of a run's progress, in its state."""
-RECENT = "recent"
-"""Name of the loss and gradient norm of the last steps in a run's progress, [[loss, norm], ...]."""
+PROGRESS_COUNTS = ("iteration", "consumed_samples", "updated_samples", "skipped_iterations")
+"""Keys of the counters under `progress` in `state.json`."""
+RECENT_STEPS = "recent"
+"""Key of the loss and gradient norm of the last steps under `progress` in `state.json`: [[loss, norm], ...]."""
 
-Place = Path | str
-"""A folder, or its URL."""
+PathOrUrl = Path | str
+"""Path or URL of a folder."""
 
 
 class Storage(Protocol):
-    """A folder, local or by URL. Names are relative to it, with `/` between; the empty name is the folder itself.
+    """Folder that holds save files, at a local path or a URL. Names are relative to the folder and use `/`; the empty name is the
+    folder itself.
 
-    Every kind of storage raises `OSError` where it fails, and `FileNotFoundError` where a file to be read is missing.
+    All implementations raise `OSError` on failure, and `FileNotFoundError` if a file to read does not exist.
     """
 
     location: str
-    """The folder as a user names it: a path or a URL. Another process can open the same storage with it."""
+    """Path or URL of the folder, as a user writes it. Another process can open the same storage with this string."""
     local: Path | None
-    """The folder, if it is a local one."""
+    """Path of the folder if it is local, otherwise None."""
 
     @property
-    def place(self) -> Place:
-        """The folder, for callers outside this package."""
+    def path_or_url(self) -> PathOrUrl:
+        """Path or URL of the folder, for callers outside this package."""
         return self.local or self.location
 
-    def at(self, name: str) -> str:
-        """A file in it, as a user names it."""
+    def location_of(self, name: str) -> str:
+        """Return the path or URL of a file in the folder, as a user writes it."""
 
     def child(self, name: str) -> Storage:
-        """A folder in it, which need not exist."""
+        """Return the storage of a subfolder. The subfolder need not exist."""
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a file, None if there is no such file."""
+    def file_size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, or None if there is no such file."""
 
-    def names(self, folder: str = "") -> list[str]:
-        """Files and folders directly in a folder, sorted, hidden ones too; empty if there is no such folder."""
+    def list_names(self, folder: str = "") -> list[str]:
+        """Return the names of all files and folders directly in a subfolder, sorted, including hidden ones. Return an empty list if
+        the subfolder does not exist."""
 
     def read(self, name: str) -> bytes:
-        """A whole file."""
+        """Return the full content of a file."""
 
-    def open(self, name: str) -> AbstractContextManager[Reading]:
-        """A file, opened for reading."""
+    def open(self, name: str) -> AbstractContextManager[FileReader]:
+        """Open a file for reading."""
 
-    def make(self) -> None:
-        """Make the folder and those above it where they are missing."""
+    def create_folder(self) -> None:
+        """Create the folder and its missing parents."""
 
-    def create(self, name: str) -> AbstractContextManager[Writing]:
-        """A new file as a stream, in place of an old one. It is on the disk when the block ends, and gone if that raises."""
+    def create(self, name: str) -> AbstractContextManager[FileWriter]:
+        """Open a new file for writing. It replaces an existing file of the same name.
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write or replace a small file in one step: readers see the old content or the new. It is on the disk on return."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all in it, if it exists."""
-
-    def draft(self, name: str, token: str) -> Draft:
-        """The place where the checkpoint `name` is written.
-
-        Args:
-            name: name of the checkpoint, a folder here.
-            token: that of the run that writes it, from `[0-9a-f]`. What other runs left or still write does not disturb it.
+        The file is on the disk when the `with` block ends, and is removed if the block raises.
         """
 
-    def retire(self, name: str) -> None:
-        """Remove a checkpoint in an order in which half of one is never taken for a whole one."""
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a small file atomically: readers see either the old or the new content. The content is on the disk on
+        return."""
 
-    def sweep(self, keep: str) -> None:
-        """Remove what killed saves and removals left; what cannot be removed stays. Call it when no other run saves here.
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder and its content, if it exists."""
+
+    def draft(self, name: str, token: str) -> Draft:
+        """Return the draft in which the files of a new checkpoint are written until it is complete.
 
         Args:
-            keep: the token of the run whose drafts stay.
+            name: folder name of the checkpoint.
+            token: token of the run that writes the checkpoint, in characters of `[0-9a-f]`. Drafts of other tokens do not
+                interfere.
+        """
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Remove a checkpoint. If the removal is interrupted, the remaining files never look like a complete checkpoint."""
+
+    def remove_unfinished(self, active_token: str) -> None:
+        """Remove the files of interrupted saves and removals. Files that cannot be removed are ignored.
+
+        Call this only while no other run saves in the folder.
+
+        Args:
+            active_token: token of the run whose drafts are not removed.
         """
 
 
 class Draft(Protocol):
-    """A checkpoint that is being written. Nobody takes it for a checkpoint before `publish`."""
+    """Checkpoint that is being written. Readers do not see it as a checkpoint before `publish`."""
 
     storage: Storage
-    """The folder in which its files are."""
+    """Folder that holds the draft's files."""
 
     def file_name(self, name: str) -> str:
-        """The name of a data file, or of a message between writers, both here and in the manifest.
+        """Return the name that a file of a rank has in the draft and in the manifest.
 
-        If files are written under the name of the checkpoint itself, it has the token in it. So neither a save nor a late writer of
-        a killed run can touch the files of a complete checkpoint.
-        """
-
-    def make(self) -> None:
-        """Make the folder, without what an earlier attempt of the same run left. One process calls it before the others write."""
-
-    def join(self) -> None:
-        """Make the folder, unless another process that writes the same checkpoint has."""
-
-    def publish(self, files: Mapping[str, bytes]) -> None:
-        """Write the last files, and put the checkpoint in its place; an older one of the same name is removed.
+        The name contains the token of the run if the storage writes files directly into the final folder of the checkpoint. Then
+        neither a new save nor a late writer of a killed run can overwrite files of a complete checkpoint.
 
         Args:
-            files: the small files that have fixed names, the manifest last. When that one is there, the checkpoint is complete.
+            name: name of a data file, or of a file by which writer processes report to each other.
         """
 
-    def abandon(self) -> None:
-        """Remove what was written, as far as that is possible."""
+    def create_folder(self) -> None:
+        """Create the draft's folder and remove files of an earlier attempt by the same run. One process calls this before any
+        process writes."""
+
+    def ensure_folder(self) -> None:
+        """Create the draft's folder if no other process that writes the same checkpoint has created it."""
+
+    def publish(self, small_files: Mapping[str, bytes]) -> None:
+        """Write the files with fixed names and make the draft a complete checkpoint. An older checkpoint of the same name is
+        replaced.
+
+        Args:
+            small_files: contents of the files with fixed names, by name. The manifest is last, because it makes the checkpoint
+                complete.
+        """
+
+    def discard(self) -> None:
+        """Remove the draft's files, as far as possible."""
 
 
 def is_url(location: str) -> bool:
-    """Whether the location is no local path."""
+    """Return whether the location is a URL and not a local path (`file://` counts as a local path)."""
     return "://" in location and not location.startswith("file://")

@@ -1,4 +1,4 @@
-"""Opens the storage of a path or a URL: a local folder, an object store, or the memory of the nodes."""
+"""Opening of a storage by its path or URL: a local folder, an object store, or the memory of the nodes."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from pathlib import Path
 
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.storage import Storage, is_url
-from megatron.config.extras import filesystem
-from megatron.config.imports import named
+from megatron.config.extras import open_filesystem
+from megatron.config.imports import import_object
 
-LOCATION = "nodes://state"
-"""The memory of all nodes, by the same name in every rank; each has its node's folder from its environment."""
+NODE_MEMORY_URL = "nodes://state"
+"""URL of the memory of all nodes, the same on every rank. Each rank takes the folder of its node from an environment variable."""
 
 
 def open_storage(location: str | os.PathLike[str]) -> Storage:
-    """The folder with this path or URL, which need not exist.
+    """Return the storage of a folder. The folder need not exist.
 
     Args:
-        location: a local path, also as `file:///path`; a URL that fsspec knows, such as `s3://bucket/folder`; or
-            `nodes://state`, the memory of the nodes of this job.
+        location: a local path, also as `file:///path`; a URL that fsspec knows, such as `s3://bucket/folder`; or `nodes://state`,
+            the memory of the nodes of this job.
 
     Raises:
-        ValueError: fsspec, or the package that it needs for this kind of URL, is not installed, or it knows no such kind.
+        ValueError: fsspec does not know this type of URL, or fsspec or the package that it needs for the URL is not installed.
     """
     text = os.fspath(location)
-    if text.startswith(LOCATION):
-        found: Storage = named("megatron_lab.node_memory.node_storage:NodeStorage").at_url(text)
-        return found
+    if text.startswith(NODE_MEMORY_URL):
+        node_storage: Storage = import_object("megatron_lab.node_memory.node_storage:NodeStorage").from_url(text)
+        return node_storage
     if not is_url(text):
         return LocalStorage(Path(text.removeprefix("file://")))
-    files, root = filesystem(text)
-    storage: Storage = named("megatron.checkpoint.object_storage:ObjectStorage")(text.rstrip("/"), files, root)
+    filesystem_object, root = open_filesystem(text)
+    storage: Storage = import_object("megatron.checkpoint.object_storage:ObjectStorage")(text.rstrip("/"), filesystem_object, root)
     return storage

@@ -1,10 +1,11 @@
-"""The process that writes a rank's part beside the training, and on the first rank makes a checkpoint of all parts.
+"""Writer process of a rank. It writes the rank's files during training; on the first rank it also commits the checkpoint.
 
     python -m megatron.checkpoint.writer_main MEMORY NUM_BYTES CONNECTION PARENT
 
-It is started by `rank_writer.py`: a program of its own, not a fork, because a fork of a process with a CUDA device or many
-gigabytes is dangerous or slow. It imports no torch. The data lies in the memory behind the first file descriptor, messages come and
-replies go through the second. When training (the process PARENT) ends, in whatever way, it ends at once too.
+`rank_writer.py` starts it as a separate program. A fork would be dangerous in a process with a CUDA device, and slow in a process
+with many gigabytes. It imports no torch. MEMORY is the file descriptor of the shared memory with the data, CONNECTION that of the
+pipe for messages and replies. PARENT is the PID of the training process. The writer ends immediately when the training process
+ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -21,203 +22,207 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.manifest import Manifest, part_from_json
-from megatron.checkpoint.rank_parts import write_part
-from megatron.checkpoint.save_folder import checkpoint_name, commit, retain
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
+from megatron.checkpoint.manifest import Manifest, parse_manifest
+from megatron.checkpoint.rank_parts import write_rank_files
+from megatron.checkpoint.save_folder import apply_retention, checkpoint_name, commit
 from megatron.checkpoint.storage import Draft
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.checkpoint.writer_messages import (
-    Alive,
-    Begin,
-    Committed,
-    End,
-    Mark,
+    CommitResult,
+    FailureMark,
+    LogLine,
     Message,
-    Note,
-    PartsEnded,
-    PartWritten,
+    RankResult,
+    RanksFinished,
     Reply,
-    Save,
-    failure_mark,
-    part_file,
+    SaveProgress,
+    SaveRequest,
+    Shutdown,
+    WriterSetup,
+    failure_mark_name,
+    rank_manifest_name,
 )
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
-"""Priority of the process: training goes first where there is no core left for both."""
-LONGEST_PAUSE_S = 0.5
-"""The most seconds between two looks whether all parts are there."""
-ALIVE_EVERY_S = 2.0
-VISIBLE_WITHIN_S = 60.0
-"""Seconds within which a written part must be seen here: network file systems show new names late."""
-_WHOLE_WITHIN_S = 10.0
+"""Niceness of the process: training has priority if there is no free core for both."""
+MAX_PAUSE_S = 0.5
+"""Maximum number of seconds between two checks for the manifests of all ranks."""
+PROGRESS_INTERVAL_S = 2.0
+VISIBILITY_TIMEOUT_S = 60.0
+"""Seconds within which the files of another rank must become visible. Network file systems show new names with a delay."""
+_MANIFEST_TIMEOUT_S = 10.0
 
 
-class Background:
-    """One rank's writer.
+class BackgroundWriter:
+    """Writer of one rank's files in the writer process. It executes the messages of the training process.
 
     Args:
-        data: the shared memory.
-        inbox: messages; only those after `Begin`.
-        begin: what to write.
-        reply: sends answers.
+        data: shared memory.
+        inbox: messages after `WriterSetup`.
+        setup: files that each save writes.
+        reply: function that sends a reply to the training process.
     """
 
-    def __init__(self, data: memoryview, inbox: queue.Queue[Message], begin: Begin, reply: Callable[[Reply], None]) -> None:
-        self._inbox, self._begin, self._reply = inbox, begin, reply
-        self._storage = open_storage(begin.location)
-        self._said_alive_at = -ALIVE_EVERY_S
-        self._doing = ""
-        self._data = {box: data[place] for box, place in begin.part.places().items()}
+    def __init__(self, data: memoryview, inbox: queue.Queue[Message], setup: WriterSetup, reply: Callable[[Reply], None]) -> None:
+        self._inbox, self._setup, self._reply = inbox, setup, reply
+        self._storage = open_storage(setup.location)
+        self._reported_at = -PROGRESS_INTERVAL_S
+        self._activity = ""
+        self._data = {item: data[byte_range] for item, byte_range in setup.plan.buffer_ranges().items()}
 
     def run(self) -> None:
-        """Write whenever training asks for it, until the message `End`."""
-        while not isinstance(message := self._inbox.get(), End):
-            if isinstance(message, Save):
+        """Execute the requests of training until the message `Shutdown`."""
+        while not isinstance(message := self._inbox.get(), Shutdown):
+            if isinstance(message, SaveRequest):
                 self._save(message)
-            elif isinstance(message, Mark):
-                self._leave_mark(self._draft(message.iteration, message.token), message.failure)
-        self._abandon(message)
+            elif isinstance(message, FailureMark):
+                self._write_failure_mark(self._draft(message.iteration, message.token), message.failure)
+        self._discard_failed(message)
 
-    def _save(self, message: Save) -> None:
-        began = time.monotonic()
-        rank = self._begin.part.rank
+    def _save(self, message: SaveRequest) -> None:
+        start = time.monotonic()
+        rank = self._setup.plan.rank
         draft = self._draft(message.iteration, message.token)
         try:
-            self._begins("the removal of what failed saves left" if message.failed else "its folder")
-            self._abandon(message)
-            draft.join()
-            self._begins("the write of its part")
-            part = write_part(draft, self._begin.part, self._data.__getitem__, self._alive)
-            draft.storage.write(draft.file_name(part_file(rank)), part.to_json())
+            self._report_activity("the removal of files of failed saves" if message.failed_iterations else "its folder")
+            self._discard_failed(message)
+            draft.ensure_folder()
+            self._report_activity("the write of its files")
+            rank_manifest = write_rank_files(draft, self._setup.plan, self._data.__getitem__, self._report_progress)
+            draft.storage.write(draft.file_name(rank_manifest_name(rank)), rank_manifest.to_json())
             failure = None
-        except Exception as error:  # noqa: BLE001 - training goes on and says so
-            failure = _reason(error, rank)
-            self._leave_mark(draft, failure)
-        self._reply(PartWritten(failure))
-        if message.files is None:
+        except Exception as error:  # noqa: BLE001 - training continues and logs the failure
+            failure = _format_reason(error, rank)
+            self._write_failure_mark(draft, failure)
+        self._reply(RankResult(failure))
+        if message.small_files is None:
             return
         digest = ""
         try:
             digest = str(self._commit(draft, message, failure).content_digest)
             failure = None
         except Exception as error:  # noqa: BLE001 - as above
-            failure = str(error) if isinstance(error, CheckpointError) else _reason(error, rank)
-            draft.abandon()
-        self._reply(Committed(message.iteration, failure, digest, time.monotonic() - began))
+            failure = str(error) if isinstance(error, CheckpointError) else _format_reason(error, rank)
+            draft.discard()
+        self._reply(CommitResult(message.iteration, failure, digest, time.monotonic() - start))
         if failure is None:
-            self._begins("the removal of old checkpoints")
-            self._retain()
+            self._report_activity("the removal of old checkpoints")
+            self._apply_retention()
 
-    def _abandon(self, message: Save | End) -> None:
-        for iteration in message.failed:
-            self._draft(iteration, message.token).abandon()
+    def _discard_failed(self, message: SaveRequest | Shutdown) -> None:
+        for iteration in message.failed_iterations:
+            self._draft(iteration, message.token).discard()
 
     def _draft(self, iteration: int, token: str) -> Draft:
         return self._storage.draft(checkpoint_name(iteration), token)
 
-    def _leave_mark(self, draft: Draft, failure: str) -> None:
+    def _write_failure_mark(self, draft: Draft, failure: str) -> None:
         with contextlib.suppress(Exception):
-            draft.storage.write(draft.file_name(failure_mark(self._begin.part.rank)), failure.encode())
+            draft.storage.write(draft.file_name(failure_mark_name(self._setup.plan.rank)), failure.encode())
 
-    def _commit(self, draft: Draft, message: Save, failure: str | None) -> Manifest:
+    def _commit(self, draft: Draft, message: SaveRequest, failure: str | None) -> Manifest:
         if failure is not None:
             raise CheckpointError(failure)
-        self._wait_for_parts(draft)
-        self._begins("the files that make it a checkpoint")
-        parts = []
-        for rank in range(self._begin.num_ranks):
-            name = draft.file_name(part_file(rank))
-            parts.append(_whole_part(draft, name))
+        self._wait_for_rank_manifests(draft)
+        self._report_activity("the files that make it a checkpoint")
+        rank_manifests = []
+        for rank in range(self._setup.num_ranks):
+            name = draft.file_name(rank_manifest_name(rank))
+            rank_manifests.append(_read_rank_manifest(draft, name))
             draft.storage.remove(name)
-        assert message.files is not None
-        return commit(self._storage, draft, message.iteration, parts, message.files, run=message.token)
+        assert message.small_files is not None
+        return commit(self._storage, draft, message.iteration, rank_manifests, message.small_files, token=message.token)
 
-    def _wait_for_parts(self, draft: Draft) -> None:
-        """Wait until all ranks have written.
+    def _wait_for_rank_manifests(self, draft: Draft) -> None:
+        """Wait until all ranks have written their files.
 
         Raises:
-            CheckpointError: one of them could not, or training reports that it will not.
+            CheckpointError: a rank could not write its files, or training reports that a rank will not write them.
         """
-        missing = set(range(self._begin.num_ranks))
+        missing = set(range(self._setup.num_ranks))
         pause, deadline = 0.002, float("inf")
         while True:
-            there = set(draft.storage.names())
-            failed = [rank for rank in sorted(missing) if draft.file_name(failure_mark(rank)) in there]
+            file_names = set(draft.storage.list_names())
+            failed = [rank for rank in sorted(missing) if draft.file_name(failure_mark_name(rank)) in file_names]
             if failed:
                 reasons = dict.fromkeys(
-                    draft.storage.read(draft.file_name(failure_mark(rank))).decode(errors="replace") for rank in failed
+                    draft.storage.read(draft.file_name(failure_mark_name(rank))).decode(errors="replace") for rank in failed
                 )
-                raise CheckpointError(listed(list(reasons), "\n  "))
-            missing = {rank for rank in missing if draft.file_name(part_file(rank)) not in there}
+                raise CheckpointError(format_list(list(reasons), "\n  "))
+            missing = {rank for rank in missing if draft.file_name(rank_manifest_name(rank)) not in file_names}
             if not missing:
                 return
-            self._begins(f"parts of other ranks ({listed([str(rank) for rank in sorted(missing)])})")
+            self._report_activity(f"the files of other ranks ({format_list([str(rank) for rank in sorted(missing)])})")
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank {min(missing)} has written its part, but not into {draft.storage.location} as the first rank sees it: "
+                    f"rank {min(missing)} has written its files, but the first rank does not see them in {draft.storage.location}: "
                     f"--save must be a folder on a file system that all nodes share"
                 )
             with contextlib.suppress(queue.Empty):
                 message = self._inbox.get(timeout=pause)
-                if isinstance(message, End):
+                if isinstance(message, Shutdown):
                     self._inbox.put(message)
-                    raise CheckpointError("training has ended before all parts were written")
-                if isinstance(message, PartsEnded):
+                    raise CheckpointError("training has ended before all ranks had written their files")
+                if isinstance(message, RanksFinished):
                     if message.failure is not None:
                         raise CheckpointError(message.failure)
-                    deadline = time.monotonic() + VISIBLE_WITHIN_S
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-            self._alive(further=False)
+                    deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
+            pause = min(2 * pause, MAX_PAUSE_S)
+            self._report_progress(has_advanced=False)
 
-    def _begins(self, doing: str) -> None:
-        """Say what it does from now on: its storage may not answer."""
-        if doing != self._doing:
-            self._doing = doing
-            self._reply(Alive(doing, True))
+    def _report_activity(self, activity: str) -> None:
+        """Report a new activity to the training process. The report is sent before the activity starts, because the storage may
+        then not respond."""
+        if activity != self._activity:
+            self._activity = activity
+            self._reply(SaveProgress(activity, True))
 
-    def _alive(self, *, further: bool = True) -> None:
-        """Send a sign that the save goes on; seldom, since training may not read it for a long time."""
-        if (now := time.monotonic()) - self._said_alive_at >= ALIVE_EVERY_S:
-            self._said_alive_at = now
-            self._reply(Alive(self._doing, further))
+    def _report_progress(self, *, has_advanced: bool = True) -> None:
+        """Report that the save continues. At most one report is sent per `PROGRESS_INTERVAL_S`, because training may not read
+        replies for a long time."""
+        if (time_s := time.monotonic()) - self._reported_at >= PROGRESS_INTERVAL_S:
+            self._reported_at = time_s
+            self._reply(SaveProgress(self._activity, has_advanced))
 
-    def _retain(self) -> None:
+    def _apply_retention(self) -> None:
         try:
-            retain(self._storage, self._begin.retention)
-        except Exception as error:  # noqa: BLE001 - the checkpoint is complete all the same
-            self._reply(Note(f"old checkpoints in {self._storage.location} could not be removed: {error}"))
+            apply_retention(self._storage, self._setup.retention)
+        except Exception as error:  # noqa: BLE001 - the checkpoint is complete nevertheless
+            self._reply(LogLine(f"old checkpoints in {self._storage.location} could not be removed: {error}"))
 
 
-def _whole_part(draft: Draft, name: str) -> Manifest:
-    """What a rank says of its part. Some file systems behind a URL show a file while it is written."""
-    until = time.monotonic() + _WHOLE_WITHIN_S
+def _read_rank_manifest(draft: Draft, name: str) -> Manifest:
+    """Read the manifest of a rank's files. If it is incomplete, read it again: some remote file systems show a file while it is
+    being written."""
+    deadline = time.monotonic() + _MANIFEST_TIMEOUT_S
     while True:
         try:
-            return part_from_json(draft.storage.read(name), draft.storage.location, name)
+            return parse_manifest(draft.storage.read(name), draft.storage.location, name)
         except DamagedCheckpointError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
 
-def _reason(error: Exception, rank: int) -> str:
-    """The reason as the user sees it; faults of the program with their kind."""
+def _format_reason(error: Exception, rank: int) -> str:
+    """Return a message for the user about a failed write. Errors that indicate a bug are shown with their type."""
     text = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
     return f"rank {rank}: {text}"
 
 
-def _end_with_parent(parent: int) -> None:
-    """Have the system kill this process when the one that trains ends, also in the middle of a write."""
+def _die_with_parent(parent: int) -> None:
+    """Let the system kill this process when the training process ends, even in the middle of a write."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
 
 
-def _receive(connection: Connection, inbox: queue.Queue[Message]) -> None:
-    """Pass on all messages; end with the last one, which means that training has ended."""
+def _forward_messages(connection: Connection, inbox: queue.Queue[Message]) -> None:
+    """Put all messages of the training process into the inbox. End this writer process when the connection closes, because training
+    has then ended."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             inbox.put(connection.recv())
@@ -225,21 +230,22 @@ def _receive(connection: Connection, inbox: queue.Queue[Message]) -> None:
 
 
 def main() -> None:
-    """Map the memory, then write when asked to."""
-    memory, num_bytes, messages, parent = (int(text) for text in sys.argv[1:])
-    _end_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # these signals are meant for training, which decides whether a save is finished
+    """Run the writer process: map the shared memory, then write saves on request."""
+    memory_fd, num_bytes, message_fd, parent = (int(text) for text in sys.argv[1:])
+    _die_with_parent(parent)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # These signals are for the training process, which decides whether a save is finished.
+        signal.signal(signal_number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    data = memoryview(mmap.mmap(memory, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED))
-    os.close(memory)
-    connection, inbox = Connection(messages), queue.Queue[Message]()
-    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    begin = inbox.get()
-    assert isinstance(begin, Begin)
-    Background(data, inbox, begin, connection.send).run()
-    os._exit(0)  # without waiting for the thread that waits for messages
+    data = memoryview(mmap.mmap(memory_fd, num_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED))
+    os.close(memory_fd)
+    connection, inbox = Connection(message_fd), queue.Queue[Message]()
+    threading.Thread(target=_forward_messages, args=(connection, inbox), daemon=True).start()
+    setup = inbox.get()
+    assert isinstance(setup, WriterSetup)
+    BackgroundWriter(data, inbox, setup, connection.send).run()
+    os._exit(0)  # without waiting for the thread that receives messages
 
 
 if __name__ == "__main__":

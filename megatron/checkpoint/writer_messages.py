@@ -1,99 +1,108 @@
-"""The messages between a rank and the process that writes for it (`writer_main.py`), and the files by which the writers tell each
-other how they have ended. Needs no torch."""
+"""Messages between a rank and its writer process (`writer_main.py`), and names of the files by which writers report to each other.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.checkpoint.rank_parts import RankPart
+from megatron.checkpoint.rank_parts import SavePlan
 from megatron.checkpoint.save_folder import Retention
 
 
-class Begin(NamedTuple):
-    """Sent once: what each save writes. The data lies in the shared memory as `RankPart.places` says."""
+class WriterSetup(NamedTuple):
+    """First message to a writer process: the files that each save writes. `SavePlan.buffer_ranges` returns where each slice is in
+    the shared memory."""
 
     location: str
-    """The save folder, as a path or URL."""
-    part: RankPart
+    """Path or URL of the save folder."""
+    plan: SavePlan
     num_ranks: int
     retention: Retention
 
 
-class Save(NamedTuple):
-    """The shared memory is filled: write it."""
+class SaveRequest(NamedTuple):
+    """Message to a writer process: write the shared memory, which training has filled, as one checkpoint."""
 
     iteration: int
     token: str
-    files: dict[str, bytes] | None
-    """`config.json` and `state.json`, for the process that makes a checkpoint of the parts of all ranks; None for the others."""
-    failed: tuple[int, ...] = ()
-    """Iterations whose saves have failed. The process that makes checkpoints removes what they left."""
+    small_files: dict[str, bytes] | None
+    """Contents of `config.json` and `state.json`, for the writer that commits the checkpoint of all ranks. None for all other
+    writers."""
+    failed_iterations: tuple[int, ...] = ()
+    """Iterations whose saves have failed. The writer that commits checkpoints removes their files."""
 
 
-class Mark(NamedTuple):
-    """The process before has ended in a save: tell the one that waits for the parts."""
+class FailureMark(NamedTuple):
+    """Message to a new writer process: write a failure mark, because the previous writer process died during a save. The writer
+    that commits checkpoints finds the mark."""
 
     iteration: int
     token: str
     failure: str
 
 
-class PartsEnded(NamedTuple):
-    """To the process that waits for the parts: every rank reports that its part is written, or why it will not come."""
+class RanksFinished(NamedTuple):
+    """Message to the writer that commits checkpoints: every rank has reported whether its files are written."""
 
     failure: str | None
+    """Reasons of the ranks that could not write their files. None if all ranks have written them."""
 
 
-class End(NamedTuple):
-    """There will be no other message."""
+class Shutdown(NamedTuple):
+    """Last message to a writer process."""
 
-    failed: tuple[int, ...] = ()
-    """See `Save`."""
+    failed_iterations: tuple[int, ...] = ()
+    """Iterations whose saves have failed, as in `SaveRequest`."""
     token: str = ""
 
 
-Message = Begin | Save | Mark | PartsEnded | End
+Message = WriterSetup | SaveRequest | FailureMark | RanksFinished | Shutdown
 
 
-class Alive(NamedTuple):
-    """The process goes on with a save."""
+class SaveProgress(NamedTuple):
+    """Reply of a writer process during a save. It shows the training process that the writer is not stuck."""
 
-    doing: str
-    """What it does, or waits for."""
-    further: bool
-    """Whether it has come further: what it does is new, or more is on the disk than before."""
+    activity: str
+    """Current activity of the writer, such as "the write of its files". It becomes part of log lines."""
+    has_advanced: bool
+    """Whether the writer has made progress since its last report: a new activity, or more data on the disk."""
 
 
-class PartWritten(NamedTuple):
-    """This rank's part is on the disk, or could not be written. The shared memory may be filled again."""
+class RankResult(NamedTuple):
+    """Reply of a writer process when the files of its rank are written or have failed. Training may then fill the shared memory
+    again."""
 
     failure: str | None
+    """Reason for a failed write. None if the files were written."""
 
 
-class Committed(NamedTuple):
-    """The checkpoint is complete, or will not be."""
+class CommitResult(NamedTuple):
+    """Reply of the writer that commits checkpoints: the checkpoint is complete, or has failed."""
 
     iteration: int
     failure: str | None
+    """Reason for the failure. None if the checkpoint is complete."""
     content_digest: str
-    seconds: float
-    """Seconds since the memory was filled."""
+    duration_s: float
+    """Seconds from the receipt of the `SaveRequest` to this reply."""
 
 
-class Note(NamedTuple):
-    """A line for the log: something went wrong after the checkpoint was complete."""
+class LogLine(NamedTuple):
+    """Reply of a writer process with a line for the log, about a problem after the checkpoint was complete."""
 
     text: str
 
 
-Reply = Alive | PartWritten | Committed | Note
+Reply = SaveProgress | RankResult | CommitResult | LogLine
 
 
-def part_file(rank: int) -> str:
-    """Name of the file in which a rank describes the part that it has written."""
+def rank_manifest_name(rank: int) -> str:
+    """Return the name of a rank's manifest: the file that lists the data files of the rank."""
     return f"rank_{rank:05d}.part.json"
 
 
-def failure_mark(rank: int) -> str:
-    """Name of the file with the reason why a rank could not write its part."""
+def failure_mark_name(rank: int) -> str:
+    """Return the name of the file with the reason why a rank could not write its files."""
     return f"rank_{rank:05d}.failed"
