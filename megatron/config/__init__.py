@@ -1,4 +1,4 @@
-"""Everything that a user may set: dataclasses by topic, the flags and YAML made from them, and the rules between settings."""
+"""Settings of a run: dataclasses by topic, the flags and YAML keys that are generated from them, and the rules that check them."""
 
 from megatron.moved import find_moved
 

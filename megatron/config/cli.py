@@ -1,10 +1,11 @@
-"""The command line: flags in Megatron's spelling made from the dataclasses, with YAML files below them.
+"""The command line: flags in Megatron-LM's spelling, generated from the settings dataclasses, with YAML files whose settings the
+flags override.
 
-The table of flags (`flags`) reads the arguments, not the library that prints the help. So every problem can be reported at once,
-with its place, beside refused flags and violated rules.
+The flags are parsed with the table in `flags`, not with the library that prints the help. All problems can therefore be reported at
+once, each with its location: invalid values, refused flags and violated rules.
 
-Programs call ``load``, which reports every problem of the settings at once. ``load_or_exit`` also talks to the user. Nothing here
-imports torch, so that ``--help`` and bad settings are answered at once.
+Programs call ``load``, which reports every problem of the settings at once, or ``load_or_exit``, which also prints the problems. No
+module of this package imports torch, so that ``--help`` and errors in settings are answered immediately.
 """
 
 from __future__ import annotations
@@ -15,226 +16,260 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from megatron.config.checks.each import notes as effect_notes
-from megatron.config.checks.each import plan_notes
+from megatron.config.checks.each import list_idle_settings, list_plan_caveats
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import missing_note, missing_packages, optional
-from megatron.config.flags import flag_of, flags
-from megatron.config.given import DryRun, Given, Sorted, dry_run_in, judged, of_megatron, sort_given, split, take, without_gaps
-from megatron.config.imports import import_modules, named
-from megatron.config.launcher import adopt_launcher, is_first_rank, launched
-from megatron.config.model_files import LIST, file_of, table
-from megatron.config.rules import is_harmless, violations
+from megatron.config.extras import find_missing_packages, import_optional, note_missing_packages
+from megatron.config.flags import find_flag, flags
+from megatron.config.given import (
+    DryRun,
+    GivenFlag,
+    ParsedFlags,
+    build_dry_run,
+    fill_plan_defaults,
+    get_compat,
+    parse_flags,
+    refine_suggestions,
+    split_argv,
+    split_requests,
+)
+from megatron.config.imports import import_modules, import_object
+from megatron.config.launcher import adopt_launcher, is_first_rank, read_process_info
+from megatron.config.model_files import LIST_NAME, format_model_table, get_model_file
+from megatron.config.rules import find_violations, is_harmless
 from megatron.config.save import to_yaml
-from megatron.config.settle import settled, with_vocabulary
+from megatron.config.settle import assume_vocab_size, resolve_settings
 
 PROGRAM = "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """Settings that can be run, with lines for the start-up log about them."""
+    """Settings that have been checked, with notes about them for the start-up log."""
 
     config: Config
     notes: tuple[str, ...]
     """One line for each flag that has no effect, with the reason."""
     dry_run: DryRun | None = None
-    """The dry run that was asked for in place of a run, if any."""
+    """Request to plan the run instead of running it (--dry-run); None for a normal run."""
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Settings from a command line, without the rules between them (see `load`).
+    """Parse a command line into settings, without checking the rules that `load` checks.
 
     Raises:
-        ConfigError: unknown or refused flags, values of a wrong form, a bad ``--config`` file, or a checkpoint in which
+        ConfigError: unknown or refused flags, invalid values, an invalid ``--config`` file, or a checkpoint in which
             ``--use-checkpoint-args`` finds no settings.
         SystemExit: 0 after ``--help``, ``--version``, ``--model list``, ``--explain`` or ``--print-config``.
     """
-    config, _, found = _read(argv)
-    if found.problems:
-        raise ConfigError(found.problems)
+    config, _, parsed = _read_command_line(argv)
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
     return config
 
 
 def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
-    """Settings from a command line that can be run with this many ranks.
+    """Parse a command line and check all rules for a world size.
 
     Args:
-        argv: the words after the program's name.
-        world_size: number of ranks, but that of a dry run may be given in the command line.
+        argv: the arguments after the program's name.
+        world_size: number of ranks. For a dry run, --world-size overrides it.
 
     Raises:
         ConfigError: with all problems together: those of `parse` and the violated rules.
         SystemExit: 0 after ``--help``, ``--version``, ``--explain`` or ``--print-config``.
     """
-    config, requests, found = _read(argv)
-    return _ruled(config, found, world_size, dry_run_in(requests, world_size))
+    config, requests, parsed = _read_command_line(argv)
+    return _validate(config, parsed, world_size, build_dry_run(requests, world_size))
 
 
-def load_values(values: Mapping[str, Any], world_size: int, *more: Mapping[str, Any]) -> LoadedConfig:
-    """Settings that a program gives as values, which can be run with this many ranks: the same names, rules and defaults.
+def load_values(values: Mapping[str, Any], world_size: int, *overrides: Mapping[str, Any]) -> LoadedConfig:
+    """Build settings from the values of a program, with the names, defaults and rules of the command line.
 
     Args:
-        values: by the names of flags or of their fields, flat or under topics; `model` may name a model, and `config` files, whose
-            settings lie below all others.
-        more: further values, of which the later count.
+        values: values by the names of flags or fields, flat or under topics. `model` may name a model and `config` files; all other
+            values override their settings.
+        world_size: number of ranks.
+        overrides: further values; later ones override earlier ones.
 
     Raises:
         ConfigError: with all problems together.
     """
-    own: list[Given] = []
-    named: dict[str, list[str]] = {}
+    own_settings: list[GivenFlag] = []
+    requests: dict[str, list[str]] = {}
     problems: list[Violation] = []
-    for part in (values, *more):
-        files = {name: part[name] for name in _OF_FILES if name in part and not isinstance(part[name], Mapping)}
-        named |= {name: [str(each)] if isinstance(each, str | os.PathLike) else list(each) for name, each in files.items()}
+    for source in (values, *overrides):
+        files = {name: source[name] for name in _FILE_REQUESTS if name in source and not isinstance(source[name], Mapping)}
+        requests |= {name: [str(path)] if isinstance(path, str | os.PathLike) else list(path) for name, path in files.items()}
         try:
-            optional("yaml", "settings that are given as values need PyYAML")
+            import_optional("yaml", "settings that are given as values need PyYAML")
             from megatron.config.yaml_file import read_mapping
 
-            own += read_mapping({name: value for name, value in part.items() if name not in files})
+            own_settings += read_mapping({name: value for name, value in source.items() if name not in files})
         except ConfigError as error:
             problems += error.violations
-    config, found = _assembled((), own, named, problems)
+    config, parsed = _assemble((), own_settings, requests, problems)
     if problems:
-        found.doubt_all()
-    return _ruled(config, found, world_size, None)
+        parsed.mark_all_uncertain()
+    return _validate(config, parsed, world_size, None)
 
 
-_OF_FILES = ("model", "config")
-"""Requests that bring settings."""
+_FILE_REQUESTS = ("model", "config")
+"""Requests that read settings from files."""
 
 
-def _ruled(config: Config, found: Sorted, world_size: int, dry_run: DryRun | None) -> LoadedConfig:
-    """What can be run of what was found.
+def _validate(config: Config, parsed: ParsedFlags, world_size: int, dry_run: DryRun | None) -> LoadedConfig:
+    """Check the rules and return the settings with their notes.
 
     Raises:
-        ConfigError: with all problems together, those of the form and the violated rules.
+        ConfigError: with all problems together, those of parsing and the violated rules.
     """
     world_size = dry_run.world_size if dry_run else world_size
-    config, notes = settled(config)
+    config, notes = resolve_settings(config)
     if dry_run is not None:
-        config, assumed = with_vocabulary(config)
-        notes += assumed
-    whole = without_gaps(config) if dry_run else config
-    ruled = violations(whole, world_size, found.explicit, found.fixed)
-    told = judged(found, lambda field, value: is_harmless(whole, world_size, field, value)) if found.guesses else found.problems
-    problems = told + [broken for broken in ruled if not found.doubtful.intersection(broken.flags)]
+        config, vocab_notes = assume_vocab_size(config)
+        notes += vocab_notes
+    complete_config = fill_plan_defaults(config) if dry_run else config
+    rule_violations = find_violations(complete_config, world_size, parsed.explicit_fields, parsed.fixed_fields)
+    refined = (
+        refine_suggestions(parsed, lambda field, value: is_harmless(complete_config, world_size, field, value))
+        if parsed.ambiguous
+        else parsed.problems
+    )
+    problems = refined + [violation for violation in rule_violations if not parsed.uncertain.intersection(violation.flags)]
     if dry_run is None:
-        problems += missing_packages(config)
+        problems += find_missing_packages(config)
     if problems:
         raise ConfigError(problems)
-    notes += [*effect_notes(config, world_size), *(plan_notes(config) if dry_run else ()), *missing_note()]
-    return LoadedConfig(config, (*found.notes, *notes), dry_run)
+    notes += [*list_idle_settings(config, world_size), *(list_plan_caveats(config) if dry_run else ()), *note_missing_packages()]
+    return LoadedConfig(config, (*parsed.notes, *notes), dry_run)
 
 
 def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
-    """`load` for a program's main, in its launcher's world: problems are printed by rank 0, and every rank exits with code 2."""
+    """Load the settings in a program's main function, with the launcher's world size. If there are problems, rank 0 prints them,
+    and every rank exits with code 2."""
     adopt_launcher(argv)
     try:
-        return load(argv, launched().world_size)
+        return load(argv, read_process_info().world_size)
     except ConfigError as error:
         if is_first_rank():
             sys.stderr.write(f"{PROGRAM}: {error}\n")
         sys.exit(2)
 
 
-def _read(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], Sorted]:
-    """The settings of a command line, its requests, and what was found with its problems."""
-    stray, given = split(argv)
-    if any(item.name in ("help", "h") for item in given):
-        help_text = named("megatron_lab.pages.flag_help:help_text")
+def _read_command_line(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], ParsedFlags]:
+    """Read a command line and the files that it names. Returns the settings, the values of each request (a flag such as --dry-run
+    that is not a setting), and the parsed flags with their problems."""
+    stray, given_flags = split_argv(argv)
+    if any(item.name in ("help", "h") for item in given_flags):
+        help_text = import_object("megatron_lab.pages.flag_help:help_text")
 
         _write_and_exit(help_text(PROGRAM))
-    own, requests, problems = take(given)
+    own_settings, requests, problems = split_requests(given_flags)
     if "version" in requests:
-        from megatron.config.version import version_line  # it reads a file
+        from megatron.config.version import format_version  # it reads a file
 
-        _write_and_exit(f"{version_line()}\n")
-    if LIST in requests.get("model", ()):
-        _write_and_exit(table())
-    if any(item.name == "explain" for item in given):
-        _explain_and_exit(requests.get("explain", ()), own, problems)
-    config, found = _assembled(stray, own, requests, problems)
-    if "print-config" in requests and not found.problems:
+        _write_and_exit(f"{format_version()}\n")
+    if LIST_NAME in requests.get("model", ()):
+        _write_and_exit(format_model_table())
+    if any(item.name == "explain" for item in given_flags):
+        _explain_and_exit(requests.get("explain", ()), own_settings, problems)
+    config, parsed = _assemble(stray, own_settings, requests, problems)
+    if "print-config" in requests and not parsed.problems:
         _write_and_exit(to_yaml(config))
-    return config, requests, found
+    return config, requests, parsed
 
 
-def _assembled(
-    stray: Sequence[str], own: Sequence[Given], requests: Mapping[str, Sequence[str]], problems: Sequence[Violation]
-) -> tuple[Config, Sorted]:
-    """The settings of files and the user's own, once the user's modules are imported; and what was found with its problems."""
-    from_files, unread = _read_files(requests.get("model", ()), requests.get("config", ()))
-    given, unread_groups = _with_group_files([*from_files, *own])
-    unread += unread_groups
-    modules = [item.values for item in given if item.name == "imports"]
-    missing = list(import_modules(modules[-1] if modules else ()))
-    found = sort_given(stray, given)
-    if missing:  # what they would have registered is no problem of its own
-        opened = {f"--{flag.name}" for flag in flags().values() if flag.facts.opens}
-        found.problems = [problem for problem in found.problems if not opened.intersection(problem.flags)]
-        unread += missing
-    if unread:
-        found.doubt_all()
-    config = found.config()
+def _assemble(
+    stray: Sequence[str], own_settings: Sequence[GivenFlag], requests: Mapping[str, Sequence[str]], problems: Sequence[Violation]
+) -> tuple[Config, ParsedFlags]:
+    """Combine the settings of files with those of the command line. Before that, import the user's modules (--imports), which may
+    add choices to flags.
+
+    Args:
+        stray: arguments that belong to no flag.
+        own_settings: settings of the command line, which take precedence.
+        requests: values of each request, which name a model and files.
+        problems: problems so far.
+
+    Returns:
+        the settings, and the parsed flags with all problems.
+    """
+    file_settings, file_problems = _read_files(requests.get("model", ()), requests.get("config", ()))
+    given_flags, group_problems = _expand_param_group_files([*file_settings, *own_settings])
+    file_problems += group_problems
+    modules = [item.values for item in given_flags if item.name == "imports"]
+    import_problems = list(import_modules(modules[-1] if modules else ()))
+    parsed = parse_flags(stray, given_flags)
+    if import_problems:  # choices that these modules would register are not reported as unknown
+        extensible_flags = {f"--{flag.name}" for flag in flags().values() if flag.metadata.is_extensible}
+        parsed.problems = [problem for problem in parsed.problems if not extensible_flags.intersection(problem.flags)]
+        file_problems += import_problems
+    if file_problems:
+        parsed.mark_all_uncertain()
+    config = parsed.build_config()
     contradictions: list[Violation] = []
     if config.checkpoint.use_checkpoint_args and (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
-        set_by_checkpoint = named("megatron_lab.migration.checkpoint_args:set_by_checkpoint")  # its module imports numpy
-        take_from_checkpoint = named("megatron_lab.migration.checkpoint_args:take_from_checkpoint")
+        # Import the module only here: it imports NumPy.
+        get_checkpoint_fields = import_object("megatron_lab.migration.checkpoint_args:get_checkpoint_fields")
+        apply_checkpoint_args = import_object("megatron_lab.migration.checkpoint_args:apply_checkpoint_args")
 
-        found.fixed.update(set_by_checkpoint())
-        config, contradictions = take_from_checkpoint(config, found.explicit)
-        found.doubtful.update(flag for item in contradictions for flag in item.flags)  # the model's shape is not known
-    found.problems[:0] = [*problems, *unread, *contradictions]
-    return config, found
+        parsed.fixed_fields.update(get_checkpoint_fields())
+        config, contradictions = apply_checkpoint_args(config, parsed.explicit_fields)
+        parsed.uncertain.update(flag for item in contradictions for flag in item.flags)  # the shape of the model is unknown
+    parsed.problems[:0] = [*problems, *file_problems, *contradictions]
+    return config, parsed
 
 
-def _explain_and_exit(names: Sequence[str], given: Sequence[Given], problems: Sequence[Violation]) -> NoReturn:
-    """Answer every --explain, whatever is missing or wrong for a run. An unknown flag is reported too."""
-    explain = named("megatron_lab.pages.flag_help:explain")  # this reads the settings' source, for which only this page has time
+def _explain_and_exit(names: Sequence[str], given_flags: Sequence[GivenFlag], problems: Sequence[Violation]) -> NoReturn:
+    """Print the answers to all --explain flags and exit. Missing and invalid settings are not reported, but unknown flags are."""
+    explain = import_object("megatron_lab.pages.flag_help:explain")  # it parses the source of the settings, which takes time
 
     problems = [problem for problem in problems if "--explain" in problem.flags]
-    known = {**of_megatron().KNOWN, **of_megatron().TAKEN}
-    problems += sort_given((), [item for item in given if flag_of(item.name) is None and item.name not in known]).problems
+    compat_flags = {**get_compat().COMPAT_FLAGS, **get_compat().TRANSLATIONS}
+    problems += parse_flags(
+        (), [item for item in given_flags if find_flag(item.name) is None and item.name not in compat_flags]
+    ).problems
     if problems:
         raise ConfigError(problems)
     _write_and_exit("\n".join(map(explain, names)))
 
 
-def _read_files(models: Sequence[str], paths: Sequence[str]) -> tuple[list[Given], list[Violation]]:
-    """The settings of the model that ``--model`` names (the last one) and of ``--config`` files, which go before the user's own, so
-    that the user's count; and problems of the files."""
-    found: list[Given] = []
+def _read_files(models: Sequence[str], paths: Sequence[str]) -> tuple[list[GivenFlag], list[Violation]]:
+    """Read the model file that ``--model`` names (the last one) and the ``--config`` files. Returns their settings and the problems
+    of the files.
+
+    The settings come before the settings of the command line, which take precedence.
+    """
+    settings: list[GivenFlag] = []
     problems: list[Violation] = []
-    for kind, name in [*(("model", name) for name in models[-1:]), *(("config", path) for path in paths)]:
+    for source, name in [*(("model", name) for name in models[-1:]), *(("config", path) for path in paths)]:
         try:
-            optional("yaml", f"--{kind} needs PyYAML")
+            import_optional("yaml", f"--{source} needs PyYAML")
             from megatron.config.yaml_file import read_yaml
 
-            found.extend(read_yaml(file_of(name) if kind == "model" else name))
+            settings.extend(read_yaml(get_model_file(name) if source == "model" else name))
         except ConfigError as error:
             problems.extend(error.violations)
-    return found, problems
+    return settings, problems
 
 
-def _with_group_files(given: Sequence[Given]) -> tuple[list[Given], list[Violation]]:
-    """The settings with the entries of --param-groups files in place of their names, and problems of the files."""
-    found: list[Given] = []
+def _expand_param_group_files(given_flags: Sequence[GivenFlag]) -> tuple[list[GivenFlag], list[Violation]]:
+    """Replace the names of --param-groups files by the entries of the files. Returns the flags and the problems of the files."""
+    expanded: list[GivenFlag] = []
     problems: list[Violation] = []
-    for item in given:
+    for item in given_flags:
         if item.name == "param-groups" and len(item.values) == 1 and "=" not in item.values[0]:
             try:
-                optional("yaml", "a file of --param-groups needs PyYAML")
-                from megatron.config.yaml_file import read_groups
+                import_optional("yaml", "a file of --param-groups needs PyYAML")
+                from megatron.config.yaml_file import read_param_groups
 
-                item = replace(item, values=read_groups(item.values[0]))
+                item = replace(item, values=read_param_groups(item.values[0]))
             except ConfigError as error:
                 problems.extend(error.violations)
                 continue
-        found.append(item)
-    return found, problems
+        expanded.append(item)
+    return expanded, problems
 
 
 def _write_and_exit(text: str) -> NoReturn:
@@ -242,6 +277,6 @@ def _write_and_exit(text: str) -> NoReturn:
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
-        except BrokenPipeError:  # `--help | head`: nobody reads on, and Python must not try to flush at exit
+        except BrokenPipeError:  # `--help | head` closed the pipe: keep Python from flushing it at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

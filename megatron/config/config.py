@@ -1,4 +1,4 @@
-"""The whole configuration of a run: one frozen dataclass a topic."""
+"""The configuration of a run: one frozen dataclass per topic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.config.training import OptimizerConfig, SpikeConfig, TrainingConfi
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run. Pass a function the part that it needs, never the whole."""
+    """All settings of a run. Pass each function only the topics that it needs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -32,10 +32,11 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """Return the value of every setting by topic and name. (`dataclasses.asdict` would copy each, which takes milliseconds.)"""
-        return {topic: {**vars(part)} for topic, part in vars(self).items()}
+        """Return the value of every setting by topic and name. (`dataclasses.asdict` would copy every value, which takes
+        milliseconds.)"""
+        return {topic: {**vars(topic_config)} for topic, topic_config in vars(self).items()}
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens of each sequence that a rank computes, those of its context rank."""
+        """Tokens of each sequence on one context-parallel rank."""
         return self.model.seq_length // self.parallel.context_parallel_size

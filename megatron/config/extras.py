@@ -1,7 +1,7 @@
 """Libraries that only some settings and inputs need.
 
-Those in `PACKAGES` come with every installation, but a checkout that is not installed may run without them. All others are
-installed by the extra of the package that has their name.
+The packages in `PACKAGES` are installed together with the project. They can be missing only in a checkout that was not installed.
+Every other library is installed by the extra of this project that has the library's name.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 from megatron.config.config import Config
 from megatron.config.data import PATH_FIELDS
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.setting import typed
-from megatron.config.version import how_to_install
+from megatron.config.setting import flag_name
+from megatron.config.version import get_extra_install_command
 
 
 class Package(NamedTuple):
-    """A package that a checkout can do without."""
+    """Package that a run needs only for some settings and inputs."""
 
     distribution: str
-    """Name for pip."""
+    """Name of the package for pip."""
     purpose: str
     """Features that are unavailable without the package."""
-    settings: tuple[str, ...] = ()
-    """Fields of the settings that need the package. A run that has one of them set is refused at its start."""
+    fields: tuple[str, ...] = ()
+    """Settings fields that need the package. A run that sets one of them without the package is refused at its start."""
 
 
 PACKAGES: Mapping[str, Package] = {
@@ -44,15 +44,15 @@ PACKAGES: Mapping[str, Package] = {
 
 
 def is_missing(module: str) -> bool:
-    """Return whether a module cannot be imported. It is not imported."""
+    """Return whether a module cannot be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is None
-    except (ImportError, ValueError):  # an entry without a spec, as of a test
+    except (ImportError, ValueError):  # an entry of sys.modules without a spec, as in tests
         return True
 
 
-def missing_note() -> list[str]:
-    """Return a line for the start-up log on the packages that are missing; none if all are there."""
+def note_missing_packages() -> list[str]:
+    """Return a line for the start-up log that lists the missing packages, or an empty list if all are installed."""
     missing = [package for module, package in PACKAGES.items() if is_missing(module)]
     if not missing:
         return []
@@ -60,25 +60,27 @@ def missing_note() -> list[str]:
     return [f"packages that are not installed, and what is unavailable without them: {named}"]
 
 
-def missing_packages(config: Config) -> Iterator[Violation]:
-    """Find the settings that need a missing package."""
+def find_missing_packages(config: Config) -> Iterator[Violation]:
+    """Yield a problem for each package that a setting needs but that is not installed."""
     values = {field: value for topic in config.values().values() for field, value in topic.items()}
     for module, package in PACKAGES.items():
-        fields = [field for field in package.settings if values[field]]
+        fields = [field for field in package.fields if values[field]]
         if fields and is_missing(module):
-            flag = typed(fields[0])
-            yield Violation((flag,), f"{flag} needs {package.distribution}, which is not installed.", f"{how_to_get(module)}.")
+            flag = flag_name(fields[0])
+            yield Violation(
+                (flag,), f"{flag} needs {package.distribution}, which is not installed.", f"{get_install_command(module)}."
+            )
 
 
-def how_to_get(library: str, extra: str | None = None) -> str:
-    """Return the command that installs a library, or the extra that holds it."""
+def get_install_command(library: str, extra: str | None = None) -> str:
+    """Return the command that installs a library, or the extra that contains it."""
     name = library.partition(".")[0]
     package = PACKAGES.get(name)
-    return how_to_install(extra or name.replace("_", "-")) if package is None else f"pip install {package.distribution}"
+    return get_extra_install_command(extra or name.replace("_", "-")) if package is None else f"pip install {package.distribution}"
 
 
-def optional(library: str, needed: str, *, extra: str | None = None) -> Any:
-    """Import a library, or a module of a library.
+def import_optional(library: str, needed: str, *, extra: str | None = None) -> Any:
+    """Import an optional library, or a module of it.
 
     Args:
         needed: start of the error message, such as "--engine ray needs Ray".
@@ -90,19 +92,19 @@ def optional(library: str, needed: str, *, extra: str | None = None) -> Any:
     try:
         return importlib.import_module(library)
     except ImportError as error:
-        message = f"{needed}, which is not installed: {how_to_get(library, extra)}"
+        message = f"{needed}, which is not installed: {get_install_command(library, extra)}"
         raise ConfigError([Violation((), message)]) from error
 
 
-def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it.
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it.
 
     Raises:
-        ValueError: fsspec, or what it needs for this kind of URL, is not installed, or it knows no such kind.
+        ValueError: fsspec, or the package that it needs for this protocol, is not installed, or fsspec does not know the protocol.
     """
-    fsspec = optional("fsspec", f"{url}: URLs are opened through fsspec")
+    fsspec = import_optional("fsspec", f"{url}: URLs are opened through fsspec")
     try:
-        files, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # names the package that is missing, or the protocols that are known
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # the error names the missing package, or the known protocols
         raise ValueError(f"{url}: {error}") from error
-    return files, path
+    return fs, path

@@ -1,4 +1,4 @@
-"""The table of flags, made from the dataclasses: which field a flag sets, and which values it takes."""
+"""The table of flags, generated from the settings dataclasses: the field that each flag sets, and the values that it accepts."""
 
 from __future__ import annotations
 
@@ -13,173 +13,183 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.config import Config
-from megatron.config.setting import SettingFacts
-from megatron.spec.activations import added
+from megatron.config.setting import SettingMetadata
+from megatron.spec.activations import get_added_choices
 
-_KINDS = {int: "whole number", float: "number", str: "text"}
-_LARGEST = 10**15
-"""The largest value: no setting means anything beyond it, and arithmetic below it stays quick and exact."""
+_TYPE_NAMES = {int: "whole number", float: "number", str: "text"}
+_MAX_INT = 10**15
+"""Bound of integers. No setting has a meaningful value beyond it, and arithmetic below it is fast and exact."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag and its field."""
+    """Flag of the command line, and the settings field that it sets."""
 
     topic: str
-    """Field of Config, such as ``model``."""
+    """Field of `Config`, such as ``model``."""
     field: str
     """Field of the topic's dataclass, such as ``num_layers``."""
-    kind: type
-    """bool, int, float or str: the type of each value."""
-    built_in: tuple[str, ...]
-    """The only texts allowed, or empty; see `choices`."""
-    optional: bool
+    value_type: type
+    """Type of each value: bool, int, float or str."""
+    builtin_choices: tuple[str, ...]
+    """The allowed values, or empty if they are not restricted; see `choices`."""
+    is_optional: bool
     """Whether the field may be None."""
-    count: int | None
-    """How many values it takes: 0 for a switch, None for any number."""
+    num_values: int | None
+    """Number of values: 0 for a switch, None for any number of values."""
     default: Any
-    """Value of the field when the flag is not given."""
-    facts: SettingFacts = dataclasses.field(compare=False, repr=False)
-    """Its unit and range, and when it acts."""
+    """Value of the field if the flag is not given."""
+    metadata: SettingMetadata = dataclasses.field(compare=False, repr=False)
+    """Unit, interval and conditions of the setting."""
 
     @property
     def name(self) -> str:
-        """The flag without its two dashes."""
+        """Name of the flag without the leading dashes."""
         return self.field.replace("_", "-")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only texts allowed now, or empty: those built in, and those that modules of the user's own have added."""
-        return (*self.built_in, *added(self.field)) if self.facts.opens else self.built_in
+        """The allowed values, or empty if they are not restricted: the built-in choices and those that user modules have
+        registered."""
+        return (*self.builtin_choices, *get_added_choices(self.field)) if self.metadata.is_extensible else self.builtin_choices
 
     @property
     def is_tuple(self) -> bool:
         """Whether the field holds several values."""
-        return self.count is None or self.count > 1
+        return self.num_values is None or self.num_values > 1
 
     @property
-    def expects(self) -> str:
-        """The allowed values in words."""
+    def expected(self) -> str:
+        """Description of the allowed values, for messages: "an integer", "one of a, b"."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        if self.facts.opens:
-            return "a name that a module of --imports registers, and none does"
-        if self.count is None:
-            return f"any number of {_KINDS[self.kind]}s"
-        return f"a {_KINDS[self.kind]}" if self.count == 1 else f"{self.count} {_KINDS[self.kind]}s"
+        if self.metadata.is_extensible:
+            return "a name that a module of --imports registers (none is registered)"
+        if self.num_values is None:
+            return f"any number of {_TYPE_NAMES[self.value_type]}s"
+        return f"a {_TYPE_NAMES[self.value_type]}" if self.num_values == 1 else f"{self.num_values} {_TYPE_NAMES[self.value_type]}s"
 
-    def read(self, name: str, texts: Sequence[str]) -> Any:
-        """The field's value from the flag's spelling, which says whether a switch is on, and its values.
+    def parse(self, name: str, texts: Sequence[str]) -> Any:
+        """Convert the texts of the flag's values to the value of the field.
+
+        Args:
+            name: name of the flag as given; for a switch it may start with ``no-``, which switches it off.
+            texts: the values as typed.
 
         Raises:
-            ValueError: the texts cannot be its values; says what it takes.
+            ValueError: the texts are not valid values. The message says which values the flag takes.
         """
-        if self.kind is bool:
+        if self.value_type is bool:
             if texts:
                 raise ValueError("is a switch and takes no value (in a file: true or false)")
             return name == self.name
-        if self.optional and tuple(texts) == ("None",):
+        if self.is_optional and tuple(texts) == ("None",):
             return None
-        if self.count is not None and len(texts) != self.count:
-            raise ValueError(f"takes {self.expects}, not {len(texts) or 'none'}")
+        if self.num_values is not None and len(texts) != self.num_values:
+            raise ValueError(f"takes {self.expected}, not {len(texts) or 'none'}")
         if not all(map(self._accepts, texts)):
-            too_large = self.kind is int and all(re.fullmatch(r"[+-]?\d+", text) for text in texts)
-            raise ValueError(f"takes {self.expects}{' below 10^15' if too_large else ''}")
-        converted = tuple(map(self.kind, texts))
+            is_too_large = self.value_type is int and all(re.fullmatch(r"[+-]?\d+", text) for text in texts)
+            raise ValueError(f"takes {self.expected}{' below 10^15' if is_too_large else ''}")
+        converted = tuple(map(self.value_type, texts))
         return converted if self.is_tuple else converted[0]
 
     def _accepts(self, text: str) -> bool:
-        if self.choices or self.facts.opens:
+        if self.choices or self.metadata.is_extensible:
             return text in self.choices
-        if self.kind is str:
-            # A value that looks like a flag is a flag whose value was forgotten.
-            return bool(text) and not (self.count is None and text.startswith("--"))
+        if self.value_type is str:
+            # A value that looks like a flag is probably the next flag, after a forgotten value.
+            return bool(text) and not (self.num_values is None and text.startswith("--"))
         try:
-            number = self.kind(text)
+            value = self.value_type(text)
         except ValueError:
             return False
-        return self.kind is float or -_LARGEST < number < _LARGEST
+        return self.value_type is float or -_MAX_INT < value < _MAX_INT
 
-    def from_plain(self, value: Any) -> Any:
-        """The field's value from JSON types: lists become tuples, whole numbers become float where the field is one.
+    def from_json(self, value: Any) -> Any:
+        """Convert a value of JSON types to the value of the field: lists become tuples, and integers become floats for float
+        fields.
 
         Raises:
-            ValueError: the value is of another type.
+            ValueError: the value has another type.
         """
-        if value is None and self.optional:
+        if value is None and self.is_optional:
             return None
         items = value if self.is_tuple else [value]
-        fits = isinstance(items, list | tuple) and self.count in (None, 0, len(items)) and all(map(self._is_plain, items))
-        if not fits:
-            raise ValueError(f"{self.topic}.{self.field} must be {'true or false' if self.kind is bool else self.expects}")
-        converted = tuple(map(self.kind, items))
+        is_valid = (
+            isinstance(items, list | tuple) and self.num_values in (None, 0, len(items)) and all(map(self._is_json_value, items))
+        )
+        if not is_valid:
+            raise ValueError(f"{self.topic}.{self.field} must be {'true or false' if self.value_type is bool else self.expected}")
+        converted = tuple(map(self.value_type, items))
         return converted if self.is_tuple else converted[0]
 
-    def _is_plain(self, item: Any) -> bool:
-        if self.choices and item not in self.choices and not self.facts.opens:  # a record may name what is not registered here
+    def _is_json_value(self, item: Any) -> bool:
+        # A saved record may name a choice of an extensible setting that is not registered now.
+        if self.choices and item not in self.choices and not self.metadata.is_extensible:
             return False
-        if self.kind is float:
+        if self.value_type is float:
             return isinstance(item, int | float) and not isinstance(item, bool)
-        return type(item) is self.kind and (type(item) is not int or -_LARGEST < item < _LARGEST)
+        return type(item) is self.value_type and (type(item) is not int or -_MAX_INT < item < _MAX_INT)
 
 
-def _flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
-    facts = field.metadata.get(SettingFacts, SettingFacts())
+def _build_flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
+    metadata = field.metadata.get(SettingMetadata, SettingMetadata())
     arguments = typing.get_args(hint)
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
         (hint,) = [argument for argument in arguments if argument is not type(None)]
         arguments = typing.get_args(hint)
-    count: int | None = 0 if hint is bool else 1
+    num_values: int | None = 0 if hint is bool else 1
     if typing.get_origin(hint) is tuple:
-        count = None if arguments[-1] is Ellipsis else len(arguments)
+        num_values = None if arguments[-1] is Ellipsis else len(arguments)
         hint = arguments[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    return Flag(topic, field.name, str if choices else hint, choices, optional, count, field.default, facts)
+    return Flag(topic, field.name, str if choices else hint, choices, optional, num_values, field.default, metadata)
 
 
 @functools.cache
 def topics() -> dict[str, type]:
-    """Name of each part of Config with its dataclass."""
+    """Return the dataclass of each topic of `Config`, by the name of the topic."""
     return typing.get_type_hints(Config)
 
 
 @functools.cache
 def flags() -> dict[str, Flag]:
-    """Every flag by its name without leading dashes."""
-    found = []
-    for topic, part in topics().items():
-        hints = typing.get_type_hints(part)
-        found += [_flag(topic, field, hints[field.name]) for field in dataclasses.fields(part)]
-    return {flag.name: flag for flag in found}
+    """Return all flags by their names without leading dashes."""
+    result = []
+    for topic, config_class in topics().items():
+        hints = typing.get_type_hints(config_class)
+        result += [_build_flag(topic, field, hints[field.name]) for field in dataclasses.fields(config_class)]
+    return {flag.name: flag for flag in result}
 
 
 @functools.cache
-def flag_for(field: str) -> Flag:
-    """The flag that sets a field."""
+def get_flag(field: str) -> Flag:
+    """Return the flag that sets a field."""
     return flags()[field.replace("_", "-")]
 
 
-def build(parts: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Settings from values by topic and field; all others have their defaults."""
-    return Config(**{topic: kind(**parts.get(topic, {})) for topic, kind in topics().items()})
+def build_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Build a `Config` from values by topic and field. All other fields have their defaults."""
+    return Config(**{topic: config_class(**values.get(topic, {})) for topic, config_class in topics().items()})
 
 
-def flag_of(name: str) -> Flag | None:
-    """The flag that a name sets, if it is a setting. A leading ``no-`` switches off what is one without it."""
+def find_flag(name: str) -> Flag | None:
+    """Return the flag with this name, or None if the name is not a setting. For a switch ``x``, the name ``no-x`` is found too."""
     switch = flags().get(name.removeprefix("no-"))
-    return flags().get(name) or (switch if switch is not None and switch.kind is bool else None)
+    return flags().get(name) or (switch if switch is not None and switch.value_type is bool else None)
 
 
-def nearest_names(name: str, names: Iterable[str]) -> list[str]:
-    """Up to three names that the user may have meant: the same, those that hold all of its words, or those spelled alike."""
+def suggest_names(name: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names that the user may have meant: the name itself, names that contain all of its words, or names with a
+    similar spelling."""
     names = list(names)
     if name in names:
         return [name]
-    words = set(name.split("-"))
-    with_words = [candidate for candidate in names if words <= set(candidate.split("-"))]
-    if with_words:
-        return sorted(with_words, key=len)[:3]
-    alike = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    best = difflib.SequenceMatcher(None, name, alike[0]).ratio() if alike else 0.0
-    return [candidate for candidate in alike if difflib.SequenceMatcher(None, name, candidate).ratio() > best - 0.1]
+    name_words = set(name.split("-"))
+    matching = [candidate for candidate in names if name_words <= set(candidate.split("-"))]
+    if matching:
+        return sorted(matching, key=len)[:3]
+    close_matches = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    best_ratio = difflib.SequenceMatcher(None, name, close_matches[0]).ratio() if close_matches else 0.0
+    return [candidate for candidate in close_matches if difflib.SequenceMatcher(None, name, candidate).ratio() > best_ratio - 0.1]

@@ -1,7 +1,7 @@
-"""What was given: the command line cut into flags with their values, and those sorted: requests to the program, settings, flags
-without effect, and problems.
+"""Parser of command lines: it splits a command line into flags with their values and classifies them as settings, requests to the
+program, flags without effect, and problems.
 
-A request (``--config``, ``--explain``, ``--dry-run``) sets nothing of the run: it names a file to read, a page or a plan to print.
+A request (``--config``, ``--explain``, ``--dry-run``) changes no setting: it names a file to read, or a page or plan to print.
 """
 
 from __future__ import annotations
@@ -14,265 +14,295 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.config.checks.each import LARGEST_WORLD
+from megatron.config.checks.each import MAX_WORLD_SIZE
 from megatron.config.config import Config
-from megatron.config.data import is_number, path_flags
+from megatron.config.data import is_number, list_path_settings
 from megatron.config.errors import Violation
-from megatron.config.flags import Flag, build, flag_of, flags, nearest_names
-from megatron.config.launcher import launched
-from megatron.config.settle import no_effect
+from megatron.config.flags import Flag, build_config, find_flag, flags, suggest_names
+from megatron.config.launcher import read_process_info
+from megatron.config.settle import format_no_effect_note
 
 _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]")
 
 
 @dataclass(frozen=True)
-class Given:
-    """A flag as it was given."""
+class GivenFlag:
+    """Flag with its values, as it occurs on the command line or in a file."""
 
     name: str
-    """Its name with inner dashes, without the leading ones: ``lr-decay-style``."""
+    """Name without leading dashes and with inner dashes: ``lr-decay-style``."""
     values: tuple[str, ...]
-    spelled: str
-    """The name as the user wrote it."""
-    where: str = ""
+    spelling: str
+    """The flag as the user typed it."""
+    source: str = ""
     """File and line, or empty for the command line."""
 
     @property
-    def place(self) -> str:
-        """The beginning of a message about it: ``run.yaml line 3: ``."""
-        return f"{self.where}: " if self.where else ""
+    def message_prefix(self) -> str:
+        """Start of a message about the flag: ``run.yaml line 3: ``."""
+        return f"{self.source}: " if self.source else ""
 
     def __str__(self) -> str:
-        """The setting for a message, such as ``run.yaml line 3: --lr abc``."""
-        return self.place + " ".join((self.spelled, *(value or repr(value) for value in self.values)))
+        """Format the flag for a message, such as ``run.yaml line 3: --lr abc``."""
+        return self.message_prefix + " ".join((self.spelling, *(value or repr(value) for value in self.values)))
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
-    """Cut a command line at its flags. It understands ``--flag=value``, underscores for dashes and negative numbers.
+def split_argv(argv: Sequence[str]) -> tuple[list[str], list[GivenFlag]]:
+    """Split a command line into flags. ``--flag=value``, underscores for dashes and negative numbers are supported.
 
     Returns:
-        The arguments before the first flag, which belong to nothing, and the flags in order.
+        The arguments before the first flag, which belong to no flag, and the flags in order.
     """
     stray: list[str] = []
-    found: list[Given] = []
-    for word in _unquoted(argv):
+    given_flags: list[GivenFlag] = []
+    for word in _strip_quotes(argv):
         if _FLAG.match(word) and not is_number(word):
-            spelled, equals, value = word.partition("=")
+            spelling, equals, value = word.partition("=")
             values = (value,) if equals else ()
-            name = spelled.lstrip("-").replace("_", "-")
-            if not spelled.startswith("--") and name != "h":
-                name = f"-{name}"  # one dash: no flag of ours, but the message should say so
-            found.append(Given(name, values, spelled))
-        elif found:
-            found[-1] = replace(found[-1], values=(*found[-1].values, word))
+            name = spelling.lstrip("-").replace("_", "-")
+            if not spelling.startswith("--") and name != "h":
+                name = f"-{name}"  # a single dash is kept, so that the message shows it
+            given_flags.append(GivenFlag(name, values, spelling))
+        elif given_flags:
+            given_flags[-1] = replace(given_flags[-1], values=(*given_flags[-1].values, word))
         else:
             stray.append(word)
-    return stray, found
+    return stray, given_flags
 
 
-def _unquoted(words: Sequence[str]) -> Iterator[str]:
-    """The words without quotes that are left around a value, as a shell leaves those of an array's entry: '99,1,0'."""
-    for word in words:
-        spelled, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+def _strip_quotes(argv: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments without a pair of quotes around a value. Such quotes remain when a shell expands an array entry:
+    '99,1,0'."""
+    for word in argv:
+        spelling, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-            word = f"{spelled}{equals}{value[1:-1]}"
+            word = f"{spelling}{equals}{value[1:-1]}"
         yield word
 
 
-TAKEN_SETTINGS = ("eval-iters", "optimizer")
-"""Settings of which some values of Megatron-LM are taken as others."""
-NO_TABLE = "no-position-embedding"
-"""Megatron-LM takes it only beside rotary positions, where it does nothing."""
-_MOST_GUESSED = 20  # unknown flags for which near ones are looked for, which takes some milliseconds each
+TRANSLATED_SETTINGS = ("eval-iters", "optimizer")
+"""Settings of which some values of Megatron-LM are translated to other flags."""
+NO_POSITION_EMBEDDING = "no-position-embedding"
+"""Flag of Megatron-LM that it accepts only with rotary positions, where the flag has no effect."""
+_MAX_SUGGESTED = 20  # unknown flags to search suggestions for, which takes milliseconds each
 
 
 @dataclass
-class Sorted:
-    """The given flags, sorted."""
+class ParsedFlags:
+    """Result of parsing the flags of a command line and of files: valid settings, notes and problems."""
 
-    settings: list[tuple[Flag, Given, Any]] = field(default_factory=list)
-    """Good settings in order, with their values. If a flag occurs more than once, the last counts."""
+    settings: list[tuple[Flag, GivenFlag, Any]] = field(default_factory=list)
+    """Valid settings in order, with their parsed values. If a flag occurs more than once, the last value counts."""
     notes: list[str] = field(default_factory=list)
-    """A line for each flag that has no effect, and for each that was given twice."""
+    """Lines for the start-up log: flags without effect, and flags that are given twice."""
     problems: list[Violation] = field(default_factory=list)
-    """Unknown and refused flags, and values that do not fit."""
-    doubtful: set[str] = field(default_factory=set)
-    """Flags (``--lr``) whose value is not known because of a problem: a rule about them would mislead."""
+    """Unknown and refused flags, and invalid values."""
+    uncertain: set[str] = field(default_factory=set)
+    """Flags (``--lr``) whose value is unknown because of a problem. Messages of rules about these flags would mislead."""
 
-    guesses: list[tuple[Violation, Sequence[str], list[str]]] = field(default_factory=list)
-    """Problems of unknown flags, with the values that were given and the several names that may have been meant."""
-    fixed: set[str] = field(default_factory=set)
-    """Fields that a checkpoint sets, so that no other value of them can be suggested."""
+    ambiguous: list[tuple[Violation, Sequence[str], list[str]]] = field(default_factory=list)
+    """Unknown flags for which several settings may be meant: the problem, the values of the flag, and the names of these
+    settings."""
+    fixed_fields: set[str] = field(default_factory=set)
+    """Fields whose values come from a checkpoint, so that no other value may be suggested."""
 
     @property
-    def explicit(self) -> set[str]:
-        """Fields that the user set."""
+    def explicit_fields(self) -> set[str]:
+        """Fields that the user set explicitly."""
         return {flag.field for flag, _, value in self.settings if value is not None}
 
-    def config(self) -> Config:
-        """The good settings, and defaults for all others."""
-        parts: dict[str, dict[str, Any]] = {}
+    def build_config(self) -> Config:
+        """Build a `Config` from the valid settings. All other fields have their defaults."""
+        values: dict[str, dict[str, Any]] = {}
         for flag, _, value in self.settings:
-            parts.setdefault(flag.topic, {})[flag.field] = value
-        return build(parts)
+            values.setdefault(flag.topic, {})[flag.field] = value
+        return build_config(values)
 
-    def doubt_all(self) -> None:
-        """Nothing is known for sure."""
-        self.doubtful.update(f"--{name}" for name in flags())
+    def mark_all_uncertain(self) -> None:
+        """Mark the values of all flags as unknown."""
+        self.uncertain.update(f"--{name}" for name in flags())
 
 
-def sort_given(stray: Sequence[str], given: Sequence[Given]) -> Sorted:
-    """Look up every flag and check the form of its values."""
-    found = Sorted()
+def parse_flags(stray: Sequence[str], given_flags: Sequence[GivenFlag]) -> ParsedFlags:
+    """Parse the values of flags, and sort the flags into settings, flags without effect, and problems.
+
+    Args:
+        stray: arguments that belong to no flag.
+        given_flags: flags in the order in which they apply.
+    """
+    parsed = ParsedFlags()
     for word in stray:
-        found.problems.append(Violation((), f"{word} belongs to no flag.", "Every setting starts with a flag; see --help."))
+        parsed.problems.append(Violation((), f"{word} belongs to no flag.", "Every setting starts with a flag; see --help."))
     unknown = []
-    idle: dict[str, list[str]] = {}
-    refused: dict[str, list[Given]] = {}
-    positions = None
-    for item in _taken(given, found.notes):
-        flag = flag_of(item.name)
-        known = None if flag is not None else of_megatron().KNOWN.get(item.name) or _family(item.name)
+    names_by_reason: dict[str, list[str]] = {}
+    refused_by_reason: dict[str, list[GivenFlag]] = {}
+    no_position_embedding = None
+    for item in _translate(given_flags, parsed.notes):
+        flag = find_flag(item.name)
+        compat_flag = None if flag is not None else get_compat().COMPAT_FLAGS.get(item.name) or _match_flag_pattern(item.name)
         if flag is not None:
             try:
-                found.settings.append((flag, item, flag.read(item.name, item.values)))
+                parsed.settings.append((flag, item, flag.parse(item.name, item.values)))
             except ValueError as error:
-                found.doubtful.add(f"--{flag.name}")
-                found.problems.append(_misused(item, flag.name, str(error), flag.choices))
-        elif item.name == NO_TABLE and not item.values:
-            positions = item
-        elif known is not None and known.is_accepted:
-            if fault := known.fault(item.values):
-                found.problems.append(_misused(item, item.name, fault))
+                parsed.uncertain.add(f"--{flag.name}")
+                parsed.problems.append(_build_value_violation(item, flag.name, str(error), flag.choices))
+        elif item.name == NO_POSITION_EMBEDDING and not item.values:
+            no_position_embedding = item
+        elif compat_flag is not None and compat_flag.is_accepted:
+            if problem := compat_flag.find_problem(item.values):
+                parsed.problems.append(_build_value_violation(item, item.name, problem))
             else:
-                idle.setdefault(known.reason, []).append(str(item))
-        elif known is not None:
-            refused.setdefault(known.reason, []).append(item)
+                names_by_reason.setdefault(compat_flag.reason, []).append(str(item))
+        elif compat_flag is not None:
+            refused_by_reason.setdefault(compat_flag.reason, []).append(item)
         else:
             unknown.append(item)
-    if positions is not None:
-        _sort_positions(positions, found, idle, refused)
-    found.notes += [no_effect(list(dict.fromkeys(names)), reason) for reason, names in idle.items()]
-    for reason, items in refused.items():
+    if no_position_embedding is not None:
+        _handle_no_position_embedding(no_position_embedding, parsed, names_by_reason, refused_by_reason)
+    parsed.notes += [format_no_effect_note(list(dict.fromkeys(names)), reason) for reason, names in names_by_reason.items()]
+    for reason, items in refused_by_reason.items():
         names = [str(item) for item in items]
         message = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} refused."
-        found.problems.append(Violation(tuple(f"--{item.name}" for item in items), message, reason))
-    _suggest(unknown, found)
-    _note_repeated(found)
-    return found
+        parsed.problems.append(Violation(tuple(f"--{item.name}" for item in items), message, reason))
+    _report_unknown(unknown, parsed)
+    _note_overridden(parsed)
+    return parsed
 
 
-def _taken(given: Sequence[Given], notes: list[str]) -> Iterator[Given]:
-    """The flags with those that are taken as others replaced by these; each is noted."""
-    for item in given:
-        is_ours = flag_of(item.name) is not None and item.name not in TAKEN_SETTINGS
-        other = None if is_ours else of_megatron().TAKEN.get(item.name)
-        if other is None or not other.fits(item.values):
+def _translate(given_flags: Sequence[GivenFlag], notes: list[str]) -> Iterator[GivenFlag]:
+    """Yield the flags. Flags of Megatron-LM are replaced by the settings that they correspond to, with a note for each."""
+    for item in given_flags:
+        is_setting = find_flag(item.name) is not None and item.name not in TRANSLATED_SETTINGS
+        translation = None if is_setting else get_compat().TRANSLATIONS.get(item.name)
+        if translation is None or not translation.applies_to(item.values):
             yield item
             continue
-        words = other.words.format(*item.values)
-        notes.append(f"{item} is taken as {words}.")
-        for each in split(words.split())[1]:
-            yield replace(each, where=item.where)
+        translated = translation.template.format(*item.values)
+        notes.append(f"{item} is taken as {translated}.")
+        for translated_item in split_argv(translated.split())[1]:
+            yield replace(translated_item, source=item.source)
 
 
-def of_megatron() -> Any:
-    """The module of Megatron-LM's flags that are no settings here. It is imported where a flag is no setting."""
+def get_compat() -> Any:
+    """Import the module of Megatron-LM's flags that are not settings of this project. It is imported only when a flag is not a
+    setting."""
     return importlib.import_module("megatron_lab.migration.compat")
 
 
-def _family(name: str) -> Any:
-    """The family of flags that a name belongs to, unless it is a setting that was spelled wrong."""
-    family = of_megatron().find_family(name)
-    return None if family is not None and difflib.get_close_matches(name, flags(), n=1, cutoff=0.85) else family
+def _match_flag_pattern(name: str) -> Any:
+    """Return the entry for a family of Megatron-LM flags (names that match one pattern) to which a name belongs, or None if there
+    is no such family or the name is more likely a misspelled setting."""
+    compat_flag = get_compat().match_flag_pattern(name)
+    return None if compat_flag is not None and difflib.get_close_matches(name, flags(), n=1, cutoff=0.85) else compat_flag
 
 
-def _sort_positions(item: Given, found: Sorted, idle: dict[str, list[str]], refused: dict[str, list[Given]]) -> None:
-    """Note or refuse what switches off a table of positions: a model without one has none to switch off."""
-    config = found.config()
+def _handle_no_position_embedding(
+    item: GivenFlag, parsed: ParsedFlags, names_by_reason: dict[str, list[str]], refused_by_reason: dict[str, list[GivenFlag]]
+) -> None:
+    """Note or refuse --no-position-embedding. It is refused if the model has a learned position table, and has no effect
+    otherwise.
+
+    Args:
+        item: the flag.
+        parsed: settings so far.
+        names_by_reason: flags without effect, by reason. The flag is added here if it has no effect.
+        refused_by_reason: refused flags, by reason. The flag is added here if it is refused.
+    """
+    config = parsed.build_config()
     if config.model.position_embedding_type == "learned_absolute" and not config.checkpoint.use_checkpoint_args:
-        refused.setdefault("Use --position-embedding-type none, or rope.", []).append(item)
+        refused_by_reason.setdefault("Use --position-embedding-type none, or rope.", []).append(item)
     else:
-        idle.setdefault(of_megatron().KNOWN[NO_TABLE].reason, []).append(str(item))
+        names_by_reason.setdefault(get_compat().COMPAT_FLAGS[NO_POSITION_EMBEDDING].reason, []).append(str(item))
 
 
-def _misused(item: Given, name: str, fault: str, choices: Sequence[str] = ()) -> Violation:
-    """The problem of a flag that cannot have these values."""
-    reasons = of_megatron().CHOICES
+def _build_value_violation(item: GivenFlag, name: str, problem: str, choices: Sequence[str] = ()) -> Violation:
+    """Build the problem of a flag with invalid values."""
+    reasons = get_compat().UNSUPPORTED_CHOICES
     value = next((value for value in item.values if (name, value) in reasons), item.values[0] if len(item.values) == 1 else "")
     if reason := reasons.get((name, value)):
         return Violation((f"--{name}",), f"{item}: {value} {reason}.")
     nearest = tuple(f"--{name} {choice}" for choice in difflib.get_close_matches(value, choices, n=1))
-    return Violation((f"--{name}",), f"{item}: --{name} {fault}.", nearest=nearest)
+    return Violation((f"--{name}",), f"{item}: --{name} {problem}.", nearest=nearest)
 
 
-def _suggest(unknown: Sequence[Given], found: Sorted) -> None:
-    """Suggest what may have been meant, unless too many flags are unknown: then the fault is likely another."""
-    for item in unknown[:_MOST_GUESSED]:
+def _report_unknown(unknown: Sequence[GivenFlag], parsed: ParsedFlags) -> None:
+    """Report unknown flags as problems, with suggestions for the first ones. If there are very many, only their number is reported:
+    the user has probably made another mistake."""
+    for item in unknown[:_MAX_SUGGESTED]:
         name = item.name.lstrip("-")
-        negative = [f"no-{flag.name}" for flag in flags().values() if flag.default is True]
-        names = nearest_names(name, [*flags(), *negative])
-        names = [near for near in names if _reads(near, item.values) is not None] or names[:1]
-        advice = _perhaps(names) if names else "See --help for all flags."
-        if not names and (old := nearest_names(name, [*of_megatron().KNOWN, *of_megatron().TAKEN])):
-            known = of_megatron().KNOWN.get(old[0])
-            advice = known.reason if known is not None and not known.is_accepted else _perhaps(old[:1])
-        found.doubtful.update(f"--{name}" for name in names)
-        problem = Violation((f"--{item.name}",), f"{item.place}{item.spelled} is not a flag.", advice)
-        found.problems.append(problem)
+        negated_names = [f"no-{flag.name}" for flag in flags().values() if flag.default is True]
+        names = suggest_names(name, [*flags(), *negated_names])
+        names = [candidate for candidate in names if _try_parse(candidate, item.values) is not None] or names[:1]
+        advice = _format_suggestion(names) if names else "See --help for all flags."
+        if not names and (compat_names := suggest_names(name, [*get_compat().COMPAT_FLAGS, *get_compat().TRANSLATIONS])):
+            compat_flag = get_compat().COMPAT_FLAGS.get(compat_names[0])
+            advice = (
+                compat_flag.reason
+                if compat_flag is not None and not compat_flag.is_accepted
+                else _format_suggestion(compat_names[:1])
+            )
+        parsed.uncertain.update(f"--{name}" for name in names)
+        problem = Violation((f"--{item.name}",), f"{item.message_prefix}{item.spelling} is not a flag.", advice)
+        parsed.problems.append(problem)
         if len(names) > 1:
-            found.guesses.append((problem, item.values, names))
-    if more := unknown[_MOST_GUESSED:]:
-        message = f"{more[0].place}{more[0].spelled} is not a flag, and {len(more) - 1:,} more are none."
-        found.problems.append(Violation((f"--{more[0].name}",), message, "See --help for all flags."))
-        found.doubt_all()  # any of them may have been meant
+            parsed.ambiguous.append((problem, item.values, names))
+    if remaining := unknown[_MAX_SUGGESTED:]:
+        message = (
+            f"{remaining[0].message_prefix}{remaining[0].spelling} is not a flag, and {len(remaining) - 1:,} more are unknown."
+        )
+        parsed.problems.append(Violation((f"--{remaining[0].name}",), message, "See --help for all flags."))
+        parsed.mark_all_uncertain()  # the user may have meant any flag
 
 
-def judged(found: Sorted, accepted: Callable[[str, Any], bool]) -> list[Violation]:
-    """The problems, in which of several names that may have been meant those are told that can be given.
+def refine_suggestions(parsed: ParsedFlags, is_accepted: Callable[[str, Any], bool]) -> list[Violation]:
+    """Return all problems of parsing. For ambiguous flags, suggest only those settings that the user can set to the given values.
 
     Args:
-        accepted: whether a field can have a value, beside the other settings.
+        is_accepted: returns whether a field can have a value, given all other settings.
     """
-    better: dict[int, Violation] = {}
-    for problem, values, names in found.guesses:
-        able = [near for near in names if (read := _reads(near, values)) is not None and accepted(*read)]
-        if able:
-            better[id(problem)] = replace(problem, rule=_perhaps(able))
-    return [better.get(id(problem), problem) for problem in found.problems]
+    refined: dict[int, Violation] = {}
+    for problem, values, names in parsed.ambiguous:
+        accepted_names = [
+            candidate
+            for candidate in names
+            if (field_and_value := _try_parse(candidate, values)) is not None and is_accepted(*field_and_value)
+        ]
+        if accepted_names:
+            refined[id(problem)] = replace(problem, reason=_format_suggestion(accepted_names))
+    return [refined.get(id(problem), problem) for problem in parsed.problems]
 
 
-def _perhaps(names: Sequence[str]) -> str:
+def _format_suggestion(names: Sequence[str]) -> str:
     return f"Perhaps you meant {' or '.join(f'--{name}' for name in names)}."
 
 
-def _reads(name: str, values: Sequence[str]) -> tuple[str, Any] | None:
-    """The field that a flag sets, and its value from these texts; None if they cannot be read."""
-    flag = flag_of(name)
+def _try_parse(name: str, values: Sequence[str]) -> tuple[str, Any] | None:
+    """Return the field that a flag sets and the value that the texts give it, or None if the texts are invalid."""
+    flag = find_flag(name)
     assert flag is not None
     try:
-        return flag.field, flag.read(name, values)
+        return flag.field, flag.parse(name, values)
     except ValueError:
         return None
 
 
-def _note_repeated(found: Sorted) -> None:
-    """Note the settings that the command line gives more than once with different values."""
-    last: dict[str, Given] = {}
-    for flag, item, _ in found.settings:
-        before = last.get(flag.name)
-        if before is not None and not before.where and (before.name, before.values) != (item.name, item.values):
-            found.notes.append(f"{before} is overruled by {item}, which comes later.")
+def _note_overridden(parsed: ParsedFlags) -> None:
+    """Add a note for each setting that the command line gives more than once with different values."""
+    last: dict[str, GivenFlag] = {}
+    for flag, item, _ in parsed.settings:
+        previous = last.get(flag.name)
+        if previous is not None and not previous.source and (previous.name, previous.values) != (item.name, item.values):
+            parsed.notes.append(f"{previous} is overridden by {item}, which comes later.")
         last[flag.name] = item
 
 
-def is_count(text: str, most: int) -> bool:
-    """Whether a text is a whole number from 1 to `most`, of less than a million million."""
-    return text.isascii() and text.isdigit() and 1 <= int(text[:12]) <= most
+def is_count(text: str, max_value: int) -> bool:
+    """Return whether a text is an integer from 1 to `max_value`, which must be below 10^12."""
+    return text.isascii() and text.isdigit() and 1 <= int(text[:12]) <= max_value
 
 
 def is_factor(text: str) -> bool:
-    """Whether a text is a finite number of at least 1."""
+    """Return whether a text is a finite number of at least 1."""
     return is_number(text) and 1.0 <= float(text) < float("inf")
 
 
@@ -281,28 +311,28 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class DryRun:
-    """A request to plan the job and print what it takes, instead of running it."""
+    """Request to plan the run and print the plan instead of running it."""
 
     world_size: int
     gpus_per_node: int
     json_file: str | None
     expert_imbalance: float | None = None
-    """How many times the mean of choices the experts of the busiest rank are taken to get."""
+    """Assignments to the experts of the busiest rank, as a multiple of the mean over the ranks."""
     html_file: str | None = None
 
 
-def this_job() -> DryRun:
-    """The size of the job that the launcher describes, as a request to lay it out."""
-    job = launched()
+def get_current_job() -> DryRun:
+    """Return the request to plan (`DryRun`) the job that the launcher has started."""
+    job = read_process_info()
     return DryRun(job.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size)), None)
 
 
-def without_gaps(config: Config) -> Config:
-    """Settings of a job that is only planned; what a run needs and the plan does not depend on is filled in."""
+def fill_plan_defaults(config: Config) -> Config:
+    """Fill in settings that a run requires but that have no effect on a plan, such as the number of steps and the data."""
     training, optimizer, data = config.training, config.optimizer, config.data
     if training.train_iters is None and training.train_samples is None:
         training = replace(training, train_iters=1)
-    if not path_flags(data):
+    if not list_path_settings(data):
         data = replace(data, data_path=() if data.mock_data else ("dataset",))
     if data.tokenizer_type is None and data.vocab_size is not None:
         data = replace(data, tokenizer_type="NullTokenizer")
@@ -310,114 +340,122 @@ def without_gaps(config: Config) -> Config:
         optimizer = replace(optimizer, lr=1.0)
     logging = config.logging
     if logging.plan_cluster is not None and logging.plan_report is None:
-        logging = replace(logging, plan_report="none")  # the plan itself tells step times for the cluster
+        logging = replace(logging, plan_report="none")  # the plan itself reports step times for the cluster
     return replace(config, training=training, optimizer=optimizer, data=data, logging=logging)
 
 
-NO_VALUE, COUNT, FACTOR = "no value", f"a whole number from 1 to {LARGEST_WORLD:,}", "a number of at least 1"
+NO_VALUE, COUNT, FACTOR = "no value", f"a whole number from 1 to {MAX_WORLD_SIZE:,}", "a number of at least 1"
 REQUESTS = {
     "model": (
         "one name",
-        "Model whose settings are taken, below those of --config and those given here: llama3-8b and others; list shows all, with "
-        "their sizes.",
+        "Model whose settings to use, such as llama3-8b. Flags and --config files override its settings. list prints all models "
+        "with their sizes.",
     ),
     "config": (
         "one file",
-        "YAML file of settings below the flags given here: flag names, flat or under the topics of this help. May be repeated.",
+        "YAML file of settings: flag names, flat or under the topics of this help. Flags override the file. May be repeated.",
     ),
-    "print-config": (NO_VALUE, "Print the resolved settings as YAML, which --config reads back, and stop."),
-    "version": (NO_VALUE, "Say which version this is, and stop."),
+    "print-config": (NO_VALUE, "Print the resolved settings as YAML, which --config reads back, and exit."),
+    "version": (NO_VALUE, "Print the version and exit."),
     "explain": (
         "the name of one flag",
-        "Say what a flag does, its unit and default and what it interacts with, and stop. May be repeated.",
+        "Explain a flag, with its unit, its default and its interactions, and exit. May be repeated.",
     ),
     "dry-run": (
         NO_VALUE,
-        "Lay the job out without running it: layers, memory, bytes sent, idle time and FLOPs of every kind of rank. Needs no GPU, "
+        "Plan the job without running it: layers, memory, bytes sent, idle time and FLOPs of each kind of rank. Needs no GPU, "
         "no launcher and no data.",
     ),
     "plan": (
         NO_VALUE,
-        "Look for the fastest layouts of the job instead of running it, as tools/plan.py does, whose flags it takes too (--tokens, "
-        "--why, --fix, --json, --write-script and others).",
+        "Search for the fastest layouts of the job instead of running it, as tools/plan.py does, whose flags are valid too "
+        "(--tokens, --why, --fix, --json, --write-script and others).",
     ),
-    "world-size": (COUNT, "Ranks of the job that --dry-run lays out; by default those that the launcher gives."),
-    "gpus-per-node": (COUNT, f"Ranks of a node, for --dry-run; by default {GPUS_PER_NODE}."),
-    "dry-run-json": ("one file", "File for what --dry-run tells, as JSON."),
+    "world-size": (COUNT, "Number of ranks of the job that --dry-run plans; by default the launcher's world size."),
+    "gpus-per-node": (COUNT, f"Number of ranks per node, for --dry-run; by default {GPUS_PER_NODE}."),
+    "dry-run-json": ("one file", "File for the result of --dry-run, as JSON."),
     "dry-run-html": (
         "one file",
-        "File for what --dry-run tells, as a page with memory bars and the grid of the ranks, which opens without a network.",
+        "File for the result of --dry-run, as a web page with memory bars and the grid of the ranks, which needs no network.",
     ),
     "plan-expert-imbalance": (
         FACTOR,
-        "How many times the mean of choices the experts of the busiest rank get, for --dry-run, which then tells its memory too; "
-        "by default as many as --moe-expert-capacity-factor lets them take.",
+        "Assignments to the experts of the busiest rank, as a multiple of the mean over the ranks, for --dry-run, which then also "
+        "reports the memory of this rank; by default as many as --moe-expert-capacity-factor allows.",
     ),
 }
-"""What each request takes, and its help text."""
-_FITS: Mapping[str, Callable[[str], bool]] = {COUNT: lambda text: is_count(text, LARGEST_WORLD), FACTOR: is_factor}
-"""Whether a value is what a request takes; any that is not empty is a file or a name."""
-_NEEDING_DRY_RUN = ("world-size", "gpus-per-node", "dry-run-json", "dry-run-html", "plan-expert-imbalance")
+"""Accepted values and help text of each request."""
+_VALUE_CHECKS: Mapping[str, Callable[[str], bool]] = {COUNT: lambda text: is_count(text, MAX_WORLD_SIZE), FACTOR: is_factor}
+"""Functions that check the value of a request. Any non-empty value is valid as the name of a file or model."""
+_DRY_RUN_OPTIONS = ("world-size", "gpus-per-node", "dry-run-json", "dry-run-html", "plan-expert-imbalance")
 
 
-def take(given: Sequence[Given]) -> tuple[list[Given], dict[str, list[str]], list[Violation]]:
-    """Separate the requests from the settings.
+def split_requests(given_flags: Sequence[GivenFlag]) -> tuple[list[GivenFlag], dict[str, list[str]], list[Violation]]:
+    """Separate the settings from the requests: flags that are not settings, such as --explain and --dry-run.
 
     Returns:
-        the settings, the values of each request that was made, and the problems of the requests.
+        the settings, the values of each request, and the problems of the requests.
     """
-    rest: list[Given] = []
-    asked: dict[str, list[str]] = {}
+    settings: list[GivenFlag] = []
+    requests: dict[str, list[str]] = {}
     problems: list[Violation] = []
-    for item in _with_named_flags(given):
+    for item in _join_explained_flags(given_flags):
         if item.name not in REQUESTS:
-            rest.append(item)
+            settings.append(item)
             continue
-        takes, _ = REQUESTS[item.name]
-        alone = len(item.values) == 1
-        fits = not item.values if takes == NO_VALUE else alone and _FITS.get(takes, bool)(item.values[0])
-        if fits:
-            asked.setdefault(item.name, []).extend(item.values)
+        value_format, _ = REQUESTS[item.name]
+        has_single_value = len(item.values) == 1
+        is_valid = (
+            not item.values
+            if value_format == NO_VALUE
+            else has_single_value and _VALUE_CHECKS.get(value_format, bool)(item.values[0])
+        )
+        if is_valid:
+            requests.setdefault(item.name, []).extend(item.values)
         else:
-            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {takes}."))
-    names = {item.name for item in given}
-    for name in _NEEDING_DRY_RUN:
+            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {value_format}."))
+    names = {item.name for item in given_flags}
+    for name in _DRY_RUN_OPTIONS:
         if name in names and "dry-run" not in names:
-            rule = "The number of ranks of a run comes from its launcher." if name == "world-size" else ""
-            problems.append(Violation((f"--{name}",), f"--{name} is for --dry-run only, which is not given.", rule))
-    return rest, asked, problems
+            reason = "The number of ranks of a run comes from its launcher." if name == "world-size" else ""
+            problems.append(Violation((f"--{name}",), f"--{name} is for --dry-run only, which is not given.", reason))
+    return settings, requests, problems
 
 
-def _with_named_flags(given: Sequence[Given]) -> list[Given]:
-    """Join ``--explain --lr``, which was read as two flags: the second is what the first asks about."""
-    found: list[Given] = []
-    for item in given:
-        if found and found[-1].name == "explain" and not found[-1].values:
-            found[-1] = replace(found[-1], values=(item.name,))
+def _join_explained_flags(given_flags: Sequence[GivenFlag]) -> list[GivenFlag]:
+    """Join ``--explain --lr``, which was split into two flags, into one request about the second flag."""
+    joined_flags: list[GivenFlag] = []
+    for item in given_flags:
+        if joined_flags and joined_flags[-1].name == "explain" and not joined_flags[-1].values:
+            joined_flags[-1] = replace(joined_flags[-1], values=(item.name,))
         else:
-            found.append(item)
-    return found
+            joined_flags.append(item)
+    return joined_flags
 
 
-def dry_run_in(asked: Mapping[str, Sequence[str]], world_size: int) -> DryRun | None:
-    """The dry run that was asked for, if any; `world_size` is the number of ranks if --world-size is not given."""
-    if "dry-run" not in asked:
+def build_dry_run(requests: Mapping[str, Sequence[str]], world_size: int) -> DryRun | None:
+    """Return the requested dry run, or None if there is no --dry-run.
+
+    Args:
+        world_size: number of ranks if --world-size is not given.
+    """
+    if "dry-run" not in requests:
         return None
-    last = {name: values[-1] for name, values in asked.items() if values}
-    ranks, per_node = last.get("world-size", world_size), last.get("gpus-per-node", GPUS_PER_NODE)
+    last = {name: values[-1] for name, values in requests.items() if values}
+    num_ranks, per_node = last.get("world-size", world_size), last.get("gpus-per-node", GPUS_PER_NODE)
     factor = last.get("plan-expert-imbalance")
     imbalance = None if factor is None else float(factor)
-    return DryRun(int(ranks), int(per_node), last.get("dry-run-json"), imbalance, last.get("dry-run-html"))
+    return DryRun(int(num_ranks), int(per_node), last.get("dry-run-json"), imbalance, last.get("dry-run-html"))
 
 
 def check_output(flag: str, path: str) -> None:
-    """Check that a file can be written, without touching anything. Folders that do not exist yet will be made.
+    """Check that a file can be written, without touching any file. Missing folders are allowed: they will be created.
 
     Args:
-        flag: the flag with which the path was given.
+        flag: the flag that names the file.
 
     Raises:
-        ValueError: there cannot be such a file.
+        ValueError: the file cannot be written.
     """
     if os.path.isdir(path):
         raise ValueError(f"{flag} {path} is a folder. It takes the name of a file.")
@@ -425,8 +463,8 @@ def check_output(flag: str, path: str) -> None:
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {path} cannot be written: {folder} is no folder.")
-    # To enter a name into a folder takes the right to write there and the right to go there.
+        raise ValueError(f"{flag} {path} cannot be written: {folder} is not a folder.")
+    # A new file needs write and search permission on its folder.
     allowed = os.access(path, os.W_OK) if os.path.exists(path) else os.access(folder, os.W_OK | os.X_OK)
     if not allowed:
         raise ValueError(f"{flag} {path} cannot be written: permission denied. Give a path in a folder that you may write to.")

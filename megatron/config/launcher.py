@@ -1,4 +1,5 @@
-"""The launcher's variables in the environment: which process this is, and how many there are."""
+"""Environment variables of the launcher: rank and world size of this process, rendezvous of the ranks, and commands for child
+processes."""
 
 from __future__ import annotations
 
@@ -16,117 +17,123 @@ from megatron.config.errors import ConfigError, Violation
 
 
 @dataclass(frozen=True)
-class Launched:
-    """One process of a job; without a launcher, the only one."""
+class ProcessInfo:
+    """Rank of a process and size of its job. Without a launcher, a job has one process."""
 
     rank: int
     local_rank: int
     world_size: int
 
 
-def launched() -> Launched:
-    """Read which process this is.
+def read_process_info() -> ProcessInfo:
+    """Read rank, local rank and world size from the environment.
 
     Raises:
-        ConfigError: a variable is no whole number.
+        ConfigError: the value of a variable is not an integer.
     """
     problems: list[Violation] = []
 
-    def number(name: str, default: int) -> int:
+    def read_int(name: str, default: int) -> int:
         text = os.environ.get(name)
         if text is None:
             return default
         if not re.fullmatch(r"-?\d{1,30}", text):
-            rule = "A launcher such as torchrun sets it; without a launcher leave it out of the environment."
-            problems.append(Violation((), f"{name} in the environment is {text[:40]!r}, which is no whole number.", rule))
+            reason = "A launcher such as torchrun sets it; without a launcher, remove it from the environment."
+            problems.append(Violation((), f"{name} in the environment is {text[:40]!r}, which is not an integer.", reason))
             return default
         return int(text)
 
-    found = Launched(number("RANK", 0), number("LOCAL_RANK", 0), number("WORLD_SIZE", 1))
+    info = ProcessInfo(read_int("RANK", 0), read_int("LOCAL_RANK", 0), read_int("WORLD_SIZE", 1))
     if problems:
         raise ConfigError(problems)
-    return found
+    return info
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that tells what all find."""
+    """Return whether this process is rank 0, which prints messages that are the same on all ranks."""
     rank = os.environ.get("RANK", "0")
-    return not rank.isdigit() or not int(rank)  # what is no number is a problem to be told
+    return not rank.isdigit() or not int(rank)  # with an invalid value, every process reports the problem
 
 
-class Place(NamedTuple):
-    """Where the ranks of a job meet; as the environment says, if both are empty."""
+class Rendezvous(NamedTuple):
+    """Address at which the ranks of a job meet: a host and a port, or a file. If all fields are empty, the environment defines
+    it."""
 
     host: str = ""
     port: int = 0
     file: str = ""
 
 
-def read_place(init_method: str) -> Place | None:
-    """What --init-method names; None if it names nothing."""
+def parse_init_method(init_method: str) -> Rendezvous | None:
+    """Parse the value of --init-method. Returns None if it is invalid."""
     if init_method == "env://":
-        return Place()
+        return Rendezvous()
     if match := re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", init_method):
-        return Place(match[1].strip("[]"), int(match[2])) if 0 < int(match[2]) < 1 << 16 else None
+        return Rendezvous(match[1].strip("[]"), int(match[2])) if 0 < int(match[2]) < 1 << 16 else None
     match = re.fullmatch(r"file://(/.*[^/])", init_method)
-    return Place(file=match[1]) if match else None
+    return Rendezvous(file=match[1]) if match else None
 
 
-_OTHER_LAUNCHERS = (
+_LAUNCHER_VARIABLES = (
     {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"},
     {"RANK": "OMPI_COMM_WORLD_RANK", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE"},
 )
-"""Where srun and mpirun say what torchrun says."""
+"""Variables of srun and mpirun that correspond to those of torchrun."""
 
 
-def adopt_launcher(argv: Sequence[str], variables: MutableMapping[str, str] = os.environ) -> None:
-    """Take rank and number of ranks from srun's or mpirun's variables, where a command line says by --init-method that no torchrun
-    set RANK and WORLD_SIZE. (Without it they would be taken by programs that srun starts once a node, to start ranks there.)"""
-    place = _place_in(argv)
-    if place is None or place == Place():
+def adopt_launcher(argv: Sequence[str], env: MutableMapping[str, str] = os.environ) -> None:
+    """Set RANK, LOCAL_RANK and WORLD_SIZE from the variables of srun or mpirun, if they are not set and --init-method is not
+    env://.
+
+    With env://, the variables stay unset: programs that srun starts once per node, to start the ranks there, would otherwise take
+    the node's variables for those of a rank.
+    """
+    rendezvous = _find_rendezvous(argv)
+    if rendezvous is None or rendezvous == Rendezvous():
         return
-    if place.host:  # so that what asks for the first node finds it
-        variables["MASTER_ADDR"], variables["MASTER_PORT"] = place.host, str(place.port)
-    if "RANK" in variables or "WORLD_SIZE" in variables:
+    if rendezvous.host:  # for code that reads the address of the first node
+        env["MASTER_ADDR"], env["MASTER_PORT"] = rendezvous.host, str(rendezvous.port)
+    if "RANK" in env or "WORLD_SIZE" in env:
         return
-    for names in _OTHER_LAUNCHERS:
-        if all(theirs in variables for theirs in names.values()):
-            variables.update({ours: variables[theirs] for ours, theirs in names.items()})
+    for names in _LAUNCHER_VARIABLES:
+        if all(launcher_name in env for launcher_name in names.values()):
+            env.update({standard_name: env[launcher_name] for standard_name, launcher_name in names.items()})
             return
 
 
-def _place_in(argv: Sequence[str]) -> Place | None:
-    found = None
-    for word, following in pairwise([*argv, ""]):
+def _find_rendezvous(argv: Sequence[str]) -> Rendezvous | None:
+    rendezvous = None
+    for word, next_word in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--init-method":
-            found = read_place(value if equals else following)
-    return found
+            rendezvous = parse_init_method(value if equals else next_word)
+    return rendezvous
 
 
-def missing_rank(init_method: str, variables: Mapping[str, str] = os.environ) -> str | None:
-    """What to say where ranks are to meet and nothing says which this is."""
-    absent = [name for name in ("RANK", "WORLD_SIZE") if name not in variables]
-    if read_place(init_method) in (None, Place()) or not absent:
+def describe_missing_rank(init_method: str, env: Mapping[str, str] = os.environ) -> str | None:
+    """Return the error message if --init-method names a rendezvous but the environment does not define the rank; otherwise None."""
+    absent = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
+    if parse_init_method(init_method) in (None, Rendezvous()) or not absent:
         return None
     names = f"{' and '.join(absent)} {'are' if len(absent) > 1 else 'is'} not set in the environment"
     return (
-        f"--init-method {init_method}: {names}. Set RANK (from 0 on), LOCAL_RANK and WORLD_SIZE for each process, or start it by "
-        "torchrun, srun or mpirun, which do."
+        f"--init-method {init_method}: {names}. Set RANK (from 0 on), LOCAL_RANK and WORLD_SIZE for each process, or start "
+        "the processes by torchrun, srun or mpirun, which set them."
     )
 
 
-# ---- Start of child processes that run a module of `megatron`, installed or not, from any working directory.
+# ---- Commands for child processes that run a module of `megatron`, installed or not, from any working directory.
 
 _ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds `megatron`."""
+"""The folder that contains `megatron`."""
 
 
-def module_start(module: str, *args: object) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment that run a module.
+def build_module_command(module: str, *args: object) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment with which a child process runs a module.
 
-    -P keeps Python from taking a file of the working directory, or of another program there, for a module. It also hides a checkout
-    that is not installed, so PYTHONPATH names it. An installed package gets no entry: it would come before Python's own modules.
+    -P prevents Python from importing a file of the working directory, or of another program there, as a module. It also hides a
+    checkout that is not installed, so PYTHONPATH contains it. An installed package is not added: it would come before Python's own
+    modules.
     """
     is_installed = str(_ROOT) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     paths = [*([] if is_installed else [str(_ROOT)]), *filter(None, [os.environ.get("PYTHONPATH")])]

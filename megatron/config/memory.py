@@ -1,126 +1,148 @@
-"""What a step keeps between forward and backward, and what it computes again or moves to host memory instead."""
+"""Settings of activation memory: what is stored between forward and backward, recomputed, or offloaded to host memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.config.setting import GIVEN, Beside, acts_with, idle_with, setting
+from megatron.config.setting import IS_SET, Condition, condition, idle_condition, setting
 
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "mlp_act"]
 
 
-def _flash_keeps_none(**others: Any) -> tuple[Beside, ...]:
-    """Where selective recompute takes attention alone, and flash attention computes it."""
-    why = (
-        "flash attention, which a GPU runs in 16 bits and a CPU without dropout, keeps none; --recompute-modules names other parts"
+def _idle_with_flash_attention(**values: Any) -> tuple[Condition, ...]:
+    """Return the conditions under which selective recompute of attention saves no memory, because flash attention runs.
+
+    Flash attention runs on a GPU in 16 bits, and on a CPU without dropout. It stores no attention probabilities.
+
+    Args:
+        values: further settings that each condition requires.
+    """
+    reason = (
+        "flash attention, which runs on a GPU in 16 bits and on a CPU without dropout, stores none; --recompute-modules can name "
+        "other modules"
     )
-    effect = "frees nothing where attention's kernel keeps no probabilities"
-    alone = {
-        **others,
+    effect = "frees nothing if the attention kernel stores no probabilities"
+    attention_only = {
+        **values,
         "recompute_modules": (("core_attn",),),
         "attention_backend": ("auto", "flash", "cudnn", "efficient", "fused"),
     }
     gpu = {"device": ("auto", "cuda")}
-    where: tuple[dict[str, Any], ...] = ({"bf16": True, **gpu}, {"fp16": True, **gpu}, {"device": "cpu", "attention_dropout": 0.0})
-    return tuple(idle_with(why, every=True, effect=effect, **alone, **one) for one in where)
+    flash_devices: tuple[dict[str, Any], ...] = (
+        {"bf16": True, **gpu},
+        {"fp16": True, **gpu},
+        {"device": "cpu", "attention_dropout": 0.0},
+    )
+    return tuple(
+        idle_condition(reason, require_all=True, effect=effect, **attention_only, **device_values)
+        for device_values in flash_devices
+    )
 
 
-_NO_NORM_BEFORE = idle_with(
-    "no norm stands before attention and MLP; --recompute-modules names other parts",
+_WITH_POST_NORM = idle_condition(
+    "there is no norm before attention and MLP; --recompute-modules can name other modules",
     effect="frees nothing",
     norm_placement="post",
     recompute_modules=(("layernorm",),),
-    every=True,
+    require_all=True,
 )
-_EXPERTS_KEEP = tuple(
-    idle_with(
-        "experts keep the results of their norm and activation; --recompute-modules mlp makes them again",
+_WITH_EXPERTS = tuple(
+    idle_condition(
+        "experts store the outputs of their norm and activation; --recompute-modules mlp recomputes them",
         effect="frees less in layers with experts",
-        num_experts=GIVEN,
+        num_experts=IS_SET,
         recompute_modules=parts,
-        every=True,
+        require_all=True,
     )
     for parts in ((("layernorm",),), (("mlp_act",),), (("layernorm", "mlp_act"),))
 )
-_ONE_MEMORY = idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu")
+_ON_CPU = idle_condition("--device cpu has everything in host memory", effect="saves no memory", device="cpu")
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Recompute and offload of activations, and the loss in pieces."""
+    """Recompute and offload of activations, and the loss in chunks."""
 
-    recompute_granularity: RecomputeGranularity | None = setting(None, idle=_flash_keeps_none(recompute_granularity="selective"))
-    """What is computed again in backward instead of being kept. full: whole layers, of which only the input is kept; selective:
-    the parts that --recompute-modules names."""
-    recompute_activations: bool = setting(
-        False, idle=(idle_with("--recompute-granularity says the same", recompute_granularity="selective"), *_flash_keeps_none())
+    recompute_granularity: RecomputeGranularity | None = setting(
+        None, idle_if=_idle_with_flash_attention(recompute_granularity="selective")
     )
-    """The same as --recompute-granularity selective."""
-    recompute_method: RecomputeMethod = setting("uniform", acts=acts_with(recompute_granularity="full"))
-    """Which layers full recompute takes. uniform: all, in groups of --recompute-num-layers, of which each keeps its input; block:
-    the first --recompute-num-layers of each chunk, each by itself. Depths of --mtp-num-layers are run again, each by itself, where
-    the last layer of their chunk is; offload and the parts of selective recompute take them as that layer too."""
+    """Activations to recompute in the backward pass instead of storing them. full: whole layers, of which only the input is stored;
+    selective: the modules that --recompute-modules names."""
+    recompute_activations: bool = setting(
+        False,
+        idle_if=(
+            idle_condition("--recompute-granularity selective already requests it", recompute_granularity="selective"),
+            *_idle_with_flash_attention(),
+        ),
+    )
+    """Equivalent to --recompute-granularity selective."""
+    recompute_method: RecomputeMethod = setting("uniform", active_if=condition(recompute_granularity="full"))
+    """Layers that full recompute covers. uniform: all layers, in groups of --recompute-num-layers, of which each stores its input;
+    block: the first --recompute-num-layers layers of each chunk, each separately. The layers of --mtp-num-layers are recomputed,
+    each separately, if the last layer of their chunk is; selective recompute and offload treat them as that layer too."""
     recompute_num_layers: int = setting(
         1,
-        at_least=1,
+        min_value=1,
         unit="layers",
-        acts=acts_with(recompute_granularity="full"),
-        idle=idle_with("--recompute-layers-per-stage says how many", recompute_layers_per_stage=GIVEN),
+        active_if=condition(recompute_granularity="full"),
+        idle_if=idle_condition("--recompute-layers-per-stage sets the number of layers", recompute_layers_per_stage=IS_SET),
     )
-    """Layers of a group (uniform), or layers of each chunk that are computed again (block)."""
-    recompute_layers_per_stage: str | None = setting(None, acts=acts_with(recompute_method="block"))
-    """Layers that each pipeline stage computes again, the first ones in the order of the depth, as in 4,3,2,0 for four stages:
-    later stages of 1f1b keep fewer microbatches and need less. auto chooses, for each stage, the fewest that fit into
-    --device-memory-gb. In place of --recompute-num-layers."""
+    """Layers of a recompute group (uniform), or recomputed layers of each chunk (block)."""
+    recompute_layers_per_stage: str | None = setting(None, active_if=condition(recompute_method="block"))
+    """Number of recomputed layers of each pipeline stage, starting at its first layer, such as 4,3,2,0 for four stages: later
+    stages of 1f1b store fewer microbatches and need less recompute. auto chooses the smallest numbers with which each stage
+    fits into --device-memory-gb. Replaces --recompute-num-layers."""
     recompute_modules: tuple[RecomputeModule, ...] = setting(
         ("core_attn",),
-        acts=acts_with(recompute_granularity="selective", recompute_activations=True),
-        idle=(_NO_NORM_BEFORE, *_EXPERTS_KEEP),
+        active_if=condition(recompute_granularity="selective", recompute_activations=True),
+        idle_if=(_WITH_POST_NORM, *_WITH_EXPERTS),
     )
-    """Parts of each layer that selective recompute takes. core_attn: the probabilities of attention, where its kernel keeps them
-    (on CPU with dropout; on a GPU in 32 and 64 bits, by head
-    size; with --attention-backend math always); layernorm: the results of the norms before attention and MLP,
-    made again from the residual stream; mlp_act: the result of the MLP's activation, made again from its input; mlp: the whole MLP
-    with the norm before it, but for its last product. layernorm and mlp_act cost almost no time."""
+    """Modules of each layer that selective recompute covers. core_attn: the attention probabilities, if the attention kernel stores
+    them (on CPU with dropout; on a GPU in 32 and 64 bits, by head size; with --attention-backend math always). layernorm: the
+    outputs of the norms before attention and MLP, recomputed from the residual stream. mlp_act: the output of the MLP's activation,
+    recomputed from its input. mlp: the whole MLP with the norm before it, except its last matrix product. layernorm and mlp_act
+    cost almost no time."""
     device_memory_gb: float | None = setting(None, above=0, unit="GB of 10^9 bytes")
-    """Memory of a device, for what is planned: a dry run of a job that needs more says what to change, and so does a run that
-    reports its memory or has none left. By default that of this machine's GPU, if it has one."""
+    """Memory of a device, for planning: if the job needs more, a dry run says what to change, and so does a run that reports its
+    memory or runs out of memory. By default the memory of this machine's GPU, if it has one."""
 
-    loss_chunk_tokens: int | None = setting(None, at_least=0, unit="tokens")
-    """Compute output layer and loss in chunks of so many tokens, each again in backward: logits are there for one chunk at a time.
-    0: all tokens of a microbatch at once. By default at once if a rank's part of the logits has at most 2^27 elements, else in
-    chunks that have no more."""
+    loss_chunk_tokens: int | None = setting(None, min_value=0, unit="tokens")
+    """Compute the output layer and the loss in chunks of this many tokens, and recompute each chunk in the backward pass, so that
+    the logits of only one chunk are in memory at a time. 0: all tokens of a microbatch at once. By default all at once if a rank's
+    share of the logits has at most 2^27 elements, otherwise in chunks of at most that size."""
 
-    cpu_offload_activations: bool = setting(False, idle=_ONE_MEMORY)
-    """Move what layers save for backward to (pinned) host memory, and back one operation ahead of need. Of layers that run again
-    the input is moved."""
+    cpu_offload_activations: bool = setting(False, idle_if=_ON_CPU)
+    """Offload the tensors that layers save for the backward pass to pinned host memory, and prefetch them one operation before they
+    are needed. Of recomputed layers only the input is offloaded."""
     cpu_offloading: bool = setting(
-        False, idle=(idle_with("--cpu-offload-activations says the same", cpu_offload_activations=True), _ONE_MEMORY)
+        False, idle_if=(idle_condition("--cpu-offload-activations already requests it", cpu_offload_activations=True), _ON_CPU)
     )
-    """The same as --cpu-offload-activations."""
-    cpu_offloading_num_layers: int = setting(0, at_least=0, unit="layers, 0 for all", idle=_ONE_MEMORY)
-    """Move those of the first so many layers of each chunk only. More than 0 asks for --cpu-offload-activations."""
+    """Equivalent to --cpu-offload-activations."""
+    cpu_offloading_num_layers: int = setting(0, min_value=0, unit="layers, 0 for all", idle_if=_ON_CPU)
+    """Offload the activations of only the first layers of each chunk, this many of them. A value above 0 implies
+    --cpu-offload-activations."""
 
     @property
-    def offloads(self) -> bool:
-        """Whether saved tensors of some layers are moved to host memory."""
+    def has_offload(self) -> bool:
+        """Whether saved tensors of some layers are offloaded to host memory."""
         return bool(self.cpu_offload_activations or self.cpu_offloading or self.cpu_offloading_num_layers)
 
-    def offloaded(self, layers: range) -> range:
-        """Those layers of a chunk whose saved tensors are moved to host memory."""
-        return layers[: self.cpu_offloading_num_layers or len(layers)] if self.offloads else layers[:0]
+    def select_offloaded(self, layers: range) -> range:
+        """Return the layers of a chunk whose saved tensors are offloaded to host memory."""
+        return layers[: self.cpu_offloading_num_layers or len(layers)] if self.has_offload else layers[:0]
 
     @property
-    def recomputed_by_stage(self) -> tuple[int, ...] | None:
-        """The numbers of --recompute-layers-per-stage; None where there are none, or it says something else."""
+    def recompute_counts(self) -> tuple[int, ...] | None:
+        """Recomputed layers of each stage from --recompute-layers-per-stage. None without the flag, or if its value is not a list
+        of numbers."""
         text = self.recompute_layers_per_stage
-        numbers = [] if text is None else text.replace(",", " ").split()
-        return tuple(map(int, numbers)) if numbers and all(number.isdecimal() for number in numbers) else None
+        counts = [] if text is None else text.replace(",", " ").split()
+        return tuple(map(int, counts)) if counts and all(count.isdecimal() for count in counts) else None
 
     @property
-    def recompute(self) -> RecomputeGranularity | None:
-        """The granularity that both flags ask for."""
+    def effective_granularity(self) -> RecomputeGranularity | None:
+        """Recompute granularity that --recompute-granularity and --recompute-activations request together."""
         return self.recompute_granularity or ("selective" if self.recompute_activations else None)

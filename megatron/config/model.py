@@ -1,107 +1,121 @@
-"""What the model is: its shape and its parts. Nothing here depends on the layout."""
+"""Settings of the model: its shape, attention, positions, norms, MLPs and experts. None of them depends on the parallel layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
-from megatron.spec.activations import activation_of
+from megatron.config.setting import IS_SET, NotEqual, condition, idle_condition, setting
+from megatron.spec.activations import get_activation
 
-# ---- Mixtures of experts: the settings of the model about them. What each of them computes is in docs/moe.md.
+# ---- Settings of mixture-of-experts layers. docs/moe.md explains the computation.
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 Balancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"]
 RouterDtype = Literal["fp32", "fp64"]
 DropPolicy = Literal["probs", "position"]
 
-_EXPERTS = acts_with(num_experts=GIVEN, strict=True)
-_GROUPS = acts_with(moe_router_num_groups=GIVEN, strict=True)
-_CAPACITY = acts_with(moe_expert_capacity_factor=GIVEN, strict=True)
+_EXPERTS = condition(num_experts=IS_SET, strict=True)
+_GROUPS = condition(moe_router_num_groups=IS_SET, strict=True)
+_CAPACITY = condition(moe_expert_capacity_factor=IS_SET, strict=True)
 
 
 @dataclass(frozen=True)
 class ExpertFields:
-    """Layers with experts: the router, the experts, and the losses that balance them."""
+    """Mixture-of-experts layers: the router, the experts and the load-balancing losses."""
 
-    num_experts: int | None = setting(None, at_least=2, unit="experts")
-    """Give layers so many MLPs, of which a router chooses a few for each token (mixture of experts)."""
-    moe_layer_freq: str = setting("1", acts=_EXPERTS)
-    """Which layers have experts: the first and every N-th after it, or a list with 1 for each of them, such as ([0]*3+[1]*58)."""
-    moe_ffn_hidden_size: int | None = setting(None, at_least=1, unit="channels", acts=_EXPERTS)
-    """Width of an expert; by default --ffn-hidden-size."""
-    moe_router_topk: int = setting(2, at_least=1, unit="experts", acts=_EXPERTS)
-    """Experts that a token passes."""
-    moe_shared_expert_intermediate_size: int | None = setting(None, at_least=1, unit="channels", acts=_EXPERTS)
-    """Width of an expert that every token passes besides; by default there is none."""
-    moe_shared_expert_gate: bool = setting(False, acts=acts_with(moe_shared_expert_intermediate_size=GIVEN, strict=True))
-    """Multiply what the shared expert gives by the sigmoid of a product of the token (Qwen2-MoE)."""
-    moe_router_score_function: ScoreFunction = setting("softmax", acts=_EXPERTS)
-    """How the router's logits become scores."""
+    num_experts: int | None = setting(None, min_value=2, unit="experts")
+    """Number of experts in each mixture-of-experts layer, of which a router selects a few for each token."""
+    moe_layer_freq: str = setting("1", active_if=_EXPERTS)
+    """Layers with experts: N for the first layer and every N-th layer after it, or a list with 1 for each layer with experts and 0
+    for the others, such as ([0]*3+[1]*58)."""
+    moe_ffn_hidden_size: int | None = setting(None, min_value=1, unit="channels", active_if=_EXPERTS)
+    """Hidden size of each expert's MLP; by default --ffn-hidden-size."""
+    moe_router_topk: int = setting(2, min_value=1, unit="experts", active_if=_EXPERTS)
+    """Number of experts that the router selects for each token."""
+    moe_shared_expert_intermediate_size: int | None = setting(None, min_value=1, unit="channels", active_if=_EXPERTS)
+    """Hidden size of the shared expert, which processes every token in addition to the selected experts. By default there is no
+    shared expert."""
+    moe_shared_expert_gate: bool = setting(False, active_if=condition(moe_shared_expert_intermediate_size=IS_SET, strict=True))
+    """Multiply the output of the shared expert by a sigmoid gate, computed from the token by a linear layer (Qwen2-MoE)."""
+    moe_router_score_function: ScoreFunction = setting("softmax", active_if=_EXPERTS)
+    """Function that turns the router's logits into scores: softmax over the experts, or sigmoid of each logit."""
     moe_router_pre_softmax: bool = setting(
-        False, acts=_EXPERTS, idle=idle_with("sigmoids are taken of each expert by itself", moe_router_score_function="sigmoid")
+        False,
+        active_if=_EXPERTS,
+        idle_if=idle_condition(
+            "the sigmoid of an expert does not depend on the other experts", moe_router_score_function="sigmoid"
+        ),
     )
-    """Softmax over all experts before some are chosen, whose scores then do not sum to 1; by default it is over the chosen ones."""
-    moe_router_topk_scaling_factor: float | None = setting(None, above=0, unit="factor", acts=_EXPERTS)
-    """Multiply the probabilities of the chosen experts by this."""
-    moe_router_num_groups: int | None = setting(None, at_least=1, unit="groups of experts", acts=_EXPERTS)
-    """Divide the experts into so many groups, of which --moe-router-group-topk are open to a token."""
-    moe_router_group_topk: int = setting(1, at_least=1, unit="groups of experts", acts=_GROUPS)
-    """Groups of experts that are open to a token: those with the largest sums of their best scores (DeepSeek-V3)."""
-    moe_router_dtype: RouterDtype | None = setting(None, acts=_EXPERTS)
-    """Dtype of the router's product; by default the model's. (What follows is computed in at least float32.)"""
-    moe_router_load_balancing_type: Balancing = setting("aux_loss", acts=_EXPERTS)
-    """Tokens of which the balance is judged that a loss rewards: those of each microbatch, of each sequence, or of the global batch
-    (whose experts' shares are those of the update before)."""
+    """Apply the softmax to the logits of all experts before the top-k selection, so that the selected scores do not sum to 1. By
+    default the softmax is applied to the selected logits only."""
+    moe_router_topk_scaling_factor: float | None = setting(None, above=0, unit="factor", active_if=_EXPERTS)
+    """Factor by which the probabilities of the selected experts are multiplied."""
+    moe_router_num_groups: int | None = setting(None, min_value=1, unit="groups of experts", active_if=_EXPERTS)
+    """Number of groups into which the experts are divided for group-limited routing. Each token selects its experts from the best
+    --moe-router-group-topk groups."""
+    moe_router_group_topk: int = setting(1, min_value=1, unit="groups of experts", active_if=_GROUPS)
+    """Number of groups from which a token selects experts: the groups with the largest sums of their best scores (DeepSeek-V3)."""
+    moe_router_dtype: RouterDtype | None = setting(None, active_if=_EXPERTS)
+    """Dtype of the router's matrix product; by default the model's dtype. The operations after it run in at least float32."""
+    moe_router_load_balancing_type: Balancing = setting("aux_loss", active_if=_EXPERTS)
+    """Load-balancing loss: aux_loss balances the tokens of each microbatch, seq_aux_loss those of each sequence, global_aux_loss
+    those of the global batch (with the experts' shares of the previous update), none has no such loss."""
     moe_aux_loss_coeff: float = setting(
         0.0,
-        at_least=0,
+        min_value=0,
         unit="coefficient",
-        acts=acts_with(every=True, num_experts=GIVEN, moe_router_load_balancing_type=OtherThan("none"), fix={}, strict=True),
+        active_if=condition(
+            require_all=True, num_experts=IS_SET, moe_router_load_balancing_type=NotEqual("none"), fix={}, strict=True
+        ),
     )
     """Coefficient of the load-balancing loss of each layer."""
-    moe_z_loss_coeff: float | None = setting(None, above=0, unit="coefficient", acts=_EXPERTS)
-    """Coefficient of the mean square of the log-sum-exp of the router's logits in each layer (ST-MoE)."""
+    moe_z_loss_coeff: float | None = setting(None, above=0, unit="coefficient", active_if=_EXPERTS)
+    """Coefficient of the router's z-loss in each layer: the mean square of the log-sum-exp of its logits (ST-MoE)."""
     moe_router_enable_expert_bias: bool = setting(
-        False, acts=acts_with(every=True, num_experts=GIVEN, moe_router_score_function="sigmoid", strict=True)
+        False, active_if=condition(require_all=True, num_experts=IS_SET, moe_router_score_function="sigmoid", strict=True)
     )
-    """Choose experts by their scores plus a bias, which each update raises for experts that were chosen less often than the mean,
-    and lowers for others (balance without a loss, DeepSeek-V3)."""
-    moe_router_bias_update_rate: float = setting(1e-3, above=0, unit="score", acts=acts_with(moe_router_enable_expert_bias=True))
-    """By how much an update raises or lowers these biases."""
-    moe_expert_capacity_factor: float | None = setting(None, at_least=1, unit="x the mean", acts=_EXPERTS)
-    """An expert takes at most so many times its mean share of the choices in a sequence; it drops the others. By default none."""
-    moe_token_drop_policy: DropPolicy = setting("probs", acts=_CAPACITY)
-    """Which choices beyond that are dropped: those with the smallest probabilities, or those of the last tokens."""
-    moe_pad_expert_input_to_capacity: bool = setting(False, acts=_CAPACITY)
-    """Fill the input of each expert up with zeros to the most that it takes, so that its products always have the same shape."""
-    moe_input_jitter_eps: float | None = setting(None, above=0, below=1, unit="share", acts=_EXPERTS)
-    """Multiply the input of routers in training by random numbers between 1 - eps and 1 + eps (Switch Transformer)."""
+    """Add a bias to the scores for the selection of experts. After each update, the bias of an expert that was selected less often
+    than the mean increases and the other biases decrease, which balances the load without a loss (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = setting(
+        1e-3, above=0, unit="score", active_if=condition(moe_router_enable_expert_bias=True)
+    )
+    """Amount by which one update increases or decreases the biases of --moe-router-enable-expert-bias."""
+    moe_expert_capacity_factor: float | None = setting(None, min_value=1, unit="multiple of the mean", active_if=_EXPERTS)
+    """Capacity of an expert, as a multiple of its mean share of the assignments in a sequence. Assignments beyond the capacity are
+    dropped. By default the capacity is unlimited."""
+    moe_token_drop_policy: DropPolicy = setting("probs", active_if=_CAPACITY)
+    """Assignments to drop beyond the capacity: those with the smallest probabilities (probs), or those of the last tokens
+    (position)."""
+    moe_pad_expert_input_to_capacity: bool = setting(False, active_if=_CAPACITY)
+    """Pad the input of each expert with zeros to the capacity, so that its matrix products always have the same shape."""
+    moe_input_jitter_eps: float | None = setting(None, above=0, below=1, unit="fraction", active_if=_EXPERTS)
+    """Multiply the router's input in training by random numbers between 1 - eps and 1 + eps (Switch Transformer)."""
 
 
-# ---- LoRA (Hu et al. 2021): the settings of the model about it. docs/fine_tuning.md shows its use.
+# ---- Settings of LoRA (Hu et al. 2021). docs/fine_tuning.md shows its use.
 
 LoraTarget = Literal["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
-"""Linear layers, in the order of the forward."""
+"""Linear layers that can have adapters, in the order of the forward pass."""
 
-_LORA = acts_with(lora_rank=GIVEN, strict=True)
+_LORA = condition(lora_rank=IS_SET, strict=True)
 
 
 @dataclass(frozen=True)
 class LoraFields:
-    """Low-rank adapters beside linear layers, whose own weights are then fixed."""
+    """Low-rank adapters of linear layers, whose weights are then frozen."""
 
-    lora_rank: int | None = setting(None, at_least=1, unit="channels")
-    """Train adapters of so many channels beside linear layers, and nothing else (LoRA, Hu et al. 2021): a layer multiplies with
-    weight + alpha / rank x B A, with A [rank, inputs] and B [outputs, rank], which begins at zero."""
-    lora_alpha: float | None = setting(None, above=0, unit="plain number", acts=_LORA)
-    """What the adapters give is multiplied by this / --lora-rank; by default the rank."""
-    lora_targets: tuple[LoraTarget, ...] = setting(("attention.qkv", "attention.output", "mlp.up", "mlp.down"), acts=_LORA)
-    """Linear layers of each layer that have adapters; by default all of them."""
+    lora_rank: int | None = setting(None, min_value=1, unit="channels")
+    """Rank of the LoRA adapters (Hu et al. 2021). Only the adapters are trained: a linear layer multiplies by weight + alpha / rank
+    x B A, with A [rank, inputs] and B [outputs, rank], which is initialized to zero."""
+    lora_alpha: float | None = setting(None, above=0, unit="dimensionless", active_if=_LORA)
+    """Numerator of the adapters' scale, --lora-alpha / --lora-rank; by default equal to the rank."""
+    lora_targets: tuple[LoraTarget, ...] = setting(("attention.qkv", "attention.output", "mlp.up", "mlp.down"), active_if=_LORA)
+    """Linear layers of each transformer layer that have adapters; by default all of them."""
 
     @property
     def lora_scale(self) -> float:
-        """Factor of what an adapter gives; 1 without adapters."""
+        """Factor of an adapter's output, alpha / rank; 1 without adapters."""
         return 1.0 if self.lora_rank is None or self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
 
@@ -112,7 +126,7 @@ RopeType = Literal["rope", "yarn", "dynamic", "longrope"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 
 
-FREE_FIELDS = frozenset(
+CHANGEABLE_FIELDS = frozenset(
     {
         *("seq_length", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "fp32_residual_connection"),
         "init_method_std",
@@ -121,13 +135,15 @@ FREE_FIELDS = frozenset(
         "moe_input_jitter_eps",
     }
 )
-"""Fields that may differ between a checkpoint and the run that continues it: they change no parameter, and not what the model
-computes with dropout off, but for rounding and for tokens that experts drop."""
-FREE_DOWNWARD = frozenset({"mtp_num_layers"})
-"""Fields that may be less than in the checkpoint: what is beyond is left out, and the rest computes what it did."""
-FREE_UPWARD = frozenset({"moe_router_enable_expert_bias"})
-"""Fields that may be more than in the checkpoint: what they add begins at zero, and computes nothing then."""
-FREE_AT_BEGINNING = frozenset(
+"""Fields that may differ between a checkpoint and the run that continues it. They change no parameter. They do not change what the
+model computes with dropout off, except for rounding and for tokens that experts drop."""
+DECREASABLE_FIELDS = frozenset({"mtp_num_layers"})
+"""Fields that may be smaller than in the checkpoint: the superfluous layers are not loaded, and the remaining model computes the
+same."""
+INCREASABLE_FIELDS = frozenset({"moe_router_enable_expert_bias"})
+"""Fields that may be switched on although they are off in the checkpoint: the state that they add is initialized to zero and then
+has no effect."""
+CHANGEABLE_FROM_WEIGHTS = frozenset(
     {
         *("window_size", "rotary_base_local"),
         *("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "rope_low_freq_factor"),
@@ -136,236 +152,246 @@ FREE_AT_BEGINNING = frozenset(
         *("rope_short_factors", "rope_long_factors"),
     }
 )
-"""Fields that may also differ where a run begins with the weights of another, as when a model is taught longer sequences."""
+"""Further fields that may differ when a run starts from the weights of another run, for example to extend the context length."""
 
-_ROPE = acts_with(position_embedding_type="rope")
-_STRETCHED = acts_with(rope_type=("yarn", "dynamic", "longrope"), strict=True)
-_YARN, _LONGROPE = acts_with(rope_type="yarn", strict=True), acts_with(rope_type="longrope", strict=True)
-_LLAMA3 = acts_with(use_rope_scaling=True, strict=True)
-_QUICK_GEGLU = acts_with(quick_geglu=True, strict=True)
-_WINDOW = acts_with(window_size=GIVEN, strict=True)
-_GROUPED = acts_with(
-    "with --group-query-attention, without which each query head has a key-value head of its own",
+_ROPE = condition(position_embedding_type="rope")
+_SCALED_ROPE = condition(rope_type=("yarn", "dynamic", "longrope"), strict=True)
+_YARN, _LONGROPE = condition(rope_type="yarn", strict=True), condition(rope_type="longrope", strict=True)
+_LLAMA3 = condition(use_rope_scaling=True, strict=True)
+_QUICK_GEGLU = condition(quick_geglu=True, strict=True)
+_WINDOW = condition(window_size=IS_SET, strict=True)
+_GQA = condition(
+    "with --group-query-attention, without which each query head has its own key-value head",
     fix={},
     group_query_attention=True,
 )
-_WITH_BIASES = idle_with("all linear layers have biases", disable_bias_linear=False)
-_LATENT = acts_with(
+_ALL_BIASED = idle_condition("all linear layers have biases", disable_bias_linear=False)
+_LATENT = condition(
     multi_latent_attention=True, fix={"multi_latent_attention": True, "position_embedding_type": "rope"}, strict=True
 )
 
-_MOST_LAYERS = 100_000  # more are refused, because each is a spec, and an entry of the layer table
+_MAX_LAYERS = 100_000  # each layer takes a spec and an entry of the layer table
 
 
 @dataclass(frozen=True)
 class ShapeFields:
-    """What all layers have in common, and what is outside of them."""
+    """Settings of all layers, of the embedding and of the output layer."""
 
-    num_layers: int = setting(0, at_least=1, at_most=_MOST_LAYERS, unit="layers", required=True)
+    num_layers: int = setting(0, min_value=1, max_value=_MAX_LAYERS, unit="layers", required=True)
     """Number of transformer layers. Required."""
-    hidden_size: int = setting(0, at_least=1, unit="channels", required=True)
-    """Width of the residual stream. Required."""
-    ffn_hidden_size: int | None = setting(None, at_least=1, unit="channels")
-    """Width of the MLP; by default 4 x hidden, of a gated MLP floor(8 x hidden / 3) rounded down to a multiple of 64."""
-    num_attention_heads: int = setting(0, at_least=1, unit="heads", required=True)
+    hidden_size: int = setting(0, min_value=1, unit="channels", required=True)
+    """Hidden size: channels of the residual stream. Required."""
+    ffn_hidden_size: int | None = setting(None, min_value=1, unit="channels")
+    """Hidden size of the MLP; by default 4 x hidden size, and for a gated MLP floor(8 x hidden size / 3) rounded down to a multiple
+    of 64."""
+    num_attention_heads: int = setting(0, min_value=1, unit="heads", required=True)
     """Number of query heads. Required."""
     kv_channels: int | None = setting(
         None,
-        at_least=1,
+        min_value=1,
         unit="channels",
-        idle=idle_with("heads of latent attention have sizes of their own (--qk-head-dim)", multi_latent_attention=True),
+        idle_if=idle_condition("--qk-head-dim sets the head size of latent attention", multi_latent_attention=True),
     )
-    """Size of one attention head; by default hidden / heads."""
+    """Channels of one attention head; by default hidden size / number of heads."""
     group_query_attention: bool = False
-    """Share key and value heads between groups of query heads (see --num-query-groups)."""
-    num_query_groups: int = setting(1, at_least=1, unit="heads", acts=_GROUPED)
+    """Use grouped-query attention: groups of query heads share one key-value head (see --num-query-groups)."""
+    num_query_groups: int = setting(1, min_value=1, unit="heads", active_if=_GQA)
     """Number of key-value heads; acts with --group-query-attention."""
     multi_latent_attention: bool = False
-    """Make keys and values of a latent, a few channels for each token that all heads share (DeepSeek-V2)."""
-    q_lora_rank: int | None = setting(None, at_least=1, unit="channels", acts=_LATENT)
-    """Size of the latent that queries are made of; by default they are made of the hidden state."""
-    kv_lora_rank: int = setting(32, at_least=1, unit="channels", acts=_LATENT)
-    """Size of the latent that keys and values are made of."""
-    qk_head_dim: int = setting(128, at_least=1, unit="channels", acts=_LATENT)
-    """Channels of a query or key head that are not rotated."""
-    qk_pos_emb_head_dim: int = setting(64, at_least=2, unit="channels", acts=_LATENT)
-    """Rotated channels of a query or key head, beside those; all key heads share them."""
-    v_head_dim: int = setting(128, at_least=1, unit="channels", acts=_LATENT)
-    """Size of a value head."""
-    seq_length: int = setting(0, at_least=1, unit="tokens", required=True)
+    """Use multi-head latent attention: keys and values of all heads are computed from a low-rank latent of each token
+    (DeepSeek-V2)."""
+    q_lora_rank: int | None = setting(None, min_value=1, unit="channels", active_if=_LATENT)
+    """Rank of the latent from which queries are computed; by default queries are computed from the hidden state."""
+    kv_lora_rank: int = setting(32, min_value=1, unit="channels", active_if=_LATENT)
+    """Rank of the latent from which keys and values are computed."""
+    qk_head_dim: int = setting(128, min_value=1, unit="channels", active_if=_LATENT)
+    """Channels of a query or key head without rotary positions."""
+    qk_pos_emb_head_dim: int = setting(64, min_value=2, unit="channels", active_if=_LATENT)
+    """Channels of a query or key head with rotary positions, in addition to --qk-head-dim. All key heads share them."""
+    v_head_dim: int = setting(128, min_value=1, unit="channels", active_if=_LATENT)
+    """Channels of a value head."""
+    seq_length: int = setting(0, min_value=1, unit="tokens", required=True)
     """Tokens in a training sequence. Required."""
     max_position_embeddings: int | None = setting(
         None,
-        at_least=1,
-        unit="rows of a table",
-        idle=idle_with("there is no learned position table", position_embedding_type=OtherThan("learned_absolute")),
+        min_value=1,
+        unit="rows",
+        idle_if=idle_condition("there is no learned position table", position_embedding_type=NotEqual("learned_absolute")),
     )
     """Rows of the learned position table; by default the sequence length."""
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    """How positions enter: a learned table, rotary embeddings, or not at all."""
-    rotary_base: float = setting(10000.0, above=0, unit="plain number", acts=_ROPE)
+    """Position embedding: a learned table, rotary embeddings, or none."""
+    rotary_base: float = setting(10000.0, above=0, unit="dimensionless", active_if=_ROPE)
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = setting(
         1.0,
         above=0,
-        at_most=1,
-        unit="share, 1 for all",
-        acts=_ROPE,
-        idle=idle_with("latent attention rotates the channels of --qk-pos-emb-head-dim", multi_latent_attention=True),
+        max_value=1,
+        unit="fraction, 1 for all",
+        active_if=_ROPE,
+        idle_if=idle_condition("latent attention rotates the channels of --qk-pos-emb-head-dim", multi_latent_attention=True),
     )
-    """Share of each head that is rotated."""
-    rotary_seq_len_interpolation_factor: float = setting(1.0, above=0, unit="factor", acts=_ROPE)
-    """Divide rotary positions by this (linear scaling, Chen et al. 2023), to stretch a model to longer sequences."""
-    rotary_interleaved: bool = setting(False, acts=_ROPE)
-    """Rotate neighbouring channels as pairs, as DeepSeek does, instead of channels half a head apart."""
-    use_rope_scaling: bool = setting(False, acts=_ROPE)
-    """Stretch low rotary frequencies as Llama 3.1 does."""
-    rope_scaling_factor: float = setting(8.0, above=0, unit="factor", acts=_LLAMA3)
-    """Factor of --use-rope-scaling."""
-    rope_low_freq_factor: float = setting(1.0, above=0, unit="turns", acts=_LLAMA3)
-    """Pairs of channels that turn less often than this in the original context are stretched by the whole factor."""
-    rope_high_freq_factor: float = setting(4.0, above=0, unit="turns", acts=_LLAMA3)
-    """Pairs of channels that turn more often than this in the original context are not stretched."""
-    rope_type: RopeType = setting("rope", acts=_ROPE)
-    """How rotary frequencies are stretched for longer sequences: not at all (but see --use-rope-scaling and
-    --rotary-seq-len-interpolation-factor), by YaRN, by a base that grows with the length of the sequence, or by lists of factors
-    (LongRoPE)."""
-    rotary_scaling_factor: float = setting(1.0, above=0, unit="factor", acts=_STRETCHED)
-    """Factor of --rope-type yarn and dynamic; with longrope the default of --rope-attention-factor follows from it."""
+    """Fraction of each head's channels that has rotary positions."""
+    rotary_seq_len_interpolation_factor: float = setting(1.0, above=0, unit="factor", active_if=_ROPE)
+    """Divide rotary positions by this factor (linear scaling, Chen et al. 2023), to extend a model to longer sequences."""
+    rotary_interleaved: bool = setting(False, active_if=_ROPE)
+    """Rotate adjacent channels as pairs, as DeepSeek does, instead of channels that are half a head apart."""
+    use_rope_scaling: bool = setting(False, active_if=_ROPE)
+    """Scale low rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = setting(8.0, above=0, unit="factor", active_if=_LLAMA3)
+    """Scaling factor of --use-rope-scaling."""
+    rope_low_freq_factor: float = setting(1.0, above=0, unit="turns", active_if=_LLAMA3)
+    """Pairs of channels that make fewer turns than this within the original context are scaled by the full factor."""
+    rope_high_freq_factor: float = setting(4.0, above=0, unit="turns", active_if=_LLAMA3)
+    """Pairs of channels that make more turns than this within the original context are not scaled."""
+    rope_type: RopeType = setting("rope", active_if=_ROPE)
+    """Scaling of rotary frequencies for longer sequences: rope for none (but see --use-rope-scaling and
+    --rotary-seq-len-interpolation-factor), yarn for YaRN, dynamic for a base that grows with the sequence length, or longrope for
+    lists of factors (LongRoPE)."""
+    rotary_scaling_factor: float = setting(1.0, above=0, unit="factor", active_if=_SCALED_ROPE)
+    """Scaling factor of --rope-type yarn and dynamic. With longrope, the default of --rope-attention-factor is computed from it."""
     original_max_position_embeddings: int | None = setting(
         None,
-        at_least=2,
+        min_value=2,
         unit="tokens",
-        acts=acts_with(rope_type=("yarn", "dynamic", "longrope"), use_rope_scaling=True, strict=True),
+        active_if=condition(rope_type=("yarn", "dynamic", "longrope"), use_rope_scaling=True, strict=True),
     )
-    """Length of sequences for which the rotary frequencies were chosen before they were stretched; by default 8192 with
-    --use-rope-scaling, else 4096."""
-    beta_fast: float = setting(32.0, above=0, unit="turns", acts=_YARN)
-    """Pairs of channels that turn more often than this in the original context are not stretched."""
-    beta_slow: float = setting(1.0, above=0, unit="turns", acts=_YARN)
-    """Pairs of channels that turn less often than this in the original context are stretched by the whole factor."""
-    yarn_correction_range_round_to_int: bool = setting(True, acts=_YARN)
-    """Round the pairs at which --beta-fast and --beta-slow are reached to whole ones."""
-    mscale: float = setting(1.0, at_least=0, unit="plain number", acts=_YARN)
+    """Context length for which the rotary frequencies were chosen before scaling; by default 8192 with --use-rope-scaling, else
+    4096."""
+    beta_fast: float = setting(32.0, above=0, unit="turns", active_if=_YARN)
+    """Pairs of channels that make more turns than this within the original context are not scaled by YaRN."""
+    beta_slow: float = setting(1.0, above=0, unit="turns", active_if=_YARN)
+    """Pairs of channels that make fewer turns than this within the original context are scaled by YaRN's full factor."""
+    yarn_correction_range_round_to_int: bool = setting(True, active_if=_YARN)
+    """Round the indices of the channel pairs at which --beta-fast and --beta-slow are reached to integers."""
+    mscale: float = setting(1.0, min_value=0, unit="dimensionless", active_if=_YARN)
     """Weight of ln(factor) in the numerator of YaRN's factor for rotated queries and keys, 0.1 x weight x ln(factor) + 1."""
-    mscale_all_dim: float = setting(0.0, at_least=0, unit="plain number", acts=_YARN)
-    """The same weight in its denominator."""
+    mscale_all_dim: float = setting(0.0, min_value=0, unit="dimensionless", active_if=_YARN)
+    """Weight of ln(factor) in the denominator of YaRN's factor for rotated queries and keys, 0.1 x weight x ln(factor) + 1."""
     rope_attention_factor: float | None = setting(
-        None, above=0, unit="factor", acts=acts_with(rope_type=("yarn", "longrope"), strict=True)
+        None, above=0, unit="factor", active_if=condition(rope_type=("yarn", "longrope"), strict=True)
     )
-    """What rotated queries and keys are multiplied by; by default with yarn as --mscale says, with longrope
-    sqrt(1 + ln(--rotary-scaling-factor) / ln(--original-max-position-embeddings))."""
-    rope_short_factors: tuple[float, ...] = setting((), above=0, unit="factors", acts=_LONGROPE)
-    """What each rotary frequency is divided by in sequences within the original context: one factor for each pair of channels."""
-    rope_long_factors: tuple[float, ...] = setting((), above=0, unit="factors", acts=_LONGROPE)
-    """The same in longer sequences."""
-    no_rope_freq: str | None = setting(None, acts=_ROPE)
-    """Layers without rotary positions: every N-th, or a list with 1 for each such layer, such as [0,0,0,1] or ([0]*3+[1])*4."""
+    """Factor on rotated queries and keys. By default yarn computes it from --mscale, and longrope as sqrt(1 +
+    ln(--rotary-scaling-factor) / ln(--original-max-position-embeddings))."""
+    rope_short_factors: tuple[float, ...] = setting((), above=0, unit="factors", active_if=_LONGROPE)
+    """Divisors of the rotary frequencies for sequences within the original context, one for each pair of channels."""
+    rope_long_factors: tuple[float, ...] = setting((), above=0, unit="factors", active_if=_LONGROPE)
+    """Divisors of the rotary frequencies for sequences longer than the original context, one for each pair of channels."""
+    no_rope_freq: str | None = setting(None, active_if=_ROPE)
+    """Layers without rotary positions: N for every N-th layer, or a list with 1 for each such layer, such as [0,0,0,1] or
+    ([0]*3+[1])*4."""
     rotary_base_local: float | None = setting(
         None,
         above=0,
-        unit="plain number",
-        acts=acts_with(every=True, window_size=GIVEN, position_embedding_type="rope", strict=True),
+        unit="dimensionless",
+        active_if=condition(require_all=True, window_size=IS_SET, position_embedding_type="rope", strict=True),
     )
-    """Base of the rotary frequencies in layers with a window, which then have no scaling (Gemma 3); by default as in all layers."""
+    """Base of the rotary frequencies in layers with an attention window, whose frequencies are then not scaled (Gemma 3); by
+    default the base of all layers."""
     window_size: str | None = None
-    """How far layers with a window attend: 127,0 is to 127 tokens before the own, and none after."""
-    window_attn_skip_freq: str | None = setting(None, acts=_WINDOW)
-    """Which layers have the window: all but every N-th, or a list with 1 for each of them and 0 for each of the others, such as
-    [1,1,1,0] or ([1]*5+[0])*4; by default all have it."""
+    """Attention window, as tokens before and after the current token: 127,0 attends to the 127 previous tokens and to no later
+    ones."""
+    window_attn_skip_freq: str | None = setting(None, active_if=_WINDOW)
+    """Layers with the attention window: N for all layers but every N-th, or a list with 1 for each layer with the window and 0 for
+    the others, such as [1,1,1,0] or ([1]*5+[0])*4; by default all layers have it."""
     softmax_scale: float | None = setting(None, above=0, unit="factor")
-    """Factor of attention's scores; by default 1 / sqrt(size of a head)."""
-    attn_logit_softcapping: float | None = setting(None, above=0, unit="plain number")
-    """Cap attention's scores softly: cap x tanh(score / cap), as Gemma 2 does."""
+    """Factor on the attention scores; by default 1 / sqrt(head size)."""
+    attn_logit_softcapping: float | None = setting(None, above=0, unit="dimensionless")
+    """Soft cap on the attention scores: cap x tanh(score / cap), as in Gemma 2."""
     softmax_type: SoftmaxType = "vanilla"
-    """What stands in the denominator of attention's softmax beside the scores (an attention sink): nothing, exp(0) = 1, or exp of a
-    weight for each head (GPT-OSS)."""
+    """Attention sink, an extra term in the denominator of attention's softmax: nothing (vanilla), exp(0) = 1 (off-by-one), or the
+    exponential of a weight of each head (learnable, GPT-OSS)."""
     normalization: Normalization = "LayerNorm"
-    """Kind of every norm."""
-    norm_epsilon: float = setting(1e-5, above=0, at_most=1, unit="plain number")
-    """Added to the variance (or mean square) in every norm."""
+    """Type of all norms."""
+    norm_epsilon: float = setting(1e-5, above=0, max_value=1, unit="dimensionless")
+    """Constant added to the variance (or mean square) in every norm."""
     norm_placement: NormPlacement = "pre"
-    """Where norms stand: pre, before attention and MLP; post, on what these give, before it is added (OLMo 2); sandwich, both
-    (Gemma 2)."""
+    """Placement of the norms: pre, on the inputs of attention and MLP; post, on their outputs before the residual addition (OLMo
+    2); sandwich, both (Gemma 2)."""
     norm_weight: bool = True
-    """Norms have weights. With --no-norm-weight they have none, and no biases (OLMo 1)."""
-    norm_bias: bool = setting(True, acts=acts_with(every=True, normalization="LayerNorm", norm_weight=True))
-    """LayerNorms have biases. With --no-norm-bias they have weights alone."""
-    apply_layernorm_1p: bool = setting(False, acts=acts_with(norm_weight=True))
-    """Keep the weights of norms as their distance from 1 (zero-centred, as in Gemma)."""
+    """Give norms a weight. With --no-norm-weight they have neither weights nor biases (OLMo 1)."""
+    norm_bias: bool = setting(True, active_if=condition(require_all=True, normalization="LayerNorm", norm_weight=True))
+    """Give LayerNorms a bias. With --no-norm-bias they have weights only."""
+    apply_layernorm_1p: bool = setting(False, active_if=condition(norm_weight=True))
+    """Store the weights of norms as their difference from 1 (zero-centered, as in Gemma)."""
     parallel_residual: bool = False
-    """Give attention and MLP the same input, and add what both give to it at once (GPT-NeoX)."""
+    """Compute attention and MLP from the same input and add both outputs to it (GPT-NeoX)."""
     residual_multiplier: float = setting(1.0, above=0, unit="factor")
-    """Multiply what attention and MLP give by this before it is added (Granite)."""
+    """Multiply the outputs of attention and MLP by this factor before the residual addition (Granite)."""
     gelu_exact: bool = False
-    """MLP activation x times the normal distribution function, instead of its approximation by tanh."""
+    """Activate the MLP with the exact GELU (x times the normal distribution function) instead of its approximation by tanh."""
     relu: bool = False
-    """MLP activation max(x, 0) instead of GELU."""
+    """Activate the MLP with max(x, 0) instead of GELU."""
     squared_relu: bool = False
-    """MLP activation relu(x)^2 instead of GELU."""
-    activation: str | None = setting(None, opens=True)
-    """Activation of the MLP that a module of --imports registers, by its name; those built in have flags of their own."""
+    """Activate the MLP with relu(x)^2 instead of GELU."""
+    activation: str | None = setting(None, is_extensible=True)
+    """Name of an MLP activation that a module of --imports registers. The built-in activations have their own flags."""
     swiglu: bool = False
-    """Gated MLP: silu(gate) x up."""
+    """Use a gated MLP: silu(gate) x up."""
     geglu: bool = False
-    """Gated MLP: gelu(gate) x up, with the approximation of GELU by tanh (Gemma)."""
+    """Use a gated MLP: gelu(gate) x up, with the approximation of GELU by tanh (Gemma)."""
     geglu_exact: bool = False
-    """Gated MLP: gelu(gate) x up, with the exact GELU."""
+    """Use a gated MLP: gelu(gate) x up, with the exact GELU."""
     quick_geglu: bool = False
-    """Gated MLP: gate x sigmoid(1.702 gate) x (up + --glu-linear-offset) (GPT-OSS)."""
-    glu_linear_offset: float = setting(0.0, at_least=0, unit="plain number", acts=_QUICK_GEGLU)
-    """What --quick-geglu adds to up."""
-    activation_func_clamp_value: float | None = setting(None, above=0, unit="plain number", acts=_QUICK_GEGLU)
-    """Clamp the gate of --quick-geglu from above to this, and up to this and minus this."""
+    """Use a gated MLP: gate x sigmoid(1.702 gate) x (up + --glu-linear-offset) (GPT-OSS)."""
+    glu_linear_offset: float = setting(0.0, min_value=0, unit="dimensionless", active_if=_QUICK_GEGLU)
+    """Constant that --quick-geglu adds to the up projection."""
+    activation_func_clamp_value: float | None = setting(None, above=0, unit="dimensionless", active_if=_QUICK_GEGLU)
+    """Limit of --quick-geglu: gate values are clamped to at most this limit, and values of the up projection to between minus
+    this limit and this limit."""
     embedding_multiplier: float = setting(1.0, above=0, unit="factor")
-    """Multiply the word embedding's rows by this, as Gemma does by sqrt(hidden size)."""
+    """Multiply the word embeddings by this factor, as Gemma does by sqrt(hidden size)."""
     embedding_layernorm: bool = False
-    """Normalise what the embedding gives."""
+    """Apply a norm to the output of the embedding."""
     output_multiplier: float = setting(1.0, above=0, unit="factor")
-    """Multiply the logits by this (Granite's logits_scaling is its reciprocal)."""
-    final_logit_softcapping: float | None = setting(None, above=0, unit="plain number")
-    """Cap the logits softly: cap x tanh(logit / cap), as Gemma 2 does."""
+    """Multiply the logits by this factor (the reciprocal of Granite's logits_scaling)."""
+    final_logit_softcapping: float | None = setting(None, above=0, unit="dimensionless")
+    """Soft cap on the logits: cap x tanh(logit / cap), as in Gemma 2."""
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer a weight of its own instead of the word embedding's."""
+    """Give the output layer its own weight instead of the word embedding's."""
     disable_bias_linear: bool = False
-    """Leave out the biases of all linear layers."""
+    """Build all linear layers without biases."""
     add_qkv_bias: bool = setting(
-        False, idle=(_WITH_BIASES, idle_with("products before latent attention have no biases", multi_latent_attention=True))
+        False,
+        idle_if=(_ALL_BIASED, idle_condition("the projections of latent attention have no biases", multi_latent_attention=True)),
     )
     """Keep a bias on the query-key-value projection even with --disable-bias-linear."""
-    add_attn_output_bias: bool = setting(False, idle=_WITH_BIASES)
+    add_attn_output_bias: bool = setting(False, idle_if=_ALL_BIASED)
     """Keep a bias on attention's output projection even with --disable-bias-linear."""
-    add_mlp_bias: bool = setting(False, idle=_WITH_BIASES)
+    add_mlp_bias: bool = setting(False, idle_if=_ALL_BIASED)
     """Keep biases on the MLP's projections even with --disable-bias-linear."""
     qk_layernorm: bool = False
-    """Normalise each query and key head before attention; in latent attention the latents."""
-    qk_layernorm_all_heads: bool = setting(False, acts=acts_with(qk_layernorm=True, strict=True))
-    """Normalise all query heads together, and all key heads, as OLMo 2 does."""
-    attention_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")
+    """Apply a norm to each query and key head before attention; in latent attention, to the latents."""
+    qk_layernorm_all_heads: bool = setting(False, active_if=condition(qk_layernorm=True, strict=True))
+    """Apply one norm to all query heads together, and one to all key heads together, as OLMo 2 does."""
+    attention_dropout: float = setting(0.1, min_value=0, below=1, unit="probability")
     """Dropout probability of the attention weights."""
-    hidden_dropout: float = setting(0.1, at_least=0, below=1, unit="probability")
+    hidden_dropout: float = setting(0.1, min_value=0, below=1, unit="probability")
     """Dropout probability of the embedding and of each sublayer's output."""
     init_method_std: float = setting(0.02, above=0, unit="standard deviation")
-    """Standard deviation of the initial weights; output projections use std / sqrt(2 x layers)."""
-    mup_base_width: int | None = setting(None, at_least=1, unit="channels")
-    """Scale initial values, learning rates and logits with the width as muP does (Yang et al. 2022, table 8), so that rates found
-    at this --hidden-size hold here too."""
-    mtp_num_layers: int = setting(0, at_least=0, unit="depths")
-    """Predict so many tokens beyond the next one too, each by a layer behind the last one (multi-token prediction, DeepSeek-V3).
-    These layers lie on the last stage and are as the last one: in their parts, in 8 bits or not, in what becomes of activations."""
-    mup_base_kv_channels: int | None = setting(None, at_least=1, unit="channels", acts=acts_with(mup_base_width=GIVEN, strict=True))
-    """Head size of the base of muP, where heads grow with the width: scores are then multiplied by sqrt(this) / size of a head, and
-    not by 1 / sqrt(size of a head)."""
-    make_vocab_size_divisible_by: int = setting(128, at_least=1, unit="rows of a table")
-    """Rows of the word embedding are padded to a multiple of this x TP, for speed; padding never reaches the loss."""
+    """Standard deviation of the initial weights; output projections use std / sqrt(2 x number of layers)."""
+    mup_base_width: int | None = setting(None, min_value=1, unit="channels")
+    """Base --hidden-size of muP: initial values, learning rates and logits are scaled with the width (Yang et al. 2022, table 8),
+    so that learning rates tuned at this width hold for the model."""
+    mtp_num_layers: int = setting(0, min_value=0, unit="depths")
+    """Number of further tokens to predict after the next one (multi-token prediction). Each is predicted by an extra layer
+    after the last one (DeepSeek-V3). The extra layers are on the last pipeline stage and use the settings of the last layer:
+    its modules, FP8, recompute and offload."""
+    mup_base_kv_channels: int | None = setting(
+        None, min_value=1, unit="channels", active_if=condition(mup_base_width=IS_SET, strict=True)
+    )
+    """Head size of the muP base model, for heads that grow with the width. The attention scores are then multiplied by sqrt(this
+    value) / head size instead of 1 / sqrt(head size)."""
+    make_vocab_size_divisible_by: int = setting(128, min_value=1, unit="rows")
+    """Pad the rows of the word embedding to a multiple of this number x TP, for speed. The padding has no effect on the loss."""
     fp32_residual_connection: bool = setting(
-        False, idle=idle_with("the model does not compute in 16 bits", every=True, fp16=False, bf16=False)
+        False, idle_if=idle_condition("the model does not compute in 16 bits", require_all=True, fp16=False, bf16=False)
     )
     """Keep the residual stream in float32 when the model computes in 16 bits."""
 
     @property
     def head_size(self) -> int:
-        """Channels of one query and key head."""
+        """Channels of one query or key head."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -377,37 +403,40 @@ class ShapeFields:
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key-value heads: the query groups, or one for each query head."""
+        """Number of key-value heads: --num-query-groups with grouped-query attention, otherwise one for each query head."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
-    def mup_width(self) -> float:
-        """How many times as wide as the base of muP the model is; 1 without muP."""
+    def width_multiplier(self) -> float:
+        """Hidden size as a multiple of the muP base width; 1 without muP."""
         return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP after defaults."""
+        """Hidden size of the MLP, after the default is applied."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return 8 * self.hidden_size // 3 // 64 * 64 if activation_of(self).gated else 4 * self.hidden_size
+        return 8 * self.hidden_size // 3 // 64 * 64 if get_activation(self).is_gated else 4 * self.hidden_size
 
     @property
     def num_positions(self) -> int:
-        """Rows of the learned position table after defaults."""
+        """Rows of the learned position table, after the default is applied."""
         return self.max_position_embeddings or self.seq_length
 
     @property
-    def tied(self) -> bool:
+    def has_tied_embeddings(self) -> bool:
         """Whether the output layer shares the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
 
 
 @dataclass(frozen=True)
 class ModelConfig(LoraFields, ExpertFields, ShapeFields):
-    """Shape and parts of a GPT- or Llama-style decoder."""
+    """Shape and components of a GPT- or Llama-style decoder."""
 
 
-def free_at_beginning(saved: ModelConfig) -> frozenset[str]:
-    """Fields that may differ where a run begins with the weights of a saved model: adapters may come to one that has none."""
-    return FREE_FIELDS | FREE_AT_BEGINNING | (frozenset(vars(LoraFields())) if saved.lora_rank is None else frozenset())
+def get_changeable_from_weights(saved: ModelConfig) -> frozenset[str]:
+    """Return the fields of the model that may differ from those of a saved model when a run starts from its weights.
+
+    They include the settings of LoRA if the saved model has no adapters: adapters can be added to it.
+    """
+    return CHANGEABLE_FIELDS | CHANGEABLE_FROM_WEIGHTS | (frozenset(vars(LoraFields())) if saved.lora_rank is None else frozenset())

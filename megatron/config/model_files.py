@@ -1,4 +1,5 @@
-"""Models by name: `--model llama3-8b` reads the settings in models/llama3-8b.yaml, below all that is given beside it."""
+"""Models by name: `--model llama3-8b` reads the settings in models/llama3-8b.yaml. All other settings of the command line override
+them."""
 
 from __future__ import annotations
 
@@ -6,68 +7,69 @@ import re
 from pathlib import Path
 
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import optional
-from megatron.config.flags import nearest_names
-from megatron.config.given import sort_given
+from megatron.config.extras import import_optional
+from megatron.config.flags import suggest_names
+from megatron.config.given import parse_flags
 
 FOLDER = Path(__file__).resolve().with_name("models")
-LIST = "list"
-"""The name that asks for the table of all."""
+LIST_NAME = "list"
+"""Value of --model that prints the table of all models."""
 
 _LAUNCH = re.compile(r"^# Launch script: (.+)$", re.MULTILINE)
-"""How a file says which launch script fits its model, with flags behind it if some have to change."""
+"""Comment of a model file that names the launch script for the model, with flags if some have to change."""
 
 
-def names() -> list[str]:
-    """All models that have a name."""
+def list_models() -> list[str]:
+    """Return the names of all models."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def file_of(name: str) -> str:
-    """The file with a model's settings.
+def get_model_file(name: str) -> str:
+    """Return the name of the file with a model's settings.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no model of this name.
     """
     path = FOLDER / f"{name}.yaml"
-    if name in names():
+    if name in list_models():
         return str(path)
-    near = nearest_names(name, names())
-    meant = f"Perhaps you meant {' or '.join(near)}. " if near else ""
-    rule = f"{meant}--model list shows all; --config FILE reads any file."
-    raise ConfigError([Violation(("--model",), f"--model {name}: there is no model of this name.", rule)])
+    similar = suggest_names(name, list_models())
+    hint = f"Perhaps you meant {' or '.join(similar)}. " if similar else ""
+    reason = f"{hint}--model list shows all; --config FILE reads any file."
+    raise ConfigError([Violation(("--model",), f"--model {name}: there is no model of this name.", reason)])
 
 
-def launch_words(name: str) -> list[str]:
-    """The launch script that fits a model, and the flags behind it; with MODEL=name it trains the model on GPUs of 80 GB."""
-    found = _LAUNCH.search(Path(file_of(name)).read_text(encoding="utf-8"))
-    return found[1].split() if found is not None else []
+def get_launch_command(name: str) -> list[str]:
+    """Return the launch script of a model and its flags; empty if the model has none. With MODEL=name the script trains the model
+    on GPUs of 80 GB."""
+    match = _LAUNCH.search(Path(get_model_file(name)).read_text(encoding="utf-8"))
+    return match[1].split() if match is not None else []
 
 
-def table() -> str:
-    """All models with their sizes and the launch scripts that fit them."""
-    # Here, because whoever names one model does not need the specs.
+def format_model_table() -> str:
+    """Return the table of all models with their sizes and launch scripts."""
+    # Imported here, because a run of one model does not need it.
     from megatron.spec.counts import count_parameters
 
-    optional("yaml", "--model needs PyYAML")
+    import_optional("yaml", "--model needs PyYAML")
     from megatron.config.yaml_file import read_yaml
 
-    configs = {name: sort_given((), read_yaml(file_of(name))).config() for name in names()}
+    configs = {name: parse_flags((), read_yaml(get_model_file(name))).build_config() for name in list_models()}
     sizes = {name: count_parameters(config.model, config.data.vocab_size or 0) for name, config in configs.items()}
-    widths = "{:<14} {:>10} {:>7} {:>7} {:>6} {:>8} {:>11}  {}"
-    lines = [widths.format("model", "parameters", "layers", "hidden", "heads", "tokens", "vocabulary", "launch script")]
+    row_format = "{:<14} {:>10} {:>7} {:>7} {:>6} {:>8} {:>11}  {}"
+    rows = [row_format.format("model", "parameters", "layers", "hidden", "heads", "tokens", "vocabulary", "launch script")]
     for name in sorted(sizes, key=lambda name: sizes[name]):
-        model, vocabulary = configs[name].model, configs[name].data.vocab_size
-        shape = (model.num_layers, f"{model.hidden_size:,}", model.num_attention_heads, f"{model.seq_length:,}", f"{vocabulary:,}")
-        script, *changes = launch_words(name) or ["-"]
-        lines.append(widths.format(name, _in_words(sizes[name]), *shape, script + (" (with other flags)" if changes else "")))
-    lines += [
+        model, vocab_size = configs[name].model, configs[name].data.vocab_size
+        shape = (model.num_layers, f"{model.hidden_size:,}", model.num_attention_heads, f"{model.seq_length:,}", f"{vocab_size:,}")
+        script, *changes = get_launch_command(name) or ["-"]
+        rows.append(row_format.format(name, _format_size(sizes[name]), *shape, script + (" (with other flags)" if changes else "")))
+    rows += [
         "",
-        "tokens: of a training sequence. Flags beside --model NAME count instead of the model's. Launch scripts take MODEL=NAME.",
+        "tokens: of a training sequence. Flags beside --model NAME override the model's settings. Launch scripts take MODEL=NAME.",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(rows) + "\n"
 
 
-def _in_words(number: int) -> str:
-    size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if number >= 0.9995 * size)
-    return f"{number / size:.3g} {unit}"
+def _format_size(count: int) -> str:
+    size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if count >= 0.9995 * size)
+    return f"{count / size:.3g} {unit}"

@@ -1,15 +1,15 @@
-"""How the ranks divide the work."""
+"""Settings of the parallel layout: how the ranks divide model, data and sequences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.pipeline_layout import parse_layout, read_layout
-from megatron.config.setting import GIVEN, OtherThan, acts_with, idle_with, setting
-from megatron.spec.schedules import SCHEDULES, default_schedule
+from megatron.config.pipeline_layout import parse_layout, parse_layout_or_none
+from megatron.config.setting import IS_SET, NotEqual, condition, idle_condition, setting
+from megatron.spec.schedules import SCHEDULES, get_default_schedule
 
-if TYPE_CHECKING:  # a type checker takes no names from a table
+if TYPE_CHECKING:  # type checkers need literal values
     PipelineSchedule = str
 else:
     PipelineSchedule = Literal[tuple(SCHEDULES)]
@@ -17,216 +17,243 @@ PipelineSplit = Literal["even", "balanced"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 FsdpReshard = Literal["always", "never"]
 TokenDispatcher = Literal["alltoall", "allgather"]
-ContextWay = Literal["all_gather", "a2a", "p2p"]
+CpCommType = Literal["all_gather", "a2a", "p2p"]
 
-_FSDP = acts_with(data_parallel_sharding_strategy="optim_grads_params", strict=True)
-_SHARDED = acts_with(
+_FSDP = condition(data_parallel_sharding_strategy="optim_grads_params", strict=True)
+_SHARDED = condition(
     "with --use-distributed-optimizer, or a --data-parallel-sharding-strategy other than no_shard",
     use_distributed_optimizer=True,
-    data_parallel_sharding_strategy=OtherThan("no_shard"),
+    data_parallel_sharding_strategy=NotEqual("no_shard"),
 )
-_ONE_DATA_RANK = idle_with("there is one data rank", sharing_ranks=1)
-_NO_SHARES = idle_with("there is one data rank", effect="hardly saves memory", sharing_ranks=1)
-_WHOLE = idle_with("every data rank holds the parameters whole", sharing_ranks=1, fsdp_shard_size=1)
-_ONE_PIECE = idle_with("one rank computes all layers in one piece", chunks=1)
-_ONE_STAGE = idle_with(
+_SINGLE_DATA_RANK = idle_condition("there is one data rank", sharing_ranks=1)
+_NOT_SHARDED = idle_condition("there is one data rank", effect="hardly saves memory", sharing_ranks=1)
+_FULL_PARAMS = idle_condition("every data rank holds all parameters", sharing_ranks=1, fsdp_shard_size=1)
+_SINGLE_CHUNK = idle_condition("one rank holds all layers in one chunk", chunks=1)
+_SINGLE_STAGE = idle_condition(
     "there is one pipeline stage, which never waits for another",
     effect="saves no time",
-    every=True,
+    require_all=True,
     pipeline_model_parallel_size=1,
-    chunks=OtherThan(1),
+    chunks=NotEqual(1),
 )
-_ONE_STAGE_IN_ORDER = replace(_ONE_STAGE, others={"pipeline_model_parallel_size": 1, "pipeline_schedule": OtherThan("1f1b")})
+_SINGLE_STAGE_SCHEDULE = replace(_SINGLE_STAGE, values={"pipeline_model_parallel_size": 1, "pipeline_schedule": NotEqual("1f1b")})
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Tensor, context, pipeline and data parallelism; the data size is world size / (TP x CP x PP)."""
+    """Tensor, context, pipeline, expert and data parallelism. The data-parallel size is world size / (TP x CP x PP)."""
 
-    tensor_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
-    """Ranks that split each layer (TP)."""
-    pipeline_model_parallel_size: int = setting(1, at_least=1, unit="ranks")
-    """Ranks that split the depth (PP)."""
-    context_parallel_size: int = setting(1, at_least=1, unit="ranks")
-    """Ranks that split each sequence (CP)."""
-    cp_comm_type: tuple[ContextWay, ...] = setting((), idle=idle_with("there is one context rank", context_parallel_size=1))
-    """How a context rank meets the keys and values of the others, for all layers or for each: all_gather gathers them; a2a gives
-    each rank all tokens of some heads; p2p sends them round a ring. By default all_gather where query heads share
-    them, else p2p."""
-    expert_model_parallel_size: int = setting(1, at_least=1, unit="ranks", acts=acts_with(num_experts=GIVEN, strict=True))
-    """Ranks that hold different experts (EP). They are ranks of the same pipeline stage, which TP x CP x DP count already."""
+    tensor_model_parallel_size: int = setting(1, min_value=1, unit="ranks")
+    """Number of ranks that split each layer (TP)."""
+    pipeline_model_parallel_size: int = setting(1, min_value=1, unit="ranks")
+    """Number of pipeline stages, ranks that split the layers by depth (PP)."""
+    context_parallel_size: int = setting(1, min_value=1, unit="ranks")
+    """Number of ranks that split each sequence (CP)."""
+    cp_comm_type: tuple[CpCommType, ...] = setting((), idle_if=idle_condition("there is one context rank", context_parallel_size=1))
+    """Communication of context parallelism in attention, one value for all layers or one per layer. all_gather: gather the keys and
+    values of all context ranks; a2a: exchange them so that each rank has all tokens of some heads; p2p: pass keys and values around
+    a ring. By default all_gather if query heads share key-value heads, else p2p."""
+    expert_model_parallel_size: int = setting(1, min_value=1, unit="ranks", active_if=condition(num_experts=IS_SET, strict=True))
+    """Number of ranks that hold different experts (EP). They are ranks of the same pipeline stage, which TP x CP x DP already
+    count."""
     expert_tensor_parallel_size: int | None = setting(
         None,
-        at_least=1,
+        min_value=1,
         unit="ranks",
-        acts=acts_with(num_experts=GIVEN, strict=True),
+        active_if=condition(num_experts=IS_SET, strict=True),
     )
-    """Ranks that split each expert (ETP); by default as many as split the other layers."""
+    """Number of ranks that split each expert (ETP); by default --tensor-model-parallel-size."""
     moe_token_dispatcher_type: TokenDispatcher = setting(
-        "alltoall", acts=acts_with(num_experts=GIVEN), idle=idle_with("each rank has all experts", expert_ranks=1)
+        "alltoall", active_if=condition(num_experts=IS_SET), idle_if=idle_condition("each rank has all experts", expert_ranks=1)
     )
-    """How tokens reach the ranks of their experts: alltoall sends each to these; allgather sends all to all, which pays where a
-    token passes most of the ranks."""
-    sequence_parallel: bool = setting(False, idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1))
-    """Split norms, dropout and residual along the sequence over the tensor ranks (saves activation memory)."""
+    """Token dispatcher: alltoall sends each token to the ranks of its experts; allgather sends all tokens to all ranks, which pays
+    off if a token has experts on most ranks."""
+    sequence_parallel: bool = setting(False, idle_if=idle_condition("there is one tensor rank", tensor_model_parallel_size=1))
+    """Split norms, dropout and the residual stream along the sequence over the tensor ranks, which saves activation memory."""
     tp_comm_overlap: bool = setting(
         False,
-        acts=acts_with(
-            "with --sequence-parallel, and without --fp8-format, whose scales are those of whole products",
-            every=True,
+        active_if=condition(
+            "with --sequence-parallel, and without --fp8-format, whose scales are those of whole matrix products",
+            require_all=True,
             fix={},
             sequence_parallel=True,
             fp8_format=None,
         ),
-        idle=idle_with("there is one tensor rank", tensor_model_parallel_size=1),
+        idle_if=idle_condition("there is one tensor rank", tensor_model_parallel_size=1),
     )
-    """Under sequence parallelism: gather and reduce-scatter in pieces, each while another is multiplied. Inside a node of GPUs the
-    pieces are read out of the peers' memory; elsewhere they go round a ring."""
+    """Overlap the all-gather and reduce-scatter of sequence parallelism with matrix products, by splitting both into chunks. Inside
+    a node of GPUs the chunks are read from the peers' memory; elsewhere they are passed around a ring."""
     use_tp_pp_dp_mapping: bool = setting(
-        False, idle=idle_with("both numberings of the ranks are the same here", data_ranks=1, pipeline_model_parallel_size=1)
+        False,
+        idle_if=idle_condition("both orders of the ranks are equal in this layout", data_ranks=1, pipeline_model_parallel_size=1),
     )
-    """Number the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    pipeline_schedule: PipelineSchedule | None = setting(None, idle=_ONE_STAGE_IN_ORDER)
-    """Order of forwards and backwards in the pipeline; by default interleaved with several virtual stages, else 1f1b."""
-    num_layers_per_virtual_pipeline_stage: int | None = setting(None, at_least=1, unit="layers", idle=_ONE_STAGE)
-    """Layers of one virtual stage (chunk); each pipeline rank holds several."""
-    num_virtual_stages_per_pipeline_rank: int | None = setting(None, at_least=1, unit="chunks of layers", idle=_ONE_STAGE)
-    """Virtual stages (chunks) that each pipeline rank holds; the other way to ask for them."""
-    pipeline_split: PipelineSplit = setting("even", idle=_ONE_PIECE)
-    """How layers are spread over the stages: the same number each, or by their cost, embedding and loss counted."""
-    layer_costs: str | None = setting(None, acts=acts_with(pipeline_split="balanced"), idle=_ONE_PIECE)
-    """Costs of layers, embedding and loss for a balanced split: a file that --profile-pipeline wrote in a run of this model. By
-    default they are counted in FLOPs."""
-    decoder_first_pipeline_num_layers: int | None = setting(None, at_least=1, unit="layers")
-    """Layers on the first pipeline rank; the others share the rest."""
-    decoder_last_pipeline_num_layers: int | None = setting(None, at_least=1, unit="layers")
-    """Layers on the last pipeline rank; the others share the rest."""
-    account_for_embedding_in_pipeline_split: bool = setting(False, idle=_ONE_PIECE)
-    """Count the embedding as a layer when layers are spread."""
-    account_for_loss_in_pipeline_split: bool = setting(False, idle=_ONE_PIECE)
-    """Count the output layer and the loss as a layer when layers are spread."""
-    pipeline_model_parallel_layout: str | None = setting(None, idle=(_ONE_PIECE, _ONE_STAGE))
-    """Every stage by hand: E embedding, t layer, m depth of --mtp-num-layers (in front of L, or left out), L loss, | between
-    stages, (..)*n repeats, as in "Et*3|(tt|)*6L"."""
+    """Order the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
+    pipeline_schedule: PipelineSchedule | None = setting(None, idle_if=_SINGLE_STAGE_SCHEDULE)
+    """Pipeline schedule, the order of forward and backward passes; by default interleaved with several virtual stages, else
+    1f1b."""
+    num_layers_per_virtual_pipeline_stage: int | None = setting(None, min_value=1, unit="layers", idle_if=_SINGLE_STAGE)
+    """Number of layers of one virtual stage (model chunk); each pipeline rank holds several virtual stages."""
+    num_virtual_stages_per_pipeline_rank: int | None = setting(None, min_value=1, unit="chunks of layers", idle_if=_SINGLE_STAGE)
+    """Number of virtual stages (model chunks) of each pipeline rank; the alternative to --num-layers-per-virtual-pipeline-stage."""
+    pipeline_split: PipelineSplit = setting("even", idle_if=_SINGLE_CHUNK)
+    """Distribution of the layers over the stages: even gives each stage the same number of layers, balanced equalizes the stages'
+    FLOPs (or the times in --layer-costs), including embedding and loss."""
+    layer_costs: str | None = setting(None, active_if=condition(pipeline_split="balanced"), idle_if=_SINGLE_CHUNK)
+    """File with measured times of layers, embedding and loss for --pipeline-split balanced, written by --profile-pipeline in a run
+    of this model. By default FLOPs are counted instead."""
+    decoder_first_pipeline_num_layers: int | None = setting(None, min_value=1, unit="layers")
+    """Number of layers on the first pipeline rank; the other ranks share the remaining layers."""
+    decoder_last_pipeline_num_layers: int | None = setting(None, min_value=1, unit="layers")
+    """Number of layers on the last pipeline rank; the other ranks share the remaining layers."""
+    account_for_embedding_in_pipeline_split: bool = setting(False, idle_if=_SINGLE_CHUNK)
+    """Count the embedding as a layer when layers are distributed over the stages."""
+    account_for_loss_in_pipeline_split: bool = setting(False, idle_if=_SINGLE_CHUNK)
+    """Count the output layer and the loss as a layer when layers are distributed over the stages."""
+    pipeline_model_parallel_layout: str | None = setting(None, idle_if=(_SINGLE_CHUNK, _SINGLE_STAGE))
+    """Explicit content of every stage, such as "Et*3|(tt|)*6L": E embedding, t layer, m layer of --mtp-num-layers (before L, or
+    omitted), L loss, | separator of stages, (..)*n repetition."""
     overlap_p2p_communication: bool = setting(
-        True, idle=idle_with("nothing is sent between pipeline stages", pipeline_model_parallel_size=1)
+        True, idle_if=idle_condition("nothing is sent between pipeline stages", pipeline_model_parallel_size=1)
     )
-    """Send and receive between stages while computing; without, a stage waits for each exchange (the same result, bit for bit)."""
-    data_parallel_sharding_strategy: ShardingStrategy = setting("no_shard", idle=_NO_SHARES)
-    """What each data rank keeps only its share of. optim: main parameters and moments (ZeRO-1); optim_grads: gradients too
-    (ZeRO-2); optim_grads_params: parameters too, gathered block by block where they are used (ZeRO-3)."""
+    """Overlap sends and receives between stages with computation. Without it, a stage waits for each transfer; the result is
+    bitwise the same."""
+    data_parallel_sharding_strategy: ShardingStrategy = setting("no_shard", idle_if=_NOT_SHARDED)
+    """State that is sharded over the data ranks. optim: main parameters and optimizer moments (ZeRO-1); optim_grads: gradients too
+    (ZeRO-2); optim_grads_params: parameters too, gathered block by block when they are used (ZeRO-3)."""
     use_distributed_optimizer: bool = setting(
         False,
-        idle=(
-            idle_with("the strategy shards the optimizer's state too", data_parallel_sharding_strategy=OtherThan("no_shard")),
-            replace(_NO_SHARES, others={"sharing_ranks": 1, "data_parallel_sharding_strategy": "no_shard"}, every=True),
+        idle_if=(
+            idle_condition("the strategy shards the optimizer's state too", data_parallel_sharding_strategy=NotEqual("no_shard")),
+            replace(_NOT_SHARDED, values={"sharing_ranks": 1, "data_parallel_sharding_strategy": "no_shard"}, require_all=True),
         ),
     )
-    """The same as --data-parallel-sharding-strategy optim. If both are given, what shards more counts."""
+    """Equivalent to --data-parallel-sharding-strategy optim. If both are given, the strategy that shards more takes effect."""
     fsdp_shard_size: int | None = setting(
         None,
-        at_least=1,
+        min_value=1,
         unit="ranks",
-        acts=_FSDP,
-        idle=idle_with(
+        active_if=_FSDP,
+        idle_if=idle_condition(
             "each group has one data rank, so optim_grads_params is the same as optim_grads",
-            effect="leaves parameters whole",
-            every=True,
+            effect="does not shard parameters",
+            require_all=True,
             fsdp_shard_size=1,
-            sharing_ranks=OtherThan(1),
+            sharing_ranks=NotEqual(1),
         ),
     )
-    """Data ranks that share one copy of the model under optim_grads_params; each group of so many has a copy of its own (hybrid
-    sharding). By default all data ranks share one."""
-    fsdp_reshard_after_forward: FsdpReshard = setting("always", acts=_FSDP, idle=_WHOLE)
-    """Under optim_grads_params: free the parameters of a block after its forward and gather them again for backward (always), or
-    keep them from their first use in a step to their last (never: sends less, but in between all of this rank's are in memory)."""
+    """Number of data ranks that share one copy of the model under optim_grads_params; each group of this many ranks has its own
+    copy (hybrid sharding). By default all data ranks share one copy."""
+    fsdp_reshard_after_forward: FsdpReshard = setting("always", active_if=_FSDP, idle_if=_FULL_PARAMS)
+    """Under optim_grads_params: free the parameters of a block after its forward pass and gather them again for backward (always),
+    or keep them from their first to their last use in a step (never), which communicates less but holds the full parameters of this
+    rank's layers in memory in between."""
     fsdp_reduce_once: bool = setting(
-        False, acts=_FSDP, idle=(_WHOLE, idle_with("a step has one microbatch on each data rank", microbatches=1))
+        False,
+        active_if=_FSDP,
+        idle_if=(_FULL_PARAMS, idle_condition("a step has one microbatch on each data rank", microbatches=1)),
     )
-    """Under optim_grads_params: keep gradients whole until the last microbatch of a step and reduce them then (sends less, but in
-    between all of this rank's are in memory)."""
+    """Under optim_grads_params: keep full gradients until the last microbatch of a step and reduce them then, which communicates
+    less but holds the full gradients of this rank's layers in memory in between."""
     fsdp_params_cpu: bool = setting(
         False,
-        acts=_FSDP,
-        idle=(_WHOLE, idle_with("--device cpu has everything in host memory", effect="saves no memory", device="cpu")),
+        active_if=_FSDP,
+        idle_if=(
+            _FULL_PARAMS,
+            idle_condition("--device cpu has everything in host memory", effect="saves no memory", device="cpu"),
+        ),
     )
-    """Under optim_grads_params: keep this rank's part of parameters, gradients and moments in host memory and update it there; what
-    is gathered is on the device."""
-    overlap_grad_reduce: bool = setting(False, idle=_ONE_DATA_RANK)
-    """Reduce each gradient bucket as soon as it is complete, while backward goes on. (optim_grads_params always does, block by
+    """Under optim_grads_params: keep this rank's shard of parameters, gradients and optimizer moments in host memory and update it
+    there; gathered parameters are on the device."""
+    overlap_grad_reduce: bool = setting(False, idle_if=_SINGLE_DATA_RANK)
+    """Reduce each gradient bucket as soon as it is complete, during the backward pass. (optim_grads_params always does so, block by
     block.)"""
-    grad_reduce_in_bf16: bool = setting(False, acts=acts_with(bf16=True), idle=_ONE_DATA_RANK)
-    """Send the gradients of a bfloat16 model in bfloat16 where data ranks add them up: half the bytes, and a sum that is rounded on
-    its way. Each rank still sums its microbatches in float32."""
-    overlap_param_gather: bool = setting(False, acts=_SHARDED, idle=_ONE_DATA_RANK)
-    """Under optim and optim_grads: wait for updated parameters just before the layers that use them in the next forward, not at the
-    end of the step. (optim_grads_params always fetches the next block ahead.)"""
-    ddp_bucket_size: int | None = setting(None, at_least=1, unit="elements")
-    """Elements in a gradient bucket; by default 1,000,000 x DP, but from 40,000,000 to 160,000,000."""
+    grad_reduce_in_bf16: bool = setting(False, active_if=condition(bf16=True), idle_if=_SINGLE_DATA_RANK)
+    """Reduce the gradients of a bfloat16 model over data ranks in bfloat16: half the bytes, but the sum is rounded on the way. Each
+    rank still accumulates its microbatches in float32."""
+    overlap_param_gather: bool = setting(False, active_if=_SHARDED, idle_if=_SINGLE_DATA_RANK)
+    """Under optim and optim_grads: wait for updated parameters just before the layers that use them in the next forward pass,
+    instead of at the end of the step. (optim_grads_params always prefetches the next block.)"""
+    ddp_bucket_size: int | None = setting(None, min_value=1, unit="elements")
+    """Number of elements in a gradient bucket; by default 1,000,000 x DP, limited to the range from 40,000,000 to 160,000,000."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Communication library for tensors; by default nccl on CUDA and gloo on CPU. Beside nccl, gloo carries what the hosts say."""
+    """Communication library for tensors; by default nccl on CUDA and gloo on CPU. With nccl, messages between the hosts use
+    gloo."""
     init_method: str = "env://"
-    """How ranks find each other: env:// at MASTER_ADDR and MASTER_PORT of the environment, as torchrun sets them; tcp://HOST:PORT
-    at the node of rank 0; file:///PATH by a file that all nodes see. Rank and number of ranks come from the environment: RANK and
-    WORLD_SIZE, or for tcp and file those of SLURM and Open MPI."""
-    distributed_timeout_minutes: int = setting(10, at_least=1, unit="minutes")
-    """Give up on a collective after this long."""
-    hang_warn_s: float = setting(30.0, at_least=0.0, unit="seconds")
-    """When nothing has moved for this long, or for three times as long as it ever stood still before, say which rank keeps the
-    others waiting, in what, and write the stacks of all ranks. 0: do not watch."""
-    hang_kill_s: float | None = setting(None, at_least=1.0, unit="seconds", acts=acts_with(hang_warn_s=OtherThan(0.0), strict=True))
-    """End a run in which nothing has moved for this long, with exit code 86; by default the libraries' timeouts end it."""
-    straggler_interval: int | None = setting(
-        None, at_least=1, unit="steps", acts=acts_with(hang_warn_s=OtherThan(0.0), strict=True)
+    """Rendezvous of the ranks: env:// at MASTER_ADDR and MASTER_PORT of the environment, as torchrun sets them; tcp://HOST:PORT at
+    the node of rank 0; file:///PATH through a file that all nodes can access. Rank and world size come from the environment: RANK
+    and WORLD_SIZE, or for tcp and file those of SLURM and Open MPI."""
+    distributed_timeout_minutes: int = setting(10, min_value=1, unit="minutes")
+    """Timeout of a collective."""
+    hang_warn_s: float = setting(30.0, min_value=0.0, unit="seconds")
+    """Time without progress after which a run reports which rank keeps the others waiting, in which operation, and writes the
+    stacks of all ranks. The time is at least three times the longest pause so far. 0: do not watch for hangs."""
+    hang_kill_s: float | None = setting(
+        None, min_value=1.0, unit="seconds", active_if=condition(hang_warn_s=NotEqual(0.0), strict=True)
     )
-    """Compare, every so many steps, how long each rank computes apart from waits with the other ranks of its stage, and say which
-    were slow in two intervals in a row; by default never. On a GPU the hosts' times are compared."""
+    """Time without progress after which a run ends with exit code 86; by default the timeouts of the communication libraries end
+    it."""
+    straggler_interval: int | None = setting(
+        None, min_value=1, unit="steps", active_if=condition(hang_warn_s=NotEqual(0.0), strict=True)
+    )
+    """Steps between comparisons of the ranks of each stage by their computation time, without waits. Ranks that are slow in two
+    consecutive intervals are reported. By default ranks are never compared. On a GPU the times of the hosts are compared."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes CUDA when there is one."""
+    """Device to compute on; auto uses CUDA if it is available."""
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that split each expert, after the default."""
+        """Number of ranks that split each expert, after the default is applied."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def schedule(self) -> str:
-        """The pipeline schedule after defaults: interleaved where several virtual stages are asked for, else 1f1b."""
+        """Pipeline schedule after the default is applied: interleaved if several virtual stages are requested, else 1f1b."""
         if self.pipeline_schedule is not None:
             return self.pipeline_schedule
         if self.pipeline_model_parallel_layout is not None:
-            # One that cannot be read is a violation of its own.
-            several = len(read_layout(self.pipeline_model_parallel_layout) or ()) > self.pipeline_model_parallel_size
+            # A rule reports an invalid layout.
+            is_interleaved = (
+                len(parse_layout_or_none(self.pipeline_model_parallel_layout) or ()) > self.pipeline_model_parallel_size
+            )
         else:
-            # How many stages some layers each give depends on the model; that they are several is a rule.
-            several = self.num_layers_per_virtual_pipeline_stage is not None or (self.num_virtual_stages_per_pipeline_rank or 1) > 1
-        return default_schedule(several)
+            # The number of chunks depends on the model; a rule checks that there are several.
+            is_interleaved = (
+                self.num_layers_per_virtual_pipeline_stage is not None or (self.num_virtual_stages_per_pipeline_rank or 1) > 1
+            )
+        return get_default_schedule(is_interleaved)
 
     @property
     def sharding(self) -> ShardingStrategy:
-        """The sharding strategy that both flags together ask for."""
+        """Sharding strategy that --data-parallel-sharding-strategy and --use-distributed-optimizer request together."""
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy
 
-    def units_to_split(self, num_layers: int) -> int:
-        """Layers, with the embedding and the loss where they count as a layer each."""
+    def count_split_units(self, num_layers: int) -> int:
+        """Return the number of layers, plus one each for the embedding and the loss if they count as a layer."""
         return num_layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
 
-    def chunks_per_stage(self, num_layers: int) -> int:
-        """Virtual stages (chunks) that each pipeline rank holds: asked for, or what the schedule needs.
+    def get_chunks_per_stage(self, num_layers: int) -> int:
+        """Return the number of model chunks (virtual stages) of each pipeline rank: requested, or required by the schedule.
 
         Raises:
-            ValueError: it is no whole number, or the layout cannot be read. (The rules between settings say so before.)
+            ValueError: the number is not an integer, or the layout cannot be parsed. Rules report both before a run.
         """
-        stages, layout = self.pipeline_model_parallel_size, self.pipeline_model_parallel_layout
+        num_stages, layout = self.pipeline_model_parallel_size, self.pipeline_model_parallel_layout
         if layout is not None:
-            count, what, each = len(read_layout(layout) or parse_layout(layout)), "chunks of the layout", 1
+            num_units, unit_name, units_per_chunk = (
+                len(parse_layout_or_none(layout) or parse_layout(layout)),
+                "chunks of the layout",
+                1,
+            )
         elif self.num_layers_per_virtual_pipeline_stage is not None:
-            count, what, each = self.units_to_split(num_layers), "layers", self.num_layers_per_virtual_pipeline_stage
+            num_units, unit_name, units_per_chunk = (
+                self.count_split_units(num_layers),
+                "layers",
+                self.num_layers_per_virtual_pipeline_stage,
+            )
         else:
             return self.num_virtual_stages_per_pipeline_rank or SCHEDULES[self.schedule].chunks_per_stage or 1
-        if count % (stages * each):
-            raise ValueError(f"{count} {what} do not divide among {stages} pipeline stages")
-        return count // (stages * each)
+        if num_units % (num_stages * units_per_chunk):
+            raise ValueError(f"{num_units} {unit_name} do not divide among {num_stages} pipeline stages")
+        return num_units // (num_stages * units_per_chunk)

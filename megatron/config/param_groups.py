@@ -1,12 +1,12 @@
-"""--param-groups: patterns of parameter names, and what the parameters that they match have of their own.
+"""Parser of --param-groups: patterns of parameter names, and the optimizer settings of the parameters that match.
 
-In the settings an entry is one text, `embedding.* lr-mult=0.1 wd-mult=0`, so it can be typed, saved with a run and compared on
-resume. A YAML file, or the key `param-groups` of a --config file, holds the same as a mapping:
+In the settings an entry is one text, `embedding.* lr-mult=0.1 wd-mult=0`, so that it can be typed, saved with a run and compared on
+resume. A YAML file, or the key `param-groups` of a --config file, contains the entries as a mapping:
 
     embedding.*: {lr-mult: 0.1, wd-mult: 0}
     layers.*.mlp.*.weight: {lr: 2e-4, min-lr: 2e-5}
 
-Each value of a parameter comes from the last entry that matches its name and gives that value.
+Each value of a parameter comes from the last entry that matches the parameter's name and sets the value.
 """
 
 from __future__ import annotations
@@ -24,60 +24,62 @@ from megatron.config.setting import Interval
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """One entry: a pattern and the values of those that match. None: it says nothing of that value."""
+    """Entry of --param-groups: a pattern of parameter names, and optimizer settings of the parameters that match. A setting that is
+    None is not changed by the entry."""
 
     pattern: str
-    """As in a shell, over the global name: * stands for any characters, dots too; ? for one; [0-3] for one of these."""
+    """Shell pattern over the global parameter name: * matches any characters, including dots; ? matches one character; [0-3] one of
+    these."""
     optimizer: str | None = None
-    """Update rule, as --optimizer."""
+    """Optimizer, as in --optimizer."""
     lr_mult: float | None = None
     """Factor on the learning rate at every step."""
     lr: float | None = None
-    """Highest rate of a course of its own, as --lr."""
+    """Maximum learning rate of a separate schedule, as in --lr."""
     min_lr: float | None = None
-    """Lowest rate of a course of its own, as --min-lr."""
+    """Minimum learning rate of a separate schedule, as in --min-lr."""
     wd_mult: float | None = None
-    """Factor on weight decay; it also switches on the decay of biases and norms, which have none by themselves."""
+    """Factor on weight decay. It also enables the decay of biases and norms, which have none by default."""
     adam_beta1: float | None = None
     adam_beta2: float | None = None
     adam_eps: float | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether it speaks of a parameter."""
+        """Return whether the pattern matches a parameter name."""
         return fnmatchcase(name, self.pattern)
 
 
-_SHARE = Interval(0.0, 1.0, with_high=False)
-_NUMBERS = {
+_DECAY = Interval(0.0, 1.0, includes_high=False)
+_INTERVALS = {
     "lr-mult": Interval(0.0),
-    "lr": Interval(0.0, with_low=False),
+    "lr": Interval(0.0, includes_low=False),
     "min-lr": Interval(0.0),
     "wd-mult": Interval(0.0),
-    "adam-beta1": _SHARE,
-    "adam-beta2": _SHARE,
-    "adam-eps": Interval(0.0, with_low=False),
+    "adam-beta1": _DECAY,
+    "adam-beta2": _DECAY,
+    "adam-eps": Interval(0.0, includes_low=False),
 }
-KEYS = ("optimizer", *_NUMBERS)
-"""What an entry may say."""
+KEYS = ("optimizer", *_INTERVALS)
+"""Keys that an entry may set."""
 
 
-def as_text(pattern: str, values: Iterable[tuple[str, object]]) -> str:
-    """An entry as one text."""
+def format_entry(pattern: str, values: Iterable[tuple[str, object]]) -> str:
+    """Format an entry of --param-groups as one text: the pattern and pairs key=value."""
     return " ".join([pattern, *(f"{key.replace('_', '-')}={value}" for key, value in values)])
 
 
 @functools.lru_cache(maxsize=256)
-def entry_of(text: str) -> GroupEntry:
-    """An entry from its text.
+def parse_entry(text: str) -> GroupEntry:
+    """Parse an entry of --param-groups.
 
     Raises:
-        ValueError: it is none; says why.
+        ValueError: the text is not a valid entry. The message gives the reason.
     """
     pattern, *items = text.split()
     if "=" in pattern:
-        raise ValueError(f"{pattern} stands where the pattern of names should")
+        raise ValueError(f"the entry must start with a pattern of parameter names, not with {pattern}")
     if not items:
-        raise ValueError(f"it gives {pattern} nothing: name at least one of {', '.join(KEYS)}, such as {pattern} lr-mult=0.1")
+        raise ValueError(f"it sets nothing for {pattern}: set at least one of {', '.join(KEYS)}, such as {pattern} lr-mult=0.1")
     values: dict[str, Any] = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -85,29 +87,32 @@ def entry_of(text: str) -> GroupEntry:
         if not equals:
             raise ValueError(f"{item} is not of the form key=value")
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            raise ValueError(f"{key} is not a value of a group; {f'did you mean {near[0]}?' if near else ''} {', '.join(KEYS)} are")
+            similar = difflib.get_close_matches(key, KEYS, n=1)
+            raise ValueError(
+                f"{key} is not a key of an entry; {f'did you mean {similar[0]}? Keys' if similar else 'keys'} are {', '.join(KEYS)}"
+            )
         if key.replace("-", "_") in values:
             raise ValueError(f"{key} is given twice")
-        values[key.replace("-", "_")] = _number(key, value) if key in _NUMBERS else value
+        values[key.replace("-", "_")] = _parse_number(key, value) if key in _INTERVALS else value
     return GroupEntry(pattern, **values)
 
 
-def _number(key: str, value: str) -> float:
+def _parse_number(key: str, value: str) -> float:
     try:
-        number = float(value)
+        parsed = float(value)
     except ValueError:
-        number = math.nan
-    if not _NUMBERS[key].holds(number):
-        raise ValueError(f"{key}={value}: it must be a number {_NUMBERS[key]}")
-    return number
+        parsed = math.nan
+    if not _INTERVALS[key].contains(parsed):
+        raise ValueError(f"{key}={value}: it must be a number {_INTERVALS[key]}")
+    return parsed
 
 
-def merged(texts: Iterable[str], name: str) -> dict[str, Any]:
-    """The values that entries give to a parameter, by the names of the fields of `GroupEntry`: of each value the last."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        entry = entry_of(text)
+def merge_entries(entries: Iterable[str], name: str) -> dict[str, Any]:
+    """Return the values that the entries set for a parameter, by the names of the fields of `GroupEntry`. The last entry that sets
+    a value counts."""
+    values: dict[str, Any] = {}
+    for text in entries:
+        entry = parse_entry(text)
         if entry.matches(name):
-            found |= {field: value for field, value in vars(entry).items() if value is not None and field != "pattern"}
-    return found
+            values |= {field: value for field, value in vars(entry).items() if value is not None and field != "pattern"}
+    return values

@@ -1,9 +1,10 @@
-"""The text of --pipeline-model-parallel-layout: which chunk holds which layers, written by hand.
+"""Parser of --pipeline-model-parallel-layout, which assigns layers to model chunks explicitly, and of files of measured layer
+costs.
 
-`E` is the embedding, `t` a transformer layer, `m` a depth of multi-token prediction, `L` the output layer and the loss, `|` ends a
-chunk. (All depths stand in front of the loss, and may be left out.) `x*n` and `(...)*n` repeat one symbol or a part, also a part
-with `|`. Commas and spaces mean nothing. So `Et*3|(tt|)*6,L` has eight chunks: the embedding with three layers, six times two
-layers, the loss alone. This is the language of Megatron-LM; brackets within brackets come on top.
+`E` is the embedding, `t` a transformer layer, `m` a layer of multi-token prediction, `L` the output layer and the loss, `|`
+separates chunks. (All `m` are directly before `L`, and may be omitted.) `x*n` and `(...)*n` repeat a symbol or a group, also a
+group with `|`. Commas and spaces are ignored. So `Et*3|(tt|)*6,L` has eight chunks: the embedding with three layers, six times two
+layers, and the loss. This is the syntax of Megatron-LM, extended by nested brackets.
 """
 
 from __future__ import annotations
@@ -19,115 +20,117 @@ from pathlib import Path
 from megatron.config.regular_file import read_text
 
 _ALLOWED = (
-    "E (embedding), t (layer), m (multi-token prediction), L (loss), | (end of a chunk), x*n and (...)*n (repeat), commas "
+    "E (embedding), t (layer), m (multi-token prediction), L (loss), | (separator of chunks), x*n and (...)*n (repeat), commas "
     "and spaces"
 )
-_MOST_SYMBOLS = 100_000  # after repeating; a slip such as t*999999999 must not fill the memory
+_MAX_SYMBOLS = 100_000  # after repetition; a typing error such as t*999999999 must not exhaust the memory
 
 
 @dataclass(frozen=True)
 class LayoutChunk:
-    """The content of one chunk."""
+    """Content of one model chunk (virtual pipeline stage) of a layout."""
 
-    embedding: bool
+    has_embedding: bool
     num_layers: int
-    loss: bool
-    depths: int = 0
-    """Those of multi-token prediction that are named."""
+    has_loss: bool
+    num_depths: int = 0
+    """Number of multi-token prediction layers that the layout names in this chunk."""
 
-    def content(self, first_layer: int) -> str:
-        """What it holds, in words, with the numbers of its layers; empty if that is nothing."""
+    def summarize(self, first_layer: int) -> str:
+        """Describe the content for messages, with the indices of the layers. Empty for an empty chunk."""
         layers = f"{first_layer}-{first_layer + self.num_layers - 1} ({self.num_layers})" if self.num_layers else ""
-        depths = f"{self.depths} of multi-token prediction" if self.depths else ""
-        return ", ".join(filter(None, ("embedding" * self.embedding, layers, depths, "norm, output, loss" * self.loss)))
+        depths = f"{self.num_depths} of multi-token prediction" if self.num_depths else ""
+        return ", ".join(filter(None, ("embedding" * self.has_embedding, layers, depths, "norm, output, loss" * self.has_loss)))
 
 
 @dataclass(frozen=True)
 class _Symbol:
     letter: str
-    place: int
-    """Position of the chunk in the text, counted in characters from 1."""
+    position: int
+    """Position of the symbol in the text, counted in characters from 1."""
 
 
 def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
-    """The chunks in the order of the depth.
+    """Parse a layout into its model chunks, in the order in which a forward pass runs them.
 
     Raises:
-        ValueError: the text breaks the grammar, or embedding and loss do not stand once each at their ends (see `layout_problems`).
+        ValueError: the text violates the syntax, or the embedding is not first or the loss not last (see `find_layout_problems`).
     """
-    problems = layout_problems(text)
+    problems = find_layout_problems(text)
     if problems:
         raise ValueError(f"the pipeline layout {text!r} is wrong: {' '.join(problems)}")
     return tuple(
         LayoutChunk("E" in chunk, chunk.count("t"), "L" in chunk, chunk.count("m"))
-        for chunk in "".join(symbol.letter for symbol in _symbols(text)).split("|")
+        for chunk in "".join(symbol.letter for symbol in _expand_symbols(text)).split("|")
     )
 
 
 @functools.lru_cache(maxsize=64)
-def read_layout(text: str | None) -> tuple[LayoutChunk, ...] | None:
-    """The chunks of a layout, or None where there is none or it cannot be read. Kept, as rules ask for the same one many times."""
-    return None if text is None or layout_problems(text) else parse_layout(text)
+def parse_layout_or_none(text: str | None) -> tuple[LayoutChunk, ...] | None:
+    """Parse a layout. Returns None if the layout is None or invalid. Cached, because rules parse the same layout many times."""
+    return None if text is None or find_layout_problems(text) else parse_layout(text)
 
 
-def layout_problems(text: str) -> list[str]:
-    """The faults of a text, each in a sentence; for a text that cannot be read, only the first."""
+def find_layout_problems(text: str) -> list[str]:
+    """Return the problems of a layout, each as a sentence. For a text that violates the syntax, only the first problem is
+    returned."""
     try:
-        symbols = _symbols(text)
+        symbols = _expand_symbols(text)
     except ValueError as error:
         return [str(error)]
-    return list(_misplaced(symbols))
+    return list(_find_misplaced(symbols))
 
 
-def _misplaced(symbols: list[_Symbol]) -> Iterator[str]:
-    """Faults if embedding and loss do not stand once each, at the very ends, and depths in front of the loss."""
-    in_front = next((place for place, symbol in enumerate(symbols[-2::-1]) if symbol.letter != "m"), len(symbols))
-    if strange := [symbol for symbol in symbols[: len(symbols) - 1 - in_front] if symbol.letter == "m"]:
-        yield f"m (multi-token prediction) is at {_places(strange)}, but it stands in front of L, in the last chunk."
-    for letter, what, end, position in (("E", "embedding", "first", 0), ("L", "loss", "last", -1)):
-        found = [symbol for symbol in symbols if symbol.letter == letter]
-        if not found:
-            yield f"There is no {letter}: the {what} stands {end} in the {end} chunk."
-        elif len(found) > 1:
-            yield f"There are {len(found)} {letter} ({_places(found)}) but one {what}."
-        elif symbols[position].letter != letter:
-            yield f"{letter} is at {_places(found)}, but the {what} stands {end} in the {end} chunk."
+def _find_misplaced(symbols: list[_Symbol]) -> Iterator[str]:
+    """Yield a problem if the embedding is not exactly once at the start, if the loss is not exactly once at the end, or if a layer
+    of multi-token prediction is not directly before the loss."""
+    num_not_depths = next((index for index, symbol in enumerate(symbols[-2::-1]) if symbol.letter != "m"), len(symbols))
+    if misplaced := [symbol for symbol in symbols[: len(symbols) - 1 - num_not_depths] if symbol.letter == "m"]:
+        yield f"m (multi-token prediction) is at {_format_positions(misplaced)}, but it must be before L, in the last chunk."
+    for letter, name, end, end_index in (("E", "embedding", "first", 0), ("L", "loss", "last", -1)):
+        matches = [symbol for symbol in symbols if symbol.letter == letter]
+        if not matches:
+            yield f"There is no {letter}: the {name} must be {end} in the {end} chunk."
+        elif len(matches) > 1:
+            yield f"There are {len(matches)} {letter} ({_format_positions(matches)}) but one {name}."
+        elif symbols[end_index].letter != letter:
+            yield f"{letter} is at {_format_positions(matches)}, but the {name} must be {end} in the {end} chunk."
 
 
-def _places(symbols: list[_Symbol]) -> str:
-    places = sorted({symbol.place for symbol in symbols})
-    return f"character{'s' * (len(places) > 1)} {', '.join(map(str, places))}"
+def _format_positions(symbols: list[_Symbol]) -> str:
+    positions = sorted({symbol.position for symbol in symbols})
+    return f"character{'s' * (len(positions) > 1)} {', '.join(map(str, positions))}"
 
 
-def _symbols(text: str) -> list[_Symbol]:
-    """The letters and bars after repeating."""
+def _expand_symbols(text: str) -> list[_Symbol]:
+    """Return the letters and bars of a layout, with all repetitions expanded."""
     symbols: list[_Symbol] = []
-    opened: list[tuple[int, list[_Symbol]]] = []
-    last: list[_Symbol] | None = None  # what a * would repeat
+    open_brackets: list[tuple[int, list[_Symbol]]] = []
+    repeatable: list[_Symbol] | None = None  # the symbols that a * would repeat
     for token in re.finditer(r"\*[0-9]+|[^,\s]", text):
-        word, place = token.group(), token.start() + 1
+        word, position = token.group(), token.start() + 1
         if word == "(":
-            opened.append((place, symbols))
-            symbols, last = [], None
+            open_brackets.append((position, symbols))
+            symbols, repeatable = [], None
         elif word == ")":
-            if not opened:
-                raise ValueError(f"Character {place} closes a bracket that was not opened.")
-            start, before = opened.pop()
+            if not open_brackets:
+                raise ValueError(f"Character {position} closes a bracket that was not opened.")
+            start, outer_symbols = open_brackets.pop()
             if not symbols:
-                raise ValueError(f"The bracket at character {start} holds nothing.")
-            symbols, last = before + symbols, symbols
-        elif word[0] == "*" and word != "*" and last is not None:
-            times = int(word[1:].lstrip("0")[:10] or "0")  # more digits would be too many symbols in any case
-            if len(symbols) + times * len(last) > _MOST_SYMBOLS:
-                raise ValueError(f"With character {place} there are more than {_MOST_SYMBOLS:,} symbols.")
-            symbols, last = symbols[: len(symbols) - len(last)] + last * times, None
+                raise ValueError(f"The bracket at character {start} is empty.")
+            symbols, repeatable = outer_symbols + symbols, symbols
+        elif word[0] == "*" and word != "*" and repeatable is not None:
+            times = int(word[1:].lstrip("0")[:10] or "0")  # more digits always exceed the limit
+            if len(symbols) + times * len(repeatable) > _MAX_SYMBOLS:
+                raise ValueError(f"At character {position} the layout exceeds {_MAX_SYMBOLS:,} symbols.")
+            symbols, repeatable = symbols[: len(symbols) - len(repeatable)] + repeatable * times, None
         elif word in "EtLm|":
-            last = [_Symbol(word, place)]
-            symbols += last
+            repeatable = [_Symbol(word, position)]
+            symbols += repeatable
         else:
-            raise ValueError(f"Character {place} is {word[0]!r}{_hint(word)}; allowed are {_ALLOWED}.")
-    if opened:
-        raise ValueError(f"The bracket at character {opened[-1][0]} is not closed.")
+            raise ValueError(f"Character {position} is {word[0]!r}{_hint(word)}; allowed are {_ALLOWED}.")
+    if open_brackets:
+        raise ValueError(f"The bracket at character {open_brackets[-1][0]} is not closed.")
     return symbols
 
 
@@ -137,60 +140,65 @@ def _hint(word: str) -> str:
     if word == "*":
         return " without a number after it"
     if word[0] == "*":
-        return " without one symbol or bracket before it to repeat"
-    return " (a number stands only after *)" if word.isdigit() else ""
+        return " without a symbol or bracket before it to repeat"
+    return " (a number is allowed only after *)" if word.isdigit() else ""
 
 
-# ---- Measured times of a model's layers, embedding and loss, as --profile-pipeline writes them and --layer-costs reads them.
+# ---- Measured times of layers, embedding and loss, written by --profile-pipeline and read by --layer-costs.
 
-_FORM = '{"layers": [ms, ...], "embedding": ms, "loss": ms}'
+_JSON_FORMAT = '{"layers": [ms, ...], "embedding": ms, "loss": ms}'
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Milliseconds of one microbatch, forward and backward."""
+    """Measured times of the layers, the embedding and the loss: forward and backward of one microbatch, in milliseconds."""
 
     layers: tuple[float, ...]
-    """Those of each layer, in the order of the depth."""
+    """Time of each layer, from the first to the last."""
     embedding: float
-    """What is before the first layer."""
+    """Time of the computation before the first layer."""
     loss: float
-    """What is behind the last: norm, output layer and loss, and the depths of multi-token prediction."""
+    """Time of the computation after the last layer: norm, output layer and loss, and multi-token prediction."""
 
-    def of_kinds(self, kinds: Sequence[Hashable]) -> tuple[float, ...]:
-        """The cost of each layer, where layers of one kind cost the same: their mean. So noise does not move the split."""
-        found: dict[Hashable, list[float]] = {}
-        for kind, cost in zip(kinds, self.layers, strict=True):
-            found.setdefault(kind, []).append(cost)
-        return tuple(math.fsum(found[kind]) / len(found[kind]) for kind in kinds)
+    def average_by_type(self, layer_types: Sequence[Hashable]) -> tuple[float, ...]:
+        """Return the time of each layer, averaged over all layers of the same type, so that measurement noise does not change the
+        distribution of the layers over the stages.
+
+        Args:
+            layer_types: type of each layer; layers of equal type do the same computation.
+        """
+        costs_by_type: dict[Hashable, list[float]] = {}
+        for layer_type, cost in zip(layer_types, self.layers, strict=True):
+            costs_by_type.setdefault(layer_type, []).append(cost)
+        return tuple(math.fsum(costs_by_type[layer_type]) / len(costs_by_type[layer_type]) for layer_type in layer_types)
 
     def write(self, path: Path) -> None:
-        """As JSON.
+        """Write the measured times to a JSON file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 def read_layer_costs(path: str) -> LayerCosts:
-    """The costs in a file.
+    """Read measured times of layers from a file that `LayerCosts.write` wrote.
 
     Raises:
-        ValueError: it cannot be read, or holds something else.
+        ValueError: the file cannot be read, or has another format.
     """
     flag = f"--layer-costs {path}"
     try:
-        found = json.loads(read_text(Path(path)))
+        content = json.loads(read_text(Path(path)))
     except OSError as error:
         raise ValueError(f"{flag} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} is no JSON: {error}.") from error
-    if not isinstance(found, dict) or set(found) != {"layers", "embedding", "loss"} or not isinstance(found["layers"], list):
-        raise ValueError(f"{flag} does not hold {_FORM}.")
-    numbers = [*found["layers"], found["embedding"], found["loss"]]
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) and one >= 0 for one in numbers):
-        raise ValueError(f"{flag} has a time that is no number from 0 on.")
-    if not sum(found["layers"]):
-        raise ValueError(f"{flag} has no layer that takes time.")
-    return LayerCosts(tuple(map(float, found["layers"])), float(found["embedding"]), float(found["loss"]))
+        raise ValueError(f"{flag} is not JSON: {error}.") from error
+    if not isinstance(content, dict) or set(content) != {"layers", "embedding", "loss"} or not isinstance(content["layers"], list):
+        raise ValueError(f"{flag} does not hold {_JSON_FORMAT}.")
+    times = [*content["layers"], content["embedding"], content["loss"]]
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x >= 0 for x in times):
+        raise ValueError(f"{flag} has a time that is not a number of at least 0.")
+    if not sum(content["layers"]):
+        raise ValueError(f"{flag} has no layer with a time above 0.")
+    return LayerCosts(tuple(map(float, content["layers"])), float(content["embedding"]), float(content["loss"]))

@@ -1,4 +1,5 @@
-"""Files that a user or a stranger names: read whole, but no device, no pipe that nobody writes to, and nothing without an end."""
+"""Bounded reads of files that a user or another program names. Only regular files are read: no devices, no pipes without a writer,
+and no files above a size limit."""
 
 from __future__ import annotations
 
@@ -8,45 +9,47 @@ import stat
 from pathlib import Path
 from typing import IO
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Open a file to be read, without a buffer.
+    """Open a regular file for unbuffered reading.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
-    # Without O_NONBLOCK the opening of a pipe would wait for its writer.
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(kind, os.strerror(kind) if kind == errno.EISDIR else "it is no regular file", os.fspath(path))
+        error_code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(
+            error_code, os.strerror(error_code) if error_code == errno.EISDIR else "it is not a regular file", os.fspath(path)
+        )
     return os.fdopen(handle, "rb", buffering=0)
 
 
-def read_regular(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """The content of a file.
+def read_regular(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file.
 
     Raises:
-        OSError: as `open_regular`; or it has more than `most` bytes.
+        OSError: as in `open_regular`, or the file has more than `max_bytes` bytes.
     """
     with open_regular(path) as file:
         data = bytearray()
-        while len(data) <= most and (read := file.read(most + 1 - len(data))):
-            data += read
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+        while len(data) <= max_bytes and (chunk := file.read(max_bytes + 1 - len(data))):
+            data += chunk
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", os.fspath(path))
     return bytes(data)
 
 
-def read_text(path: Path, most: int = MOST_BYTES, encoding: str = "utf-8") -> str:
-    """The content of a file of text, with newlines as Python has them.
+def read_text(path: Path, max_bytes: int = MAX_BYTES, encoding: str = "utf-8") -> str:
+    """Return the content of a text file. Windows line ends are converted to newlines.
 
     Raises:
-        OSError: see `read_regular`.
-        UnicodeDecodeError: it is no such text.
+        OSError: as in `read_regular`.
+        UnicodeDecodeError: the file is not text in this encoding.
     """
-    return read_regular(path, most).decode(encoding).replace("\r\n", "\n")
+    return read_regular(path, max_bytes).decode(encoding).replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""Runs every rule between the settings and chooses, for each violated one, the nearest settings that are really valid."""
+"""Evaluation of all rules between settings, with suggestions of the nearest valid settings for each violated rule."""
 
 from __future__ import annotations
 
@@ -23,108 +23,125 @@ from megatron.config.checks import (
 from megatron.config.checks.finding import (
     Change,
     Finding,
-    data_size,
-    out_of_range,
-    rules_in,
+    collect_rules,
+    find_out_of_range,
+    get_data_parallel_size,
 )
 from megatron.config.config import Config
 from megatron.config.errors import Violation
-from megatron.config.setting import typed
+from megatron.config.setting import flag_name
 
-RULES = rules_in(
+RULES = collect_rules(
     *(each, model, parallel, experts, pipeline, sharding, memory, training, groups, precision),
     *(data, lora),
 )
-"""All rules. None depends on another: each is evaluated whatever the others say."""
+"""All rules. They are independent: each is evaluated, whatever the other rules report."""
 
-_SHOWN = 2  # suggestions for one setting
-_TRIED = 64  # candidates for one setting, so that an answer never takes long
+_MAX_SUGGESTIONS = 2  # suggestions for one setting
+_MAX_CANDIDATES = 64  # candidates tried for one setting, to limit the time
 
 
-def violations(config: Config, world_size: int, given: Collection[str] = (), fixed: Collection[str] = ()) -> list[Violation]:
-    """All violations of these settings with this many ranks, in the order of the topics.
+def find_violations(
+    config: Config, world_size: int, explicit_fields: Collection[str] = (), fixed_fields: Collection[str] = ()
+) -> list[Violation]:
+    """Check settings against all rules for a world size. Returns the problems, in the order of the topics.
 
-    The rules themselves check what is suggested: it removes its violation and adds no other. There is one exception, where ranks
-    and layout do not fit: a suggestion may bring up violations that could not be seen before, as the batch could not be divided.
+    Suggestions are verified with the rules: a suggested change removes its problem and adds no other. There is one exception: if
+    the world size does not fit the layout, a suggestion may reveal problems that could not be checked before, such as those of the
+    batch size.
 
     Args:
-        given: fields that the user set, so that 0 is not taken for a setting that was left out.
-        fixed: fields that nobody can set otherwise, as a checkpoint says what they are: no other value is suggested.
+        explicit_fields: fields that the user set, to distinguish an explicit 0 from a missing setting.
+        fixed_fields: fields whose values come from a checkpoint. No other value is suggested for them.
     """
-    if world_size > each.LARGEST_WORLD:  # rules that divide by it would take long, and what they say would not help
-        return [_worded(finding, ()) for finding in each.world_has_ranks(config, world_size)]
-    found = _evaluate(config, world_size)
-    counts = [len(findings) for findings in found]
-    required = RULES.index(each.required_are_given)
-    found[required] = [each.as_given(finding, config, world_size, given) for finding in found[required]]
+    if world_size > each.MAX_WORLD_SIZE:  # rules that factorize it would take long, and their messages would not help
+        return [_to_violation(finding, ()) for finding in each.check_world_size(config, world_size)]
+    findings_by_rule = _evaluate_rules(config, world_size)
+    counts = [len(findings) for findings in findings_by_rule]
+    required_index = RULES.index(each.check_required_settings)
+    findings_by_rule[required_index] = [
+        each.report_explicit_zero(finding, config, world_size, explicit_fields) for finding in findings_by_rule[required_index]
+    ]
     return [
-        _worded(finding, _nearest(finding, index, counts, config, world_size, fixed))
-        for index, findings in enumerate(found)
+        _to_violation(finding, _select_suggestions(finding, index, counts, config, world_size, fixed_fields))
+        for index, findings in enumerate(findings_by_rule)
         for finding in findings
     ]
 
 
 def is_harmless(config: Config, world_size: int, field: str, value: Any) -> bool:
-    """Whether a setting can have a value without breaking a rule that is kept without it."""
-    before, after = (_evaluate(*one.apply(config, world_size)) for one in (Change(), Change(((field, value),))))
-    return all(len(new) <= len(old) for new, old in zip(after, before, strict=True))
+    """Return whether a field can have a value without violating a rule that is met so far."""
+    counts_before, counts_after = (
+        _evaluate_rules(*change.apply(config, world_size)) for change in (Change(), Change(((field, value),)))
+    )
+    return all(len(new) <= len(old) for new, old in zip(counts_after, counts_before, strict=True))
 
 
-def _worded(finding: Finding, nearest: Sequence[Change]) -> Violation:
-    flags = tuple(map(typed, finding.fields))
-    return Violation(flags, finding.message, finding.why, tuple(map(str, nearest)), finding.table)
+def _to_violation(finding: Finding, nearest: Sequence[Change]) -> Violation:
+    flags = tuple(map(flag_name, finding.fields))
+    return Violation(flags, finding.message, finding.reason, tuple(map(str, nearest)), finding.table)
 
 
-def _evaluate(config: Config, world_size: int) -> list[list[Finding]]:
-    wrong = out_of_range(config)
-    return [list(rule(config, world_size, wrong)) for rule in RULES]
+def _evaluate_rules(config: Config, world_size: int) -> list[list[Finding]]:
+    out_of_range_fields = find_out_of_range(config)
+    return [list(rule(config, world_size, out_of_range_fields)) for rule in RULES]
 
 
-def _nearest(
-    finding: Finding, index: int, counts: list[int], config: Config, world_size: int, fixed: Collection[str]
+def _select_suggestions(
+    finding: Finding, index: int, counts: list[int], config: Config, world_size: int, fixed_fields: Collection[str]
 ) -> list[Change]:
-    """The best candidates of each group: those that help best and leave the fewest violations, the smallest changes first.
+    """Return the best of the changes that a rule proposes, from each group of alternatives: those with the best effect and the
+    fewest remaining violations, the smallest changes first.
 
-    If ranks and layout do not fit, candidates that make them fit come first. Until they do, little can be said of the batch, so a
-    change that leaves them unfit seems to leave fewer violations.
+    If the world size does not fit the layout, changes that make it fit come first. Until it fits, most rules about the batch cannot
+    be checked, so changes that leave it unfit only seem to leave fewer violations.
+
+    Args:
+        finding: problem that the rule has found, with the proposed changes.
+        index: index of the rule in `RULES`.
+        counts: number of violations of each rule in `RULES` before a change.
+        fixed_fields: fields whose values come from a checkpoint and must not be changed.
     """
-    by_help: dict[_Help, list[Change]] = {help_: [] for help_ in _Help}
+    by_effect: dict[_Effect, list[Change]] = {effect: [] for effect in _Effect}
     for group in finding.candidates:
-        removing = []
-        free = [
-            each for each in ([group] if isinstance(group, Change) else group) if not any(name in fixed for name, _ in each.fields)
+        effective = []
+        allowed = [
+            candidate
+            for candidate in ([group] if isinstance(group, Change) else group)
+            if not any(name in fixed_fields for name, _ in candidate.fields)
         ]
-        for change in free[:_TRIED]:
-            after = [len(findings) for findings in _evaluate(*change.apply(config, world_size))]
-            help_ = _help(change, config, world_size, counts, after)
-            if help_ is not None and after[index] < counts[index]:
-                removing.append((help_, sum(after), change))
-        removing.sort(key=lambda item: item[:2])
-        best = [change for help_, _, change in removing if help_ == removing[0][0]]
-        if removing:
-            by_help[removing[0][0]] += best[:_SHOWN]
+        for change in allowed[:_MAX_CANDIDATES]:
+            counts_after = [len(findings) for findings in _evaluate_rules(*change.apply(config, world_size))]
+            effect = _classify(change, config, world_size, counts, counts_after)
+            if effect is not None and counts_after[index] < counts[index]:
+                effective.append((effect, sum(counts_after), change))
+        effective.sort(key=lambda item: item[:2])
+        best = [change for effect, _, change in effective if effect == effective[0][0]]
+        if effective:
+            by_effect[effective[0][0]] += best[:_MAX_SUGGESTIONS]
 
     def by_distance(changes: list[Change]) -> list[Change]:
         return sorted(changes, key=lambda change: change.distance(config, world_size))
 
-    return by_distance(by_help[_Help.CLEAN] or by_help[_Help.REVEALING]) + by_distance(by_help[_Help.HIDING])
+    return by_distance(by_effect[_Effect.CLEAN] or by_effect[_Effect.REVEALING]) + by_distance(by_effect[_Effect.HIDING])
 
 
-class _Help(IntEnum):
-    """The effect of a change that removes a violation, the best first."""
+class _Effect(IntEnum):
+    """Effect of a change that removes a violation. The best effect is first."""
 
     CLEAN = 0
-    """It adds no violation, and ranks and layout fit."""
+    """The change adds no violation, and the world size fits the layout."""
     REVEALING = 1
-    """It makes ranks and layout fit, so that other violations can be seen."""
+    """The change makes the world size fit the layout, so that other violations can be found."""
     HIDING = 2
-    """It adds no violation, but ranks and layout still do not fit."""
+    """The change adds no violation, but the world size still does not fit the layout."""
 
 
-def _help(change: Change, config: Config, world_size: int, before: list[int], after: list[int]) -> _Help | None:
-    """The effect of a change, by the violations of each rule before and after; None if it only replaces violations by others."""
-    fits = data_size(*change.apply(config, world_size)) is not None
-    if all(new <= old for new, old in zip(after, before, strict=True)):
-        return _Help.CLEAN if fits else _Help.HIDING
-    revealing = fits and data_size(config, world_size) is None and sum(after) <= sum(before)
-    return _Help.REVEALING if revealing else None
+def _classify(change: Change, config: Config, world_size: int, counts_before: list[int], counts_after: list[int]) -> _Effect | None:
+    """Return the effect of a change, from the number of violations of each rule before and after it. Return None if the change only
+    replaces violations by others."""
+    is_divisible = get_data_parallel_size(*change.apply(config, world_size)) is not None
+    if all(new <= old for new, old in zip(counts_after, counts_before, strict=True)):
+        return _Effect.CLEAN if is_divisible else _Effect.HIDING
+    is_revealing = is_divisible and get_data_parallel_size(config, world_size) is None and sum(counts_after) <= sum(counts_before)
+    return _Effect.REVEALING if is_revealing else None

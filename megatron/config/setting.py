@@ -1,7 +1,7 @@
-"""The facts about a setting beside its type, default and text: its unit, its range, and when it acts.
+"""Metadata of settings: unit, allowed range, and the conditions under which a setting has an effect.
 
-Each field of a topic states them: ``num_layers: int = setting(0, at_least=1, unit="layers", required=True)``. The checks,
-``--explain`` and the tests read them there.
+Each field of a settings dataclass declares its metadata: ``num_layers: int = setting(0, min_value=1, unit="layers",
+required=True)``. The rules, ``--explain`` and the tests read the metadata from the field.
 """
 
 from __future__ import annotations
@@ -17,144 +17,178 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Interval:
-    """The interval of a setting's allowed numbers."""
+    """Interval of the allowed values of a number."""
 
     low: float
     high: float = math.inf
-    with_low: bool = True
-    with_high: bool = True
+    includes_low: bool = True
+    includes_high: bool = True
 
-    def holds(self, value: float) -> bool:
-        """Whether a finite number lies inside (nan and infinity never do)."""
-        above = value >= self.low if self.with_low else value > self.low
-        below = value <= self.high if self.with_high else value < self.high
+    def contains(self, value: float) -> bool:
+        """Return whether a finite number is in the interval. NaN and infinity never are."""
+        above = value >= self.low if self.includes_low else value > self.low
+        below = value <= self.high if self.includes_high else value < self.high
         return math.isfinite(value) and above and below
 
     def __str__(self) -> str:
-        low = f"at least {self.low:g}" if self.with_low else f"above {self.low:g}"
+        low = f"at least {self.low:g}" if self.includes_low else f"above {self.low:g}"
         if self.high == math.inf:
             return low
-        return f"{low} and {f'at most {self.high:.12g}' if self.with_high else f'below {self.high:g}'}"
+        return f"{low} and {f'at most {self.high:.12g}' if self.includes_high else f'below {self.high:g}'}"
 
 
 @dataclass(frozen=True)
-class OtherThan:
-    """Any value but this one."""
+class NotEqual:
+    """Any value except `value`, as the expected value in a `Condition`."""
 
     value: Any
 
 
-GIVEN = object()
-"""Any value but None, 0 and empty ones."""
+IS_SET = object()
+"""Any value except None, 0 and empty values, as the expected value in a `Condition`."""
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Values of other settings with which a setting acts, or with which it does nothing."""
+class Condition:
+    """Condition on the values of other settings. It says when a setting has an effect, or when it has none."""
 
-    others: Mapping[str, Any]
-    """By name: a value, a tuple of possible values, `OtherThan`, or `GIVEN`."""
-    words: str
-    """The condition as shown to a user."""
-    every: bool = False
-    """Whether all of them must hold; otherwise one is enough."""
+    values: Mapping[str, Any]
+    """Expected value by the name of the setting: a value, a tuple of possible values, `NotEqual`, or `IS_SET`."""
+    description: str
+    """The condition in words, for messages."""
+    require_all: bool = False
+    """Whether all expected values are required; otherwise one of them is enough."""
     fix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings to suggest where it does not hold."""
+    """Settings to suggest if the condition is not met."""
     effect: str = "has no effect"
-    """What the setting does where it holds, if it is a condition under which it does little."""
+    """Effect of the setting under an idle condition, such as "has no effect"."""
     strict: bool = False
-    """Where it does not hold, the setting is refused: without it another model would be trained, or less be kept safe."""
+    """Refuse the setting if the condition is not met. Set if ignoring the setting would train another model or lose state."""
 
-    def holds(self, value: Callable[[str], Any]) -> bool:
-        """Whether the settings, looked up by name, fulfil it."""
-        return (all if self.every else any)(_is(value(name), wanted) for name, wanted in self.others.items())
+    def is_met(self, get_value: Callable[[str], Any]) -> bool:
+        """Return whether the condition is met.
+
+        Args:
+            get_value: returns the value of a setting by its name.
+        """
+        return (all if self.require_all else any)(_matches(get_value(name), expected) for name, expected in self.values.items())
 
 
 @dataclass(frozen=True)
-class SettingFacts:
-    """The facts about a field of a topic."""
+class SettingMetadata:
+    """Metadata of a field of a settings dataclass."""
 
     unit: str | None = None
-    """What its number counts or measures; every setting that is a number has one."""
+    """Unit of the number. Every numeric setting has one."""
     interval: Interval | None = None
-    """The allowed numbers; every setting that is a number has one."""
+    """Allowed values of the number. Every numeric setting has an interval."""
     required: bool = False
-    """Whether it has no useful default and must be given."""
-    acts: Beside | None = None
-    """The setting acts only with these. Changed without them it is taken back and noted, or refused if strict."""
-    idle: tuple[Beside, ...] = ()
-    """With these it changes nothing, or little, although its condition holds. It is then accepted, and the start-up log gives the
-    reason."""
-    opens: bool = False
-    """Whether modules of the user's own add to its choices, see `megatron/spec/activations.py`."""
+    """Whether the setting has no useful default and must be set."""
+    active_if: Condition | None = None
+    """Condition under which the setting has an effect. A setting that is set although the condition is not met is reset to its
+    default with a note, or refused if the condition is strict."""
+    idle_if: tuple[Condition, ...] = ()
+    """Conditions under which the setting has little or no effect, although `active_if` is met. The setting is accepted, and the
+    start-up log gives the reason."""
+    is_extensible: bool = False
+    """Whether user modules can add choices to those in the field's type, see `megatron/spec/activations.py`."""
 
 
 def setting(
     default: _T,
     *,
     unit: str | None = None,
-    at_least: float | None = None,
+    min_value: float | None = None,
     above: float | None = None,
-    at_most: float = math.inf,
+    max_value: float = math.inf,
     below: float | None = None,
     required: bool = False,
-    acts: Beside | None = None,
-    idle: Beside | tuple[Beside, ...] = (),
-    opens: bool = False,
+    active_if: Condition | None = None,
+    idle_if: Condition | tuple[Condition, ...] = (),
+    is_extensible: bool = False,
 ) -> _T:
-    """A field of a topic, with its default and facts. (The return type is wrong on purpose, as that of `dataclasses.field` is.)"""
+    """Declare a field of a settings dataclass, with its default and metadata.
+
+    The annotated return type is that of the default, not of the field, as for `dataclasses.field`.
+
+    Args:
+        default: value if the user does not set the setting.
+        unit: unit of a number.
+        min_value: smallest allowed number.
+        above: exclusive lower bound of a number, instead of `min_value`.
+        max_value: largest allowed number.
+        below: exclusive upper bound of a number, instead of `max_value`.
+        required: whether the setting must be set, because it has no useful default.
+        active_if: condition under which the setting has an effect. If it is not met, the setting is reset to its default with a
+            note, or refused if the condition is strict.
+        idle_if: conditions under which the setting has little or no effect although `active_if` is met. The setting is accepted,
+            and the start-up log gives the reason.
+        is_extensible: whether user modules can add choices to those in the field's type.
+    """
     interval = None
-    low = at_least if at_least is not None else above
+    low = min_value if min_value is not None else above
     if low is not None:
-        interval = Interval(low, at_most if below is None else below, with_low=above is None, with_high=below is None)
-    facts = SettingFacts(unit, interval, required, acts, idle if isinstance(idle, tuple) else (idle,), opens)
-    field: Any = dataclasses.field(default=default, metadata={SettingFacts: facts})
+        interval = Interval(low, max_value if below is None else below, includes_low=above is None, includes_high=below is None)
+    metadata = SettingMetadata(
+        unit, interval, required, active_if, idle_if if isinstance(idle_if, tuple) else (idle_if,), is_extensible
+    )
+    field: Any = dataclasses.field(default=default, metadata={SettingMetadata: metadata})
     return field  # type: ignore[no-any-return]
 
 
-def acts_with(
-    words: str = "", *, every: bool = False, strict: bool = False, fix: Mapping[str, Any] | None = None, **others: Any
-) -> Beside:
-    """A condition under which a setting acts: one of the others (with `every`, each) is as named.
+def condition(
+    description: str = "", *, require_all: bool = False, strict: bool = False, fix: Mapping[str, Any] | None = None, **values: Any
+) -> Condition:
+    """Build the condition under which a setting has an effect.
 
     Args:
-        words: the condition after "it acts only", where "with --this 1 or --that" would not read well.
-        strict: whether the setting is refused where it does not act; else it is only noted.
-        fix: what to suggest, where the first of the others is not it.
+        description: the condition after "it acts only", for conditions for which the generated text "with --flag-a 1 or --flag-b"
+            would be wrong or unclear.
+        require_all: whether all expected values are required; otherwise one of them is enough.
+        strict: refuse the setting if the condition is not met; otherwise a note is logged.
+        fix: settings to suggest if the condition is not met; by default the first of `values`, if it is a switch or a choice.
+        values: expected value by the name of the setting.
     """
-    if not words:
-        *some, last = [_with_value(name, wanted) for name, wanted in others.items()]
-        words = f"with {', '.join(some)} {'and' if every else 'or'} {last}" if some else f"with {last}"
+    if not description:
+        *leading, last = [_format_expected(name, expected) for name, expected in values.items()]
+        description = f"with {', '.join(leading)} {'and' if require_all else 'or'} {last}" if leading else f"with {last}"
     if fix is None:
-        name, wanted = next(iter(others.items()))
-        value = wanted[0] if isinstance(wanted, tuple) else wanted
+        name, expected = next(iter(values.items()))
+        value = expected[0] if isinstance(expected, tuple) else expected
         fix = {name: value} if isinstance(value, bool | str) else {}
-    return Beside(others, words, every, fix, strict=strict)
+    return Condition(values, description, require_all, fix, strict=strict)
 
 
-def idle_with(because: str, *, every: bool = False, effect: str = "has no effect", **others: Any) -> Beside:
-    """A condition under which a setting changes nothing or has only some effect, with the reason."""
-    return Beside(others, because, every, effect=effect)
+def idle_condition(reason: str, *, require_all: bool = False, effect: str = "has no effect", **values: Any) -> Condition:
+    """Build a condition under which a setting has little or no effect.
+
+    Args:
+        reason: why the setting has no effect, for the start-up log.
+        require_all: whether all expected values are required; otherwise one of them is enough.
+        effect: effect of the setting under this condition.
+        values: expected value by the name of the setting.
+    """
+    return Condition(values, reason, require_all, effect=effect)
 
 
-def _is(value: Any, wanted: Any) -> bool:
-    if wanted is GIVEN:
+def _matches(value: Any, expected: Any) -> bool:
+    if expected is IS_SET:
         return bool(value)
-    if isinstance(wanted, OtherThan):
-        return bool(value != wanted.value)
-    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
+    if isinstance(expected, NotEqual):
+        return bool(value != expected.value)
+    return value in expected if isinstance(expected, tuple) else bool(value == expected)
 
 
-def typed(field: str) -> str:
-    """The flag of a field as a user types it."""
+def flag_name(field: str) -> str:
+    """Return the flag of a field as it is typed: `--num-layers` for `num_layers`."""
     return f"--{field.replace('_', '-')}"
 
 
-def _with_value(name: str, wanted: Any) -> str:
-    """A setting and its value as a user types them."""
-    flag = typed(name)
-    if wanted is GIVEN or wanted is True:
+def _format_expected(name: str, expected: Any) -> str:
+    """Format a setting and its expected value as they are typed."""
+    flag = flag_name(name)
+    if expected is IS_SET or expected is True:
         return flag
-    if isinstance(wanted, OtherThan):
-        return f"a {flag} other than {wanted.value}"
-    return f"{flag} {' or '.join(map(str, wanted)) if isinstance(wanted, tuple) else wanted}"
+    if isinstance(expected, NotEqual):
+        return f"a {flag} other than {expected.value}"
+    return f"{flag} {' or '.join(map(str, expected)) if isinstance(expected, tuple) else expected}"

@@ -1,6 +1,7 @@
-"""What follows from settings before the rules judge them: the kind of tokenizer, and what is taken back because it does nothing.
+"""Settings that are derived from other settings before the rules are checked: the tokenizer type, and settings without effect,
+which are reset.
 
-A setting that does nothing must do no harm either. So it gets its default again, and nothing behind the settings ever sees it.
+A setting without effect is reset to its default, so that no code after the configuration can depend on its value.
 """
 
 from __future__ import annotations
@@ -8,78 +9,90 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from megatron.config.checks.finding import has_effect, is_changed, shown, value_of, without
+from megatron.config.checks.finding import format_setting, get_value, has_effect, is_set, reset
 from megatron.config.config import Config
 from megatron.config.data import (
-    TOKENIZER_FILES,
-    TOKENIZER_NEEDS,
-    USUAL_ROWS,
+    DEFAULT_VOCAB_SIZES,
+    TOKENIZER_FILE_SETTINGS,
+    TOKENIZER_REQUIRED,
     DataConfig,
     TokenizerType,
-    has_own_splits,
+    has_split_datasets,
     parse_split,
 )
-from megatron.config.flags import Flag, flag_for, flags
-from megatron.config.setting import typed
+from megatron.config.flags import Flag, flags, get_flag
+from megatron.config.setting import flag_name
 
 
-def settled(config: Config) -> tuple[Config, list[str]]:
-    """The settings with what follows from them, and a line for the start-up log about each change."""
-    config, notes = _with_tokenizer(config)
+def resolve_settings(config: Config) -> tuple[Config, list[str]]:
+    """Derive settings from other settings, and reset settings without effect. Returns the settings, and a line for the start-up log
+    about each change."""
+    config, notes = _infer_tokenizer_type(config)
     by_condition: dict[str, list[str]] = {}
-    while idle := [flag for flag in flags().values() if is_changed(config, flag.field) and _is_idle(flag, config)]:
+    while idle := [flag for flag in flags().values() if is_set(config, flag.field) and _is_idle(flag, config)]:
         for flag in idle:
-            assert flag.facts.acts is not None
-            by_condition.setdefault(flag.facts.acts.words, []).append(shown(config, flag.field))
-        config, _ = without(config, *(flag.field for flag in idle)).apply(config, 1)
+            assert flag.metadata.active_if is not None
+            by_condition.setdefault(flag.metadata.active_if.description, []).append(format_setting(config, flag.field))
+        config, _ = reset(config, *(flag.field for flag in idle)).apply(config, 1)
     notes += [
-        no_effect(given, f"{'it acts' if len(given) == 1 else 'they act'} only {words}") for words, given in by_condition.items()
+        format_no_effect_note(settings, f"{'it acts' if len(settings) == 1 else 'they act'} only {condition_text}")
+        for condition_text, settings in by_condition.items()
     ]
-    return _without_validation(config, notes)
+    return _disable_empty_validation(config, notes)
 
 
 def _is_idle(flag: Flag, config: Config) -> bool:
-    """Whether a setting does nothing and no harm: it is not strict, or what would make it act would do nothing itself."""
-    acts = flag.facts.acts
-    if acts is None or has_effect(config, flag.field):
+    """Return whether a setting has no effect and may be ignored.
+
+    A setting with a strict condition may be ignored only if the settings of its condition have no effect themselves.
+    """
+    condition = flag.metadata.active_if
+    if condition is None or has_effect(config, flag.field):
         return False
-    others = [(name, flag_for(name).facts.acts) for name in acts.others]
-    return not acts.strict or all(other is not None and not other.strict and not has_effect(config, name) for name, other in others)
+    other_conditions = [(name, get_flag(name).metadata.active_if) for name in condition.values]
+    return not condition.strict or all(
+        other_condition is not None and not other_condition.strict and not has_effect(config, name)
+        for name, other_condition in other_conditions
+    )
 
 
-def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
-    """Settings of a job that is only planned or proved, with a size of the vocabulary where the tokenizer's files are not here; and
-    the note that says so."""
+def assume_vocab_size(config: Config) -> tuple[Config, list[str]]:
+    """Return the settings of a job that is only planned or verified, with a typical vocabulary size if the tokenizer's files are
+    missing, and a note about the assumption."""
     data = config.data
-    files = [field for field in TOKENIZER_NEEDS.get(data.tokenizer_type or "", ()) if field in TOKENIZER_FILES]
-    missing = [field for field in files if (path := value_of(config, field)) is not None and not os.path.exists(path)]
+    files = [field for field in TOKENIZER_REQUIRED.get(data.tokenizer_type or "", ()) if field in TOKENIZER_FILE_SETTINGS]
+    missing = [field for field in files if (path := get_value(config, field)) is not None and not os.path.exists(path)]
     if data.vocab_size is not None or not missing:
         return config, []
     assert data.tokenizer_type is not None
-    rows = USUAL_ROWS[data.tokenizer_type]
-    gone = " and ".join(shown(config, field) for field in missing)
+    vocab_size = DEFAULT_VOCAB_SIZES[data.tokenizer_type]
+    missing_text = " and ".join(format_setting(config, field) for field in missing)
     verb = "is" if len(missing) == 1 else "are"
-    note = f"{gone} {verb} not here: a vocabulary of {rows:,} is assumed, as is usual with {data.tokenizer_type} (--vocab-size)."
-    return replace(config, data=replace(data, vocab_size=rows)), [note]
+    note = (
+        f"{missing_text} {verb} missing: a vocabulary of {vocab_size:,} is assumed, as is usual for {data.tokenizer_type} "
+        "(--vocab-size)."
+    )
+    return replace(config, data=replace(data, vocab_size=vocab_size)), [note]
 
 
-def no_effect(given: list[str], reason: str) -> str:
-    """The note about settings without effect that share a reason."""
-    return f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {reason}."
+def format_no_effect_note(settings: list[str], reason: str) -> str:
+    """Format the note about settings without effect that have the same reason."""
+    return f"{', '.join(settings)} {'has' if len(settings) == 1 else 'have'} no effect: {reason}."
 
 
-def _with_tokenizer(config: Config) -> tuple[Config, list[str]]:
-    """The kind of tokenizer follows from its files, if it is not given."""
+def _infer_tokenizer_type(config: Config) -> tuple[Config, list[str]]:
+    """Set the tokenizer type from the tokenizer's files if it is not given. Returns the settings and a note."""
     data = config.data
-    if data.tokenizer_type is not None or (found := _tokenizer_of(data)) is None:
+    if data.tokenizer_type is not None or (inferred := _find_tokenizer_type(data)) is None:
         return config, []
-    kind, fields = found
-    note = f"--tokenizer-type is {kind}, which follows from {' and '.join(typed(field) for field in fields)}."
-    return replace(config, data=replace(data, tokenizer_type=kind)), [note]
+    tokenizer_type, fields = inferred
+    note = f"--tokenizer-type is {tokenizer_type}, which follows from {' and '.join(flag_name(field) for field in fields)}."
+    return replace(config, data=replace(data, tokenizer_type=tokenizer_type)), [note]
 
 
-def _tokenizer_of(data: DataConfig) -> tuple[TokenizerType, tuple[str, ...]] | None:
-    """A kind of tokenizer, and the settings from which it follows."""
+def _find_tokenizer_type(data: DataConfig) -> tuple[TokenizerType, tuple[str, ...]] | None:
+    """Return the tokenizer type that follows from the settings that name the tokenizer's files, or from --mock-data with --vocab-
+    size, and the names of these settings. None if no type follows."""
     if data.vocab_file is not None and (data.merge_file is not None or data.tokenizer_model is None):
         return "GPT2BPETokenizer", ("vocab_file", "merge_file") if data.merge_file is not None else ("vocab_file",)
     if data.tokenizer_model is not None:
@@ -93,16 +106,18 @@ def _tokenizer_of(data: DataConfig) -> tuple[TokenizerType, tuple[str, ...]] | N
     return None
 
 
-def _without_validation(config: Config, notes: list[str]) -> tuple[Config, list[str]]:
-    """Without validation documents there is no evaluation."""
+def _disable_empty_validation(config: Config, notes: list[str]) -> tuple[Config, list[str]]:
+    """Switch evaluation off if --split leaves no documents for validation. Returns the settings and all notes."""
     data, training = config.data, config.training
-    if data.mock_data or has_own_splits(data) or training.eval_iters <= 0:
+    if data.mock_data or has_split_datasets(data) or training.eval_iters <= 0:
         return config, notes
     try:
-        learned, validation, _ = parse_split(data.split)
-    except ValueError:  # a rule tells it
+        training_share, validation_share, _ = parse_split(data.split)
+    except ValueError:  # a rule reports it
         return config, notes
-    if not learned or validation:
+    if not training_share or validation_share:
         return config, notes
-    note = f"{shown(config, 'split')} leaves no documents for validation, so there is no evaluation (as with --eval-iters 0)."
+    note = (
+        f"{format_setting(config, 'split')} leaves no documents for validation, so there is no evaluation (as with --eval-iters 0)."
+    )
     return replace(config, training=replace(training, eval_iters=0)), [*notes, note]

@@ -1,6 +1,6 @@
-"""Which version this is, and how its extras are installed.
+"""Version of the project, and the commands that install its extras.
 
-`megatron` is a namespace package, so it has no `__version__` of its own: `from megatron.config.version import __version__`.
+`megatron` is a namespace package and therefore has no `__version__`: use `from megatron.config.version import __version__`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 DISTRIBUTION = "megatron-3d"
-"""Name of the distribution, as pyproject.toml has it. It is installed from its own tree, never by this name from an index."""
+"""Name of the distribution in pyproject.toml. It is installed from its source tree, never by this name from a package index."""
 _TREE = Path(__file__).resolve().parents[2]
 
 
-def _project() -> dict[str, Any] | None:
-    """What pyproject.toml says, in a tree of the project; None where the package is installed without one."""
+def _read_project() -> dict[str, Any] | None:
+    """Return the [project] table of pyproject.toml in a source tree of this project, or None if the package is installed without a
+    tree."""
     try:
         with (_TREE / "pyproject.toml").open("rb") as file:
             project: dict[str, Any] = tomllib.load(file)["project"]
@@ -29,8 +30,8 @@ def _project() -> dict[str, Any] | None:
 
 
 def _find_version() -> str:
-    """That of the tree, which may be newer than what was installed of it."""
-    project = _project()
+    """Return the version of the source tree, which may be newer than the installed version, or of the installed distribution."""
+    project = _read_project()
     if project is not None:
         return str(project["version"])
     try:
@@ -42,8 +43,8 @@ def _find_version() -> str:
 __version__ = _find_version()
 
 
-def version_line() -> str:
-    """The answer to --version: the project, Python, torch, and where the code lies."""
+def format_version() -> str:
+    """Return the text that --version prints: versions of the project, Python and torch, and the folder of the code."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -51,9 +52,9 @@ def version_line() -> str:
     return f"{DISTRIBUTION} {__version__} (Python {platform.python_version()}, torch {torch}) in {_TREE}"
 
 
-def how_to_install(extra: str) -> str:
-    """The command that installs what an extra holds: from this tree, or without one by the names of its libraries."""
-    if _project() is not None:
+def get_extra_install_command(extra: str) -> str:
+    """Return the command that installs an extra: from the source tree, or without a tree the names of the extra's libraries."""
+    if _read_project() is not None:
         return f"pip install -e {shlex.quote(f'{_TREE}[{extra}]')}"
     try:
         required = metadata.requires(DISTRIBUTION) or []

@@ -1,7 +1,7 @@
-"""Reads a ``--config`` file: YAML whose keys are flag names, flat or under topics, turned into flags as if they were typed.
+"""Reader of ``--config`` files: YAML whose keys are flag names, flat or under topics, converted to flags as if they were typed.
 
-Scalars stay as text (YAML's own typing would read ``1e-8`` as a text and ``no`` as false), so that a value means the same here as
-on the command line.
+Scalars stay text, so that a value has the same meaning as on the command line. (YAML's own types would read ``1e-8`` as a string
+and ``no`` as false.)
 """
 
 from __future__ import annotations
@@ -15,214 +15,223 @@ from typing import Any
 import yaml
 
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flag_of, flags, topics
-from megatron.config.given import REQUESTS, Given, of_megatron
-from megatron.config.param_groups import as_text
+from megatron.config.flags import find_flag, flags, topics
+from megatron.config.given import REQUESTS, GivenFlag, get_compat
+from megatron.config.param_groups import format_entry
 
-_MAPPING = "settings"
-"""The place of settings that a program gives as a mapping."""
+_MAPPING_SOURCE = "settings"
+"""Source of settings that a program gives as a mapping, for messages."""
 _NULLS = ("null", "Null", "NULL", "~", "")
 _EXAMPLES = {
     "config": "It should hold lines such as `num-layers: 12`.",
     "param-groups": "It should hold lines such as `embedding.*: {lr-mult: 0.1}`: patterns of names, each with its values.",
 }
-"""What the file of each flag holds."""
-_EXAMPLE = _EXAMPLES["config"]
-_MOST_BYTES = 1_000_000
-_MOST_NODES = 100_000  # keys and values: a list of datasets may be long
-_MOST_ENTRIES = 10_000  # settings, each of which is looked up
-_MOST_DEPTH = 20  # settings take three: the file, a topic, a list
-_MOST_TOLD = 20  # problems that are listed of one file
+"""Expected content of the file of each flag, for messages."""
+_CONFIG_EXAMPLE = _EXAMPLES["config"]
+_MAX_BYTES = 1_000_000
+_MAX_NODES = 100_000  # keys and values: a list of datasets may be long
+_MAX_ENTRIES = 10_000  # settings
+_MAX_DEPTH = 20  # settings need three: the file, a topic, a list
+_MAX_PROBLEMS = 20  # problems listed for one file
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, written in C
 
 
-def read_yaml(path: str) -> list[Given]:
-    """The settings of a file, in order.
+def read_yaml(path: str) -> list[GivenFlag]:
+    """Read the settings of a file, in order.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, is not a mapping of flag names, or sets a flag twice.
     """
-    return _settings(path, _compose(path, _read(path)))
+    return _parse_settings(path, _compose(path, _read_file(path)))
 
 
-def read_mapping(values: Mapping[str, Any]) -> list[Given]:
-    """The settings of a mapping of a program: names of flags or of their fields, flat or under topics. They are read as those of a
-    file are.
+def read_mapping(values: Mapping[str, Any]) -> list[GivenFlag]:
+    """Read the settings of a program's mapping: names of flags or fields, flat or under topics. Values are parsed like those of a
+    file.
 
     Raises:
-        ConfigError: it is none, or gives a setting twice.
+        ConfigError: the mapping is invalid, or sets a flag twice.
     """
     try:
-        text = yaml.safe_dump(_plain(values), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(_to_yaml_value(values), sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
-        raise _cannot("settings: a value is neither a text, a number, true, false or None, nor a list of these.") from error
-    return _settings(_MAPPING, _compose(_MAPPING, text))
+        raise _config_error("settings: a value is not a text, a number, true, false, None or a list of these.") from error
+    return _parse_settings(_MAPPING_SOURCE, _compose(_MAPPING_SOURCE, text))
 
 
-def _plain(value: Any) -> Any:
-    """A value of Python as what YAML knows: tuples as lists, paths as texts, numbers of numpy and torch as Python's."""
+def _to_yaml_value(value: Any) -> Any:
+    """Convert a Python value to types that YAML supports: tuples to lists, paths to texts, numbers of numpy and torch to
+    Python's."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_yaml_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_yaml_value(inner) for inner in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if hasattr(value, "item") else value
 
 
-def _settings(path: str, root: yaml.Node | None) -> list[Given]:
-    """The settings of a file, or of a mapping, whose places have no lines."""
+def _parse_settings(path: str, root: yaml.Node | None) -> list[GivenFlag]:
+    """Parse the settings of a file or mapping. Settings of a mapping have no line numbers."""
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise _cannot(f"--config {path} is not a mapping of flag names to values.", _EXAMPLE)
-    entries = list(islice(_entries(root), _MOST_ENTRIES + 1))
-    if len(entries) > _MOST_ENTRIES:
-        raise _cannot(f"--config {path} holds more than {_MOST_ENTRIES:,} settings.", f"There are {len(flags())}. {_EXAMPLE}")
-    found: dict[str, Given] = {}
+        raise _config_error(f"--config {path} is not a mapping of flag names to values.", _CONFIG_EXAMPLE)
+    entries = list(islice(_iterate_entries(root), _MAX_ENTRIES + 1))
+    if len(entries) > _MAX_ENTRIES:
+        raise _config_error(
+            f"--config {path} holds more than {_MAX_ENTRIES:,} settings.", f"There are {len(flags())}. {_CONFIG_EXAMPLE}"
+        )
+    settings: dict[str, GivenFlag] = {}
     problems: list[Violation] = []
     for topic, key, value in entries:
         try:
-            place = path if path == _MAPPING else f"{path} line {key.start_mark.line + 1}"
-            given = _setting(place, topic, key, value)
-            if given is not None:
-                flag = flag_of(given.name)
-                name = flag.name if flag is not None else given.name
-                if name in found:
-                    raise _cannot(f"{given.where}: {name} was already set in {found[name].where}.", flag=name)
-                found[name] = given
+            source = path if path == _MAPPING_SOURCE else f"{path} line {key.start_mark.line + 1}"
+            setting = _parse_setting(source, topic, key, value)
+            if setting is not None:
+                flag = find_flag(setting.name)
+                name = flag.name if flag is not None else setting.name
+                if name in settings:
+                    raise _config_error(f"{setting.source}: {name} was already set in {settings[name].source}.", flag=name)
+                settings[name] = setting
         except ConfigError as error:
             problems.extend(error.violations)
-    if len(problems) > _MOST_TOLD:
-        more = f"{path} has {len(problems) - _MOST_TOLD:,} more problems."
-        problems[_MOST_TOLD:] = [Violation(("--config",), more, "Is it the right file?")]
+    if len(problems) > _MAX_PROBLEMS:
+        num_hidden_text = f"{path} has {len(problems) - _MAX_PROBLEMS:,} more problems."
+        problems[_MAX_PROBLEMS:] = [Violation(("--config",), num_hidden_text, "Is it the right file?")]
     if problems:
         raise ConfigError(problems)
-    return list(found.values())
+    return list(settings.values())
 
 
-def read_groups(path: str) -> tuple[str, ...]:
-    """The entries of a --param-groups file, each as one text.
+def read_param_groups(path: str) -> tuple[str, ...]:
+    """Read the entries of a --param-groups file, each as one text.
 
     Raises:
         ConfigError: the file cannot be read, or is not a mapping of patterns to mappings of values.
     """
-    root = _compose(path, _read(path, "param-groups"), "param-groups")
-    return () if root is None else _entries_in(f"--param-groups {path}", root)
+    root = _compose(path, _read_file(path, "param-groups"), "param-groups")
+    return () if root is None else _parse_param_groups(f"--param-groups {path}", root)
 
 
-def _entries_in(where: str, root: yaml.Node) -> tuple[str, ...]:
-    """The entries of --param-groups, each as one text, from a mapping of patterns to mappings.
+def _parse_param_groups(source: str, root: yaml.Node) -> tuple[str, ...]:
+    """Parse the entries of --param-groups from a mapping of patterns to mappings, each to one text.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the node is not a mapping of patterns to mappings.
     """
     pairs = root.value if isinstance(root, yaml.MappingNode) else [(root, root)]
-    found: list[str] = []
+    entries: list[str] = []
     for key, values in pairs:
-        texts = [_text(node) for pair in values.value for node in pair] if isinstance(values, yaml.MappingNode) else [""]
-        if any(text.split() != [text] for text in (_text(key), *texts)):
-            message = f"{where}: {_text(key) or 'it'} is not a pattern with a mapping of single values."
-            raise _cannot(message, _EXAMPLES["param-groups"], "param-groups")
-        found.append(as_text(_text(key), zip(texts[::2], texts[1::2], strict=True)))
-    return tuple(found)
+        texts = [_get_text(node) for pair in values.value for node in pair] if isinstance(values, yaml.MappingNode) else [""]
+        if any(text.split() != [text] for text in (_get_text(key), *texts)):
+            message = f"{source}: {_get_text(key) or 'it'} is not a pattern with a mapping of single values."
+            raise _config_error(message, _EXAMPLES["param-groups"], "param-groups")
+        entries.append(format_entry(_get_text(key), zip(texts[::2], texts[1::2], strict=True)))
+    return tuple(entries)
 
 
-def _read(path: str, flag: str = "config") -> str:
-    """The text of a file or a pipe. No more is read than settings can be long."""
+def _read_file(path: str, flag: str = "config") -> str:
+    """Read the text of a file or a pipe, up to the maximum size of a settings file."""
     try:
         mode = os.stat(path).st_mode
-        if not any(kind(mode) for kind in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):  # of a folder the system says it well
-            raise _cannot(f"--{flag} {path} is neither a file nor a pipe.", _EXAMPLES[flag], flag=flag)
+        # A folder passes: the error of open() is clear.
+        if not any(is_type(mode) for is_type in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):
+            raise _config_error(f"--{flag} {path} is neither a file nor a pipe.", _EXAMPLES[flag], flag=flag)
         with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise _cannot(
-                f"--{flag} {path} is larger than {_MOST_BYTES:,} bytes.",
-                f"Settings are never as long. {_EXAMPLES[flag]}",
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise _config_error(
+                f"--{flag} {path} is larger than {_MAX_BYTES:,} bytes.",
+                f"Settings files are never that large. {_EXAMPLES[flag]}",
                 flag=flag,
             )
         return data.decode("utf-8")
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        raise _cannot(f"--{flag} {path} cannot be read: it is not text in UTF-8.", flag=flag) from error
-    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        raise _config_error(f"--{flag} {path} cannot be read: it is not text in UTF-8.", flag=flag) from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _cannot(f"--{flag} {path} cannot be read: {reason}.", flag=flag) from error
+        raise _config_error(f"--{flag} {path} cannot be read: {reason}.", flag=flag) from error
 
 
 def _compose(path: str, text: str, flag: str = "config") -> yaml.Node | None:
-    """The root of a text, which is not parsed if it is too large: that takes long for many nodes, and fills the stack at many
-    levels."""
+    """Parse a YAML text into its root node. Limits on depth and number of nodes are checked first: a text with many nodes would
+    take long, and one with many levels would overflow the stack."""
     depth = nodes = 0
-    too_deep = f"has more than {_MOST_DEPTH} levels."
+    too_deep = f"has more than {_MAX_DEPTH} levels."
     try:
         for event in yaml.parse(text, Loader=_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             nodes += isinstance(event, yaml.NodeEvent)
-            if depth > _MOST_DEPTH:
+            if depth > _MAX_DEPTH:
                 line = event.start_mark.line + 1 if event.start_mark is not None else "?"
-                raise _cannot(f"--{flag} {path} line {line} {too_deep}", _EXAMPLES[flag], flag=flag)
-            if nodes > _MOST_NODES:
-                raise _cannot(f"--{flag} {path} holds more than {_MOST_NODES:,} keys and values.", _EXAMPLES[flag], flag=flag)
+                raise _config_error(f"--{flag} {path} line {line} {too_deep}", _EXAMPLES[flag], flag=flag)
+            if nodes > _MAX_NODES:
+                raise _config_error(f"--{flag} {path} holds more than {_MAX_NODES:,} keys and values.", _EXAMPLES[flag], flag=flag)
         root: yaml.Node | None = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        if mark is not None and "nesting depth" in str(error):  # libyaml's own limit, which its scanner may reach before any event
-            raise _cannot(f"--{flag} {path} line {mark.line + 1} {too_deep}", _EXAMPLES[flag], flag=flag) from error
-        raise _cannot(f"--{flag} {path} is not valid YAML.", f"{' '.join(str(error).split())}.", flag=flag) from error
+        # libyaml has its own limit of the depth, which its scanner may reach before the first event.
+        if mark is not None and "nesting depth" in str(error):
+            raise _config_error(f"--{flag} {path} line {mark.line + 1} {too_deep}", _EXAMPLES[flag], flag=flag) from error
+        raise _config_error(f"--{flag} {path} is not valid YAML.", f"{' '.join(str(error).split())}.", flag=flag) from error
     return root
 
 
-def _cannot(message: str, rule: str = "", flag: str = "config") -> ConfigError:
-    return ConfigError([Violation((f"--{flag}",), message, rule)])
+def _config_error(message: str, reason: str = "", flag: str = "config") -> ConfigError:
+    return ConfigError([Violation((f"--{flag}",), message, reason)])
 
 
-def _entries(root: yaml.MappingNode) -> Iterator[tuple[str | None, yaml.Node, yaml.Node]]:
-    """Every key and value, with the topic that it stands under."""
+def _iterate_entries(root: yaml.MappingNode) -> Iterator[tuple[str | None, yaml.Node, yaml.Node]]:
+    """Yield the topic, key and value of every setting. The topic is None for a setting at the top level."""
     for key, value in root.value:
-        if isinstance(value, yaml.MappingNode) and _text(key) in topics():
-            yield from ((_text(key), inner_key, inner_value) for inner_key, inner_value in value.value)
+        if isinstance(value, yaml.MappingNode) and _get_text(key) in topics():
+            yield from ((_get_text(key), inner_key, inner_value) for inner_key, inner_value in value.value)
         else:
             yield None, key, value
 
 
-def _text(node: yaml.Node) -> str:
+def _get_text(node: yaml.Node) -> str:
     return node.value if isinstance(node, yaml.ScalarNode) else ""
 
 
-def _setting(where: str, topic: str | None, key: yaml.Node, value: yaml.Node) -> Given | None:
-    """The setting of an entry; None if it says no to something refused.
+def _parse_setting(source: str, topic: str | None, key: yaml.Node, value: yaml.Node) -> GivenFlag | None:
+    """Parse one setting of a file. Returns None for an entry that sets a flag to false if this flag would be refused.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the entry is not a setting.
     """
-    name = _text(key).replace("_", "-")
+    name = _get_text(key).replace("_", "-")
     if name == "param-groups" and isinstance(value, yaml.MappingNode):
-        return Given(name, _entries_in(f"{where}: {name}", value), f"--{name}", where)
+        return GivenFlag(name, _parse_param_groups(f"{source}: {name}", value), f"--{name}", source)
     nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
     if not name or not all(isinstance(node, yaml.ScalarNode) for node in nodes):
-        rule = f"Keys are flag names, or one of the topics {', '.join(topics())}; values are single values or lists."
-        raise _cannot(f"{where}: {_text(key) or 'the key'} is not a setting.", rule)
-    flag = flag_of(name)
+        reason = f"Keys are flag names, or one of the topics {', '.join(topics())}; values are single values or lists."
+        raise _config_error(f"{source}: {_get_text(key) or 'the key'} is not a setting.", reason)
+    flag = find_flag(name)
     if name in topics() and flag is None:
-        rule = f"Write `{name}:` and its settings below it, indented, or leave it out."
-        raise _cannot(f"{where}: {name} is a heading under which settings stand, not a setting.", rule)
+        reason = f"Write `{name}:` and its settings below it, indented, or leave it out."
+        raise _config_error(f"{source}: {name} is a topic that contains settings, not a setting.", reason)
     if name in REQUESTS:
-        raise _cannot(f"{where}: {_text(key)} may be given on the command line only.", flag=name)
+        raise _config_error(f"{source}: {_get_text(key)} is allowed on the command line only.", flag=name)
     if flag is not None and topic not in (None, flag.topic):
-        raise _cannot(f"{where}: {flag.field} belongs under {flag.topic}, not {topic}.", flag=flag.name)
+        raise _config_error(f"{source}: {flag.field} belongs under {flag.topic}, not {topic}.", flag=flag.name)
     texts: tuple[str, ...] = tuple(node.value for node in nodes)
-    # Switches and flags of other programs know true and false, optional settings know null. What is quoted is a text.
-    plain = texts[0] if isinstance(value, yaml.ScalarNode) and not value.style else None
-    known = None if flag is not None else of_megatron().KNOWN.get(name) or of_megatron().TAKEN.get(name)
-    if plain is not None and plain.lower() in ("true", "false") and (known is not None or (flag is not None and flag.kind is bool)):
-        on, texts = plain.lower() == "true", ()
-        if known is not None and not known.is_accepted and not on:
-            return None  # it is not asked for
+    # Switches and flags of Megatron-LM accept true and false, optional settings accept null. A quoted value is text.
+    unquoted = texts[0] if isinstance(value, yaml.ScalarNode) and not value.style else None
+    other_flag = None if flag is not None else get_compat().COMPAT_FLAGS.get(name) or get_compat().TRANSLATIONS.get(name)
+    if (
+        unquoted is not None
+        and unquoted.lower() in ("true", "false")
+        and (other_flag is not None or (flag is not None and flag.value_type is bool))
+    ):
+        is_on, texts = unquoted.lower() == "true", ()
+        if other_flag is not None and not other_flag.is_accepted and not is_on:
+            return None  # a refused flag that is switched off
         if flag is not None:
-            name = flag.name if on == (name == flag.name) else f"no-{flag.name}"
-    elif plain in _NULLS and flag is not None and flag.kind is not bool:
-        texts = ("None",) if flag.optional else ()
-    return Given(name, texts, f"--{name}", where)
+            name = flag.name if is_on == (name == flag.name) else f"no-{flag.name}"
+    elif unquoted in _NULLS and flag is not None and flag.value_type is not bool:
+        texts = ("None",) if flag.is_optional else ()
+    return GivenFlag(name, texts, f"--{name}", source)

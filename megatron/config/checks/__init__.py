@@ -1,1 +1,1 @@
-"""The rules between settings, by topic; `megatron.config.rules` runs them."""
+"""Rules about combinations of settings, by topic. `megatron.config.rules` evaluates them."""

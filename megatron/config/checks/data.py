@@ -1,44 +1,50 @@
-"""Rules about data and tokenizer."""
+"""Rules about datasets and tokenizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, change, rule, without
+from megatron.config.checks.finding import Finding, change, reset, rule
 from megatron.config.config import Config
-from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_NEEDS, parse_data_words, parse_split, path_flags
-from megatron.config.setting import typed
+from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_REQUIRED, list_path_settings, parse_blend, parse_split
+from megatron.config.setting import flag_name
 
-_ONE_SOURCE = "Each says where the tokens come from."
+_SINGLE_SOURCE = "Each of these flags sets the source of the tokens."
 
 
-@rule(reads=("mock_data", *PATH_FIELDS))
-def one_source(config: Config, world_size: int) -> Iterator[Finding]:
-    """Tokens come from indexed datasets, named in one way, or are made up."""
+@rule(depends_on=("mock_data", *PATH_FIELDS))
+def check_single_data_source(config: Config, world_size: int) -> Iterator[Finding]:
+    """Tokens must come from one source: mock data, or indexed datasets that are named by one kind of flag."""
     data = config.data
-    given = path_flags(data)
-    ways = list(dict.fromkeys("train_data_path" if field in SPLIT_FIELDS else field for field in given))
-    if data.mock_data and given:
-        message = f"--mock-data and {typed(given[0])} exclude each other."
-        yield Finding(message, [change(mock_data=False)], _ONE_SOURCE, (*given, "mock_data"))
-    elif not data.mock_data and not given:
-        why = "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on made-up tokens."
-        yield Finding("--data-path is missing.", [change(mock_data=True)], why, ("data_path", "mock_data"))
-    elif len(ways) > 1:
-        stay = [without(config, *(field for field in given if field != kept)) for kept in ways if kept != "train_data_path"]
-        yield Finding(f"{' and '.join(map(typed, ways))} exclude each other.", [stay], _ONE_SOURCE, tuple(given))
+    fields = list_path_settings(data)
+    source_fields = list(dict.fromkeys("train_data_path" if field in SPLIT_FIELDS else field for field in fields))
+    if data.mock_data and fields:
+        message = f"--mock-data and {flag_name(fields[0])} exclude each other."
+        yield Finding(message, [change(mock_data=False)], _SINGLE_SOURCE, (*fields, "mock_data"))
+    elif not data.mock_data and not fields:
+        reason = "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on generated tokens."
+        yield Finding("--data-path is missing.", [change(mock_data=True)], reason, ("data_path", "mock_data"))
+    elif len(source_fields) > 1:
+        candidates = [
+            reset(config, *(field for field in fields if field != source))
+            for source in source_fields
+            if source != "train_data_path"
+        ]
+        yield Finding(
+            f"{' and '.join(map(flag_name, source_fields))} exclude each other.", [candidates], _SINGLE_SOURCE, tuple(fields)
+        )
 
 
-@rule(reads=("mock_data", *SPLIT_FIELDS, "eval_iters"))
-def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
-    """Where the splits have datasets of their own, those that are read are there."""
+@rule(depends_on=("mock_data", *SPLIT_FIELDS, "eval_iters"))
+def check_split_datasets(config: Config, world_size: int) -> Iterator[Finding]:
+    """If the splits have their own datasets, training must have one, and validation too if there are evaluations."""
     data, eval_iters = config.data, config.training.eval_iters
-    given = tuple(field for field in SPLIT_FIELDS if getattr(data, field))
-    if not given or data.mock_data:
+    fields = tuple(field for field in SPLIT_FIELDS if getattr(data, field))
+    if not fields or data.mock_data:
         return
     if not data.train_data_path:
-        message = f"{typed(given[0])} is given, but --train-data-path is not."
-        yield Finding(message, why="Training needs data.", fields=(*given, "train_data_path"))
+        message = f"{flag_name(fields[0])} is given, but --train-data-path is not."
+        yield Finding(message, reason="Training needs data.", fields=(*fields, "train_data_path"))
     elif eval_iters > 0 and not data.valid_data_path:
         yield Finding(
             f"--train-data-path is given without --valid-data-path, but --eval-iters is {eval_iters}.",
@@ -48,9 +54,10 @@ def own_splits_are_whole(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
-@rule("whole_documents", "data_order", reads=("mock_data",))
-def whole_documents_have_one_order(config: Config, world_size: int) -> Iterator[Finding]:
-    """Megatron-LM's order is one of windows over documents laid end to end; samples of made-up tokens have no documents."""
+@rule("whole_documents", "data_order", depends_on=("mock_data",))
+def check_whole_documents(config: Config, world_size: int) -> Iterator[Finding]:
+    """Whole documents need the sample order epoch: Megatron-LM's order cuts the concatenated documents into windows. Samples of
+    mock data have no documents."""
     data = config.data
     if data.whole_documents and data.data_order != "epoch":
         yield Finding("--whole-documents cannot be used with --data-order megatron.", [change(data_order="epoch")])
@@ -62,42 +69,44 @@ def whole_documents_have_one_order(config: Config, world_size: int) -> Iterator[
         )
 
 
-@rule(reads=("data_path", *SPLIT_FIELDS))
-def blends_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
-    """The words of a data path are prefixes, or weights and prefixes in turn."""
+@rule(depends_on=("data_path", *SPLIT_FIELDS))
+def check_blend_syntax(config: Config, world_size: int) -> Iterator[Finding]:
+    """The value of a data path must be prefixes, or alternating weights and prefixes."""
     for field in ("data_path", *SPLIT_FIELDS):
-        words = getattr(config.data, field)
+        entries = getattr(config.data, field)
         try:
-            if words:
-                parse_data_words(words, typed(field))
+            if entries:
+                parse_blend(entries, flag_name(field))
         except ValueError as error:
-            message, why = str(error).split("\n  ")
-            yield Finding(message, why=why, fields=(field,))
+            message, reason = str(error).split("\n  ")
+            yield Finding(message, reason=reason, fields=(field,))
 
 
 @rule("split")
-def split_has_shares(config: Config, world_size: int) -> Iterator[Finding]:
-    """The split is up to three shares, and that of training is not empty."""
+def check_split(config: Config, world_size: int) -> Iterator[Finding]:
+    """The split must be one to three fractions, and the fraction for training must be above 0."""
     text = config.data.split
     try:
-        shares = parse_split(text)
+        fractions = parse_split(text)
     except ValueError:
         yield Finding(
-            f"--split {text!r} is not a list of shares.",
+            f"--split {text!r} is not a list of fractions.",
             [change(split="969,30,1")],
-            "It takes the shares of training, validation and test: up to three numbers of 0 or more with commas between.",
+            "It takes the fractions of training, validation and test: up to three numbers of 0 or more, separated by commas.",
         )
         return
-    if shares[0] == 0:
-        yield Finding(f"--split {text!r} gives training nothing.", why="The first share is that of the training documents.")
+    if fractions[0] == 0:
+        yield Finding(f"--split {text!r} leaves no documents for training.", reason="The first fraction is that of training.")
 
 
-@rule(reads=("tokenizer_type", *dict.fromkeys(field for needs in TOKENIZER_NEEDS.values() for field in needs)))
-def tokenizer_has_parts(config: Config, world_size: int) -> Iterator[Finding]:
-    """A tokenizer is made from certain files or numbers."""
-    kind = config.data.tokenizer_type
-    missing = [field for field in TOKENIZER_NEEDS.get(kind or "", ()) if getattr(config.data, field) is None]
+@rule(depends_on=("tokenizer_type", *dict.fromkeys(field for needs in TOKENIZER_REQUIRED.values() for field in needs)))
+def check_tokenizer_settings(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each tokenizer type needs certain files, or the vocabulary size."""
+    tokenizer_type = config.data.tokenizer_type
+    missing = [field for field in TOKENIZER_REQUIRED.get(tokenizer_type or "", ()) if getattr(config.data, field) is None]
     if missing:
-        needs = " and ".join(map(typed, missing))
-        why = "It is the number of token ids." if missing == ["vocab_size"] else "The tokenizer is read from these files."
-        yield Finding(f"--tokenizer-type {kind} needs {needs}.", why=why, fields=("tokenizer_type", *missing))
+        missing_flags = " and ".join(map(flag_name, missing))
+        reason = "It is the number of token ids." if missing == ["vocab_size"] else "The tokenizer is read from these files."
+        yield Finding(
+            f"--tokenizer-type {tokenizer_type} needs {missing_flags}.", reason=reason, fields=("tokenizer_type", *missing)
+        )

@@ -1,4 +1,5 @@
-"""Rules about each setting by itself: it is given, in its range, and acts. They read the facts that each field states."""
+"""Rules about individual settings: required settings are set, values are in range, and settings have an effect. The rules read the
+metadata of the fields (`setting.py`)."""
 
 from __future__ import annotations
 
@@ -8,62 +9,76 @@ from collections.abc import Collection, Iterator
 from megatron.config.checks.finding import (
     Change,
     Finding,
+    bounded_fields,
     change,
-    data_size,
-    flag_for,
+    format_setting,
+    get_data_parallel_size,
+    get_flag,
+    get_value,
     has_effect,
-    in_range,
-    is_changed,
+    is_in_range,
+    is_set,
     rule,
-    shown,
-    value_of,
-    with_range,
 )
-from megatron.config.checks.sharding import left_to_buckets
+from megatron.config.checks.sharding import list_bucketed_params
 from megatron.config.config import Config
 from megatron.config.flags import flags
-from megatron.config.param_groups import entry_of
-from megatron.spec.activations import added
+from megatron.config.param_groups import parse_entry
+from megatron.spec.activations import get_added_choices
 
-LARGEST_WORLD = 1_048_576
-"""The most ranks: no machine has as many."""
+MAX_WORLD_SIZE = 1_048_576
+"""Upper bound of the world size, which is larger than any existing system."""
 
 
 @rule()
-def required_are_given(config: Config, world_size: int) -> Iterator[Finding]:
-    """What has no useful default must be given."""
+def check_required_settings(config: Config, world_size: int) -> Iterator[Finding]:
+    """A setting without a useful default must be set."""
     for flag in flags().values():
-        if flag.facts.required and value_of(config, flag.field) in (None, 0):
-            bound = f", {flag.facts.interval}" if flag.facts.interval else ""
-            yield Finding(f"--{flag.name} is missing.", why=f"It takes {flag.expects}{bound}.", fields=(flag.field,))
+        if flag.metadata.required and get_value(config, flag.field) in (None, 0):
+            bound = f", {flag.metadata.interval}" if flag.metadata.interval else ""
+            yield Finding(f"--{flag.name} is missing.", reason=f"It takes {flag.expected}{bound}.", fields=(flag.field,))
 
 
-def as_given(finding: Finding, config: Config, world_size: int, given: Collection[str]) -> Finding:
-    """A finding of `required_are_given` about a setting that was given, as 0: settings alone cannot tell 0 from a missing one."""
+def report_explicit_zero(finding: Finding, config: Config, world_size: int, explicit_fields: Collection[str]) -> Finding:
+    """Replace the finding that a required setting is missing by the finding that it is out of range, if the user set it to 0.
+
+    The rules see only the settings, in which a missing required number is also 0.
+
+    Args:
+        finding: a finding of `check_required_settings`.
+        explicit_fields: fields that the user set.
+    """
     (field,) = finding.fields
-    return _out_of_range(config, world_size, field) if field in given and value_of(config, field) == 0 else finding
+    return (
+        _build_range_finding(config, world_size, field) if field in explicit_fields and get_value(config, field) == 0 else finding
+    )
 
 
 @rule()
-def numbers_in_range(config: Config, world_size: int) -> Iterator[Finding]:
-    """Every number lies in its interval."""
-    for field in with_range():
-        missing = flag_for(field).facts.required and value_of(config, field) == 0
-        if not missing and not in_range(config, field):
-            yield _out_of_range(config, world_size, field)
+def check_ranges(config: Config, world_size: int) -> Iterator[Finding]:
+    """Every number must be in its interval."""
+    for field in bounded_fields():
+        is_missing = get_flag(field).metadata.required and get_value(config, field) == 0
+        if not is_missing and not is_in_range(config, field):
+            yield _build_range_finding(config, world_size, field)
 
 
-def _out_of_range(config: Config, world_size: int, field: str) -> Finding:
-    value, interval = value_of(config, field), flag_for(field).facts.interval
+def _build_range_finding(config: Config, world_size: int, field: str) -> Finding:
+    value, interval = get_value(config, field), get_flag(field).metadata.interval
     assert interval is not None
     nearest = []
-    if not isinstance(value, tuple) and not math.isnan(value):  # the end on the number's side, if it belongs to the interval
-        end, belongs = (interval.low, interval.with_low) if value <= interval.low else (interval.high, interval.with_high)
-        nearest = [change(**{field: type(value)(end)})] if belongs and math.isfinite(end) else []
-    if field == "global_batch_size" and config.training.micro_batch_size > 0:  # the bound itself is seldom a whole step
-        nearest.append(change(global_batch_size=config.training.micro_batch_size * (data_size(config, world_size) or 1)))
+    if not isinstance(value, tuple) and not math.isnan(value):  # the nearer bound, if it is included
+        bound, is_included = (
+            (interval.low, interval.includes_low) if value <= interval.low else (interval.high, interval.includes_high)
+        )
+        nearest = [change(**{field: type(value)(bound)})] if is_included and math.isfinite(bound) else []
+    if field == "global_batch_size" and config.training.micro_batch_size > 0:
+        # The bound itself is rarely a whole number of microbatches.
+        nearest.append(
+            change(global_batch_size=config.training.micro_batch_size * (get_data_parallel_size(config, world_size) or 1))
+        )
     return Finding(
-        f"{shown(config, field)} is out of range.",
+        f"{format_setting(config, field)} is out of range.",
         [tuple(dict.fromkeys(nearest))],
         f"{'Each number' if isinstance(value, tuple) else 'It'} must be {interval}.",
         (field,),
@@ -71,73 +86,73 @@ def _out_of_range(config: Config, world_size: int, field: str) -> Finding:
 
 
 @rule()
-def world_has_ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    """There is at least one rank, and not more than any machine has."""
-    if not 1 <= world_size <= LARGEST_WORLD:
-        nearest = Change(world_size=min(max(world_size, 1), LARGEST_WORLD))
-        bounds = f"It must be at least 1 and at most {LARGEST_WORLD:,}."
+def check_world_size(config: Config, world_size: int) -> Iterator[Finding]:
+    """The world size must be at least 1 and at most MAX_WORLD_SIZE."""
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        nearest = Change(world_size=min(max(world_size, 1), MAX_WORLD_SIZE))
+        bounds = f"It must be at least 1 and at most {MAX_WORLD_SIZE:,}."
         yield Finding(f"The world size {world_size:,} is out of range.", [nearest], bounds)
 
 
 @rule()
-def changed_settings_act(config: Config, world_size: int) -> Iterator[Finding]:
-    """A setting that says what is trained, or what is kept safe, has an effect where it is given."""
+def check_strict_conditions(config: Config, world_size: int) -> Iterator[Finding]:
+    """A setting that changes the trained model, or the state that is saved, must have an effect if it is set."""
     for flag in flags().values():
-        acts = flag.facts.acts
-        if acts is not None and acts.strict and is_changed(config, flag.field) and not has_effect(config, flag.field):
+        condition = flag.metadata.active_if
+        if condition is not None and condition.strict and is_set(config, flag.field) and not has_effect(config, flag.field):
             yield Finding(
-                f"{shown(config, flag.field)} would have no effect: it acts only {acts.words}.",
-                [change(**acts.fix)] if acts.fix else [],
-                "Leave it out, or make it act.",
+                f"{format_setting(config, flag.field)} would have no effect: it acts only {condition.description}.",
+                [change(**condition.fix)] if condition.fix else [],
+                "Remove the setting, or meet its condition.",
                 (flag.field,),
             )
 
 
-def notes(config: Config, world_size: int) -> list[str]:
-    """One line for each setting that changes nothing, or less than one might think, with the reason. The settings must have passed
-    the rules."""
+def list_idle_settings(config: Config, world_size: int) -> list[str]:
+    """Return one line for each setting that has no effect, or less effect than expected, with the reason. The settings must be
+    valid."""
     parallel = config.parallel
-    data_ranks = data_size(config, world_size) or 1
-    chunks = parallel.pipeline_model_parallel_size * parallel.chunks_per_stage(config.model.num_layers)
+    data_ranks = get_data_parallel_size(config, world_size) or 1
+    chunks = parallel.pipeline_model_parallel_size * parallel.get_chunks_per_stage(config.model.num_layers)
     microbatches = config.training.final_batch_size(data_ranks) // (config.training.micro_batch_size * data_ranks)
     sharing_ranks = data_ranks * parallel.context_parallel_size  # they hold the same parameters
     expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size  # they hold each expert once
-    facts = {"data_ranks": data_ranks, "sharing_ranks": sharing_ranks, "expert_ranks": expert_ranks}
-    facts |= {"chunks": chunks, "microbatches": microbatches}
-    found = [
-        f"{shown(config, flag.field)} {idle.effect}: {idle.words}."
+    derived = {"data_ranks": data_ranks, "sharing_ranks": sharing_ranks, "expert_ranks": expert_ranks}
+    derived |= {"chunks": chunks, "microbatches": microbatches}
+    lines = [
+        f"{format_setting(config, flag.field)} {idle.effect}: {idle.description}."
         for flag in flags().values()
-        if is_changed(config, flag.field)
-        for idle in flag.facts.idle
-        if idle.holds(lambda name: facts[name] if name in facts else value_of(config, name))
+        if is_set(config, flag.field)
+        for idle in flag.metadata.idle_if
+        if idle.is_met(lambda name: derived[name] if name in derived else get_value(config, name))
     ]
-    by_blocks = parallel.sharding == "optim_grads_params" and sharing_ranks > 1 and parallel.fsdp_shard_size != 1
-    left = left_to_buckets(config) if by_blocks else []
-    instead_of = _ALWAYS | (_ON_HOST if parallel.fsdp_params_cpu else {})
-    for field, instead in instead_of.items():
-        if by_blocks and is_changed(config, field):
-            effect = f"acts only on {', '.join(left)}" if left else "has no effect"
-            found.append(f"{shown(config, field)} {effect}: with optim_grads_params {instead}.")
-    return found
+    shards_params = parallel.sharding == "optim_grads_params" and sharing_ranks > 1 and parallel.fsdp_shard_size != 1
+    bucketed = list_bucketed_params(config) if shards_params else []
+    replacements = _BUCKETS_REPLACED_BY | (_OFFLOAD_REPLACED_BY if parallel.fsdp_params_cpu else {})
+    for field, replacement in replacements.items():
+        if shards_params and is_set(config, field):
+            effect = f"acts only on {', '.join(bucketed)}" if bucketed else "has no effect"
+            lines.append(f"{format_setting(config, field)} {effect}: with optim_grads_params {replacement}.")
+    return lines
 
 
-def plan_notes(config: Config) -> Iterator[str]:
-    """A line for what a dry run cannot know of a part of the user's own."""
-    used = [config.optimizer.optimizer, *(entry.optimizer for entry in map(entry_of, config.optimizer.param_groups))]
-    for name in [name for name in added("optimizer") if name in used]:
+def list_plan_caveats(config: Config) -> Iterator[str]:
+    """Yield a line for each user-defined optimizer, whose computation and communication a dry run does not know."""
+    optimizers = [config.optimizer.optimizer, *(entry.optimizer for entry in map(parse_entry, config.optimizer.param_groups))]
+    for name in [name for name in get_added_choices("optimizer") if name in optimizers]:
         yield (
-            f"--optimizer {name}: its state is planned as its module states it. Its update is taken to read and write that once; "
-            "what else it computes or sends is not known here."
+            f"--optimizer {name}: the plan takes the size of its state from its module and assumes that an update reads and "
+            "writes the state once; its other computation and communication are unknown."
         )
 
 
-_ALWAYS = {
-    "overlap_grad_reduce": "the gradients of a block are always reduced while backward goes on",
-    "overlap_param_gather": "the parameters of the next block are always fetched ahead",
-    "ddp_bucket_size": "the parameters of a block are always sent together",
+_BUCKETS_REPLACED_BY = {
+    "overlap_grad_reduce": "the gradients of a block are always reduced during backward",
+    "overlap_param_gather": "the parameters of the next block are always prefetched",
+    "ddp_bucket_size": "the parameters of a block are always communicated together",
 }
-"""Settings of buckets, and what optim_grads_params does instead."""
+"""Settings of gradient buckets, and the behavior of optim_grads_params that replaces them."""
 
 
-_ON_HOST = {"optimizer_cpu_offload": "--fsdp-params-cpu keeps the whole state of a block in host memory"}
-"""The same with --fsdp-params-cpu."""
+_OFFLOAD_REPLACED_BY = {"optimizer_cpu_offload": "--fsdp-params-cpu keeps the whole state of a block in host memory"}
+"""Settings of the offload of optimizer state, and the behavior of --fsdp-params-cpu that replaces them."""

@@ -1,84 +1,93 @@
-"""Rules about mixtures of experts: what routers choose from, and how ranks divide experts."""
+"""Rules about mixtures of experts: the router's selection, and the distribution of experts over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron.config.checks.finding import (
-    RANKS,
+    MODEL_PARALLEL_SIZES,
     Finding,
-    at_most,
     change,
-    divides,
     divisors,
-    exclude_each_other,
+    format_setting,
     multiples_near,
+    require_divisible,
+    require_exclusive,
+    require_not_above,
+    reset,
     rule,
-    shown,
     try_values,
-    without,
 )
-from megatron.config.checks.groups import readable
+from megatron.config.checks.groups import parse_valid_entries
 from megatron.config.config import Config
-from megatron.config.setting import GIVEN, acts_with
-from megatron.spec.activations import SETTINGS
-from megatron.spec.layer_pattern import pattern_problem, read_pattern
+from megatron.config.setting import IS_SET, condition
+from megatron.spec.activations import ACTIVATION_FIELDS
+from megatron.spec.layer_pattern import find_pattern_problem, parse_pattern
 from megatron.spec.mlps import has_experts
 
-_HERE = acts_with(num_experts=GIVEN)
+_HAS_EXPERTS = condition(num_experts=IS_SET)
 _EP, _ETP, _TP = "expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size"
 
-tokens_pass_some = at_most("moe_router_topk", "num_experts", "A token passes each of its experts once.", where=_HERE)
-groups_are_equal = divides("num_experts", "moe_router_num_groups", "Groups hold as many experts each.")
-open_groups_exist = at_most("moe_router_group_topk", "moe_router_num_groups", "Of each group a token passes it may be one.")
-groups_are_judged_alike = divides(
+check_router_topk = require_not_above(
+    "moe_router_topk", "num_experts", "The router selects each expert at most once per token.", condition=_HAS_EXPERTS
+)
+check_experts_divisible_by_groups = require_divisible(
+    "num_experts", "moe_router_num_groups", "All groups must have the same number of experts."
+)
+check_group_topk = require_not_above(
+    "moe_router_group_topk", "moe_router_num_groups", "A token cannot use more groups than there are."
+)
+check_topk_divisible_by_group_topk = require_divisible(
     "moe_router_topk",
     "moe_router_group_topk",
-    "A group is judged by as many of its experts as a token would pass in each of its groups.",
-    where=acts_with(moe_router_num_groups=GIVEN),
+    "A group is ranked by the sum of its best scores: topk / group-topk of them, which must be a whole number.",
+    condition=condition(moe_router_num_groups=IS_SET),
 )
-ranks_hold_as_many = divides("num_experts", _EP, "Each of the expert ranks holds as many experts.")
+check_experts_divisible_by_ep = require_divisible("num_experts", _EP, "Each expert rank holds the same number of experts.")
 
 
-@rule("moe_layer_freq", "num_layers", reads=("num_experts",))
-def layers_with_experts_are_named(config: Config, world_size: int) -> Iterator[Finding]:
-    """It is a number N, which means the first layer and every N-th after it, or a list with 0 or 1 for each layer."""
-    text, count = config.model.moe_layer_freq, config.model.num_layers
-    problem = pattern_problem(text, count) if config.model.num_experts else None
+@rule("moe_layer_freq", "num_layers", depends_on=("num_experts",))
+def check_moe_layer_freq(config: Config, world_size: int) -> Iterator[Finding]:
+    """The value must be a number N, for the first layer and every N-th layer after it, or a list with 0 or 1 for each layer."""
+    pattern_text, num_layers = config.model.moe_layer_freq, config.model.num_layers
+    problem = find_pattern_problem(pattern_text, num_layers) if config.model.num_experts else None
     if problem is not None:
-        pattern = read_pattern(text)
-        other = [change(num_layers=len(pattern))] if isinstance(pattern, tuple) and pattern else []
+        pattern = parse_pattern(pattern_text)
+        num_layers_candidates = [change(num_layers=len(pattern))] if isinstance(pattern, tuple) and pattern else []
         yield Finding(
-            f"{shown(config, 'moe_layer_freq')} does not say which layers it means. {problem}",
-            [other, without(config, "moe_layer_freq")],
+            f"{format_setting(config, 'moe_layer_freq')} does not define the layers with experts. {problem}",
+            [num_layers_candidates, reset(config, "moe_layer_freq")],
         )
-    elif config.model.num_experts and not any(has_experts(config.model, layer) for layer in range(count)):
-        yield Finding(f"{shown(config, 'moe_layer_freq')} leaves no layer with experts.", [without(config, "moe_layer_freq")])
+    elif config.model.num_experts and not any(has_experts(config.model, layer) for layer in range(num_layers)):
+        yield Finding(
+            f"{format_setting(config, 'moe_layer_freq')} leaves no layer with experts.", [reset(config, "moe_layer_freq")]
+        )
 
 
-@rule("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk", reads=("num_experts",))
-def open_groups_have_enough(config: Config, world_size: int) -> Iterator[Finding]:
-    """The open groups hold all experts that a token passes."""
+@rule("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk", depends_on=("num_experts",))
+def check_selected_groups_hold_topk(config: Config, world_size: int) -> Iterator[Finding]:
+    """The groups that a token may use must hold at least as many experts as the router selects."""
     model = config.model
-    groups, experts = model.moe_router_num_groups, model.num_experts
+    num_groups, num_experts = model.moe_router_num_groups, model.num_experts
     if (
-        groups
-        and experts
-        and experts % groups == 0
-        and model.moe_router_topk > (held := model.moe_router_group_topk * experts // groups)
+        num_groups
+        and num_experts
+        and num_experts % num_groups == 0
+        and model.moe_router_topk > (num_selectable := model.moe_router_group_topk * num_experts // num_groups)
     ):
         yield Finding(
-            f"{shown(config, 'moe_router_topk')} is more than the {held} experts of {model.moe_router_group_topk} open groups.",
+            f"{format_setting(config, 'moe_router_topk')} is more than the {num_selectable} experts in "
+            f"{model.moe_router_group_topk} groups (--moe-router-group-topk).",
             [
-                try_values("moe_router_topk", model.moe_router_topk, divisors(held)),
-                try_values("moe_router_group_topk", model.moe_router_group_topk, divisors(groups)),
+                try_values("moe_router_topk", model.moe_router_topk, divisors(num_selectable)),
+                try_values("moe_router_group_topk", model.moe_router_group_topk, divisors(num_groups)),
             ],
         )
 
 
-@rule("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", reads=("num_experts",))
-def chosen_alone_has_a_gradient(config: Config, world_size: int) -> Iterator[Finding]:
-    """The softmax over one expert is 1 whatever the router says, so that what the experts give could not teach it."""
+@rule("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", depends_on=("num_experts",))
+def check_router_gradient(config: Config, world_size: int) -> Iterator[Finding]:
+    """The softmax over a single expert is always 1, so the loss has no gradient with respect to the router."""
     model = config.model
     if (
         model.num_experts
@@ -92,26 +101,26 @@ def chosen_alone_has_a_gradient(config: Config, world_size: int) -> Iterator[Fin
         )
 
 
-@rule("moe_ffn_hidden_size", _ETP, _TP, reads=("num_experts", "ffn_hidden_size", "hidden_size", *SETTINGS))
-def experts_divide_by_their_ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each of the ranks that split an expert holds the same part of its width."""
+@rule("moe_ffn_hidden_size", _ETP, _TP, depends_on=("num_experts", "ffn_hidden_size", "hidden_size", *ACTIVATION_FIELDS))
+def check_expert_width_divisible_by_etp(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each of the ranks that split an expert must hold an equal slice of its hidden size."""
     model, ranks = config.model, config.parallel.expert_tensor_size
     width = model.moe_ffn_hidden_size or model.ffn_size
     if model.num_experts and width > 0 and width % ranks:
         yield Finding(
-            f"The width of an expert {width} does not divide by the {ranks} ranks that split it "
+            f"The width of an expert {width} is not divisible by the {ranks} ranks that split it "
             "(--expert-tensor-parallel-size, by default --tensor-model-parallel-size).",
             [try_values("moe_ffn_hidden_size", width, multiples_near(width, ranks)), try_values(_ETP, ranks, divisors(width))],
         )
 
 
 @rule("moe_shared_expert_intermediate_size", _TP)
-def shared_expert_divides_by_tensor(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each tensor rank holds the same part of the shared expert's width."""
+def check_shared_expert_width_divisible_by_tp(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each tensor rank must hold an equal slice of the shared expert's hidden size."""
     width, ranks = config.model.moe_shared_expert_intermediate_size, config.parallel.tensor_model_parallel_size
     if width and width % ranks:
         yield Finding(
-            f"{shown(config, 'moe_shared_expert_intermediate_size')} does not divide by {shown(config, _TP)}.",
+            f"{format_setting(config, 'moe_shared_expert_intermediate_size')} is not divisible by {format_setting(config, _TP)}.",
             [
                 try_values("moe_shared_expert_intermediate_size", width, multiples_near(width, ranks)),
                 try_values(_TP, ranks, divisors(width)),
@@ -119,59 +128,60 @@ def shared_expert_divides_by_tensor(config: Config, world_size: int) -> Iterator
         )
 
 
-@rule(_EP, _ETP, *RANKS, reads=("num_experts",))
-def expert_grid_fits(config: Config, world_size: int) -> Iterator[Finding]:
-    """The ranks of a pipeline stage, TP x CP x DP, are ETP x EP x copies of the experts."""
+@rule(_EP, _ETP, *MODEL_PARALLEL_SIZES, depends_on=("num_experts",))
+def check_stage_divisible_by_expert_ranks(config: Config, world_size: int) -> Iterator[Finding]:
+    """The ranks of a pipeline stage, TP x CP x DP, must be a multiple of ETP x EP, the ranks that hold all experts once."""
     parallel = config.parallel
-    ep, etp, stages = parallel.expert_model_parallel_size, parallel.expert_tensor_size, parallel.pipeline_model_parallel_size
-    stage = world_size // stages
-    if config.model.num_experts and world_size >= 1 and world_size % stages == 0 and stage % (ep * etp):
+    ep, etp, num_stages = parallel.expert_model_parallel_size, parallel.expert_tensor_size, parallel.pipeline_model_parallel_size
+    ranks_per_stage = world_size // num_stages
+    if config.model.num_experts and world_size >= 1 and world_size % num_stages == 0 and ranks_per_stage % (ep * etp):
         yield Finding(
-            f"The {stage} ranks of a pipeline stage do not divide by ETP x EP = {etp} x {ep} = {etp * ep} "
+            f"The {ranks_per_stage} ranks of a pipeline stage are not divisible by ETP x EP = {etp} x {ep} = {etp * ep} "
             "(--expert-tensor-parallel-size, --expert-model-parallel-size).",
-            [try_values(_EP, ep, divisors(stage)), try_values(_ETP, etp, divisors(stage))],
+            [try_values(_EP, ep, divisors(ranks_per_stage)), try_values(_ETP, etp, divisors(ranks_per_stage))],
         )
 
 
 @rule(_TP, "sequence_parallel", "num_experts")
-def tensor_ranks_have_tokens_of_their_own(config: Config, world_size: int) -> Iterator[Finding]:
+def check_sequence_parallel_with_experts(config: Config, world_size: int) -> Iterator[Finding]:
     """Without --sequence-parallel all tensor ranks would send the same tokens to the experts."""
     parallel = config.parallel
     if config.model.num_experts and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield Finding(f"--num-experts with {shown(config, _TP)} needs --sequence-parallel.", [change(sequence_parallel=True)])
+        yield Finding(
+            f"--num-experts with {format_setting(config, _TP)} needs --sequence-parallel.", [change(sequence_parallel=True)]
+        )
 
 
 @rule("num_experts", "disable_bias_linear", "add_mlp_bias")
-def experts_have_no_biases(config: Config, world_size: int) -> Iterator[Finding]:
-    """The matrices of experts have no biases."""
+def check_no_expert_biases(config: Config, world_size: int) -> Iterator[Finding]:
+    """The linear layers of experts have no biases."""
     model = config.model
     if model.num_experts and (not model.disable_bias_linear or model.add_mlp_bias):
         yield Finding(
-            "--num-experts needs --disable-bias-linear, without --add-mlp-bias: experts with biases are not built yet.",
+            "--num-experts needs --disable-bias-linear, without --add-mlp-bias: experts with biases are not supported yet.",
             [change(disable_bias_linear=True, add_mlp_bias=False)],
             fields=("num_experts", "disable_bias_linear", *(["add_mlp_bias"] if model.add_mlp_bias else [])),
         )
 
 
 @rule("num_experts", "optimizer", "param_groups")
-def rules_know_experts(config: Config, world_size: int) -> Iterator[Finding]:
-    """Rules of update that look at whole matrices, or at blocks, do not know yet how ranks divide experts."""
-    unknown = ("muon", "adafactor", "lamb", "adam8bit")
+def check_optimizer_supports_experts(config: Config, world_size: int) -> Iterator[Finding]:
+    """Optimizers whose update depends on a whole matrix, or on blocks of it, do not support experts that are distributed over ranks
+    yet."""
+    unsupported = ("muon", "adafactor", "lamb", "adam8bit")
     if not config.model.num_experts:
         return
-    if config.optimizer.optimizer in unknown:
-        yield Finding(f"--num-experts with {shown(config, 'optimizer')} is not built yet.", [change(optimizer="adam")])
-    elif used := sorted({str(entry.optimizer) for entry in readable(config.optimizer.param_groups)} & {*unknown}):
-        message = f"--num-experts with {' and '.join(used)} for some parameters (--param-groups) is not built yet."
-        yield Finding(message, [without(config, "param_groups")], fields=("num_experts", "param_groups"))
+    if config.optimizer.optimizer in unsupported:
+        yield Finding(f"--num-experts with {format_setting(config, 'optimizer')} is not supported yet.", [change(optimizer="adam")])
+    elif used := sorted({str(entry.optimizer) for entry in parse_valid_entries(config.optimizer.param_groups)} & {*unsupported}):
+        message = f"--num-experts with {' and '.join(used)} for some parameters (--param-groups) is not supported yet."
+        yield Finding(message, [reset(config, "param_groups")], fields=("num_experts", "param_groups"))
 
 
-experts_compute_in_their_dtype = exclude_each_other(
-    "num_experts", "fp8_format", why="Products of experts in 8 bits are not built yet."
+check_no_fp8_experts = require_exclusive(
+    "num_experts", "fp8_format", reason="FP8 matrix products of experts are not supported yet."
 )
-noise_is_of_own_samples = exclude_each_other(
-    "num_experts", "log_gradient_noise", why="A rank's gradients of experts are of the samples of other data ranks too."
+check_no_gradient_noise_with_experts = require_exclusive(
+    "num_experts", "log_gradient_noise", reason="A rank's expert gradients also contain samples of other data ranks."
 )
-experts_are_not_scaled_with_the_width = exclude_each_other(
-    "num_experts", "mup_base_width", why="What muP asks of experts is not built yet."
-)
+check_no_mup_experts = require_exclusive("num_experts", "mup_base_width", reason="muP does not support experts yet.")

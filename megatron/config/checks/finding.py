@@ -1,4 +1,5 @@
-"""A rule's report, and the candidates from which the nearest valid settings are chosen."""
+"""Building blocks of the rules: problems that rules report, changes from which suggestions are selected, and rules of common
+forms."""
 
 from __future__ import annotations
 
@@ -12,55 +13,59 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.config import Config
-from megatron.config.flags import Flag, flag_for, flags
-from megatron.config.setting import Beside
-from megatron.spec.activations import read_with
+from megatron.config.flags import Flag, flags, get_flag
+from megatron.config.setting import Condition
+from megatron.spec.activations import get_choice_settings
 
 
 @dataclass(frozen=True)
 class Change:
-    """Other values of some settings, or another world size, that might be valid."""
+    """Candidate for a suggestion: new values of some settings, or another world size, that might make the settings valid."""
 
     fields: tuple[tuple[str, Any], ...] = ()
     world_size: int | None = None
 
     def apply(self, config: Config, world_size: int) -> tuple[Config, int]:
-        """The settings and the world size after the change."""
+        """Return the settings and the world size after the change."""
         for name, value in self.fields:
-            topic = flag_for(name).topic
+            topic = get_flag(name).topic
             config = dataclasses.replace(config, **{topic: dataclasses.replace(getattr(config, topic), **{name: value})})
         return config, world_size if self.world_size is None else self.world_size
 
     def distance(self, config: Config, world_size: int) -> float:
-        """How much it changes: for a number the factor, as a power of 2; a switch or a choice counts as a factor of 2.
+        """Return how large the change is. For a number this is |log2(new value / old value)|. A switch or a choice counts like a
+        factor of 2.
 
-        Another number of ranks is harder to get than another flag, and another model is another experiment: they count as more.
+        Changes of the world size and of the model count more: ranks are harder to get than another flag, and another model is
+        another experiment.
         """
-        total = 0.0 if self.world_size is None else 1.0 + _steps(world_size, self.world_size)
+        total = 0.0 if self.world_size is None else 1.0 + _log2_distance(world_size, self.world_size)
         for name, value in self.fields:
-            total += _steps(value_of(config, name), value) + (3.0 if flag_for(name).topic == "model" else 0.0)
+            total += _log2_distance(get_value(config, name), value) + (3.0 if get_flag(name).topic == "model" else 0.0)
         return total
 
     def __str__(self) -> str:
-        """The change as a piece of a command line, or ``world size N``."""
+        """Format the change as a part of a command line, or ``world size N``."""
         if self.world_size is not None:
             return f"world size {self.world_size}"
-        return " ".join(_shown(flag_for(name), value) for name, value in self.fields)
+        return " ".join(_format_flag(get_flag(name), value) for name, value in self.fields)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A violated rule."""
+    """Problem that a rule has found in the settings, with changes that might fix it."""
 
     message: str
+    """What is wrong, with the values: one sentence."""
     candidates: Sequence[Change | Sequence[Change]] = ()
-    """Changes to try, and groups of such with the nearest first. Two valid ones of each group are shown."""
-    why: str = ""
-    """Why it is wrong and what can be done; if empty, what the rule itself says."""
+    """Changes that might fix the problem: single changes, and groups of alternatives with the nearest first. At most two valid
+    changes of a group are shown."""
+    reason: str = ""
+    """Why it is wrong and how to fix it. If empty, the reason of the rule is shown."""
     fields: tuple[str, ...] = ()
-    """Names of the fields that take part; if empty, those that the rule names."""
+    """Fields that the message is about. If empty, those of the rule."""
     table: tuple[str, ...] = ()
-    """Lines that illustrate it, such as which layers would lie where."""
+    """Lines of a table that illustrates the problem, such as the layers of each pipeline stage."""
 
 
 _Check = Callable[[Config, int], Iterator[Finding]]
@@ -68,183 +73,217 @@ _Check = Callable[[Config, int], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class SettingsRule:
-    """A rule between settings. It looks at them and the world size, and yields what is wrong.
+    """Rule about a combination of settings. A call checks the settings for a world size, and yields the problems.
 
-    It yields nothing while a number that it looks at is out of range, or required and missing, since another rule reports that.
+    A rule is skipped while a number that it depends on is missing or out of range, because another rule reports that.
     """
 
     check: _Check
-    named: tuple[str, ...]
-    """Settings that its findings name."""
-    reads: tuple[str, ...]
-    """Further settings that it looks at."""
-    why: str
-    """The reason for it: whole sentences."""
+    reported_fields: tuple[str, ...]
+    """Fields that the messages of the rule are about."""
+    depends_on: tuple[str, ...]
+    """Further fields that the rule reads."""
+    reason: str
+    """Reason for the rule, in whole sentences, for the user."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Every setting that it looks at; empty if it looks at each by itself."""
-        return self.named + self.reads
+        """All fields that the rule depends on; empty for a rule about individual settings."""
+        return self.reported_fields + self.depends_on
 
-    def __call__(self, config: Config, world_size: int, wrong: set[str] | None = None) -> Iterator[Finding]:
-        """Yield what is wrong.
+    def __call__(self, config: Config, world_size: int, out_of_range_fields: set[str] | None = None) -> Iterator[Finding]:
+        """Yield the problems that the rule finds.
 
         Args:
-            wrong: what `out_of_range` returns, if the caller has it. Most rules look at the same settings.
+            out_of_range_fields: the result of `find_out_of_range`, which callers that evaluate many rules compute once.
         """
-        if wrong.isdisjoint(self.fields) if wrong is not None else all(in_range(config, field) for field in self.fields):
-            for found in self.check(config, world_size):
-                yield dataclasses.replace(found, why=found.why or self.why, fields=found.fields or self.named)
+        if (
+            out_of_range_fields.isdisjoint(self.fields)
+            if out_of_range_fields is not None
+            else all(is_in_range(config, field) for field in self.fields)
+        ):
+            for finding in self.check(config, world_size):
+                yield dataclasses.replace(
+                    finding, reason=finding.reason or self.reason, fields=finding.fields or self.reported_fields
+                )
 
 
-def rule(*named: str, reads: Sequence[str] = ()) -> Callable[[_Check], SettingsRule]:
-    """Make a rule of a function, which names these settings and reads others too. Its docstring is the rule's reason."""
-    return lambda check: SettingsRule(check, named, tuple(reads), " ".join((check.__doc__ or "").split()))
+def rule(*reported_fields: str, depends_on: Sequence[str] = ()) -> Callable[[_Check], SettingsRule]:
+    """Decorator that makes a `SettingsRule` of a function. The function's docstring is the reason of the rule, which users see in
+    error messages and on the pages of --explain.
+
+    Args:
+        reported_fields: fields that the messages of the rule are about.
+        depends_on: further fields that the function reads.
+    """
+    return lambda check: SettingsRule(check, reported_fields, tuple(depends_on), " ".join((check.__doc__ or "").split()))
 
 
-def divides(number: str, by: str, why: str, where: Beside | None = None) -> SettingsRule:
-    """The rule that one setting divides by another, where a condition holds. It suggests multiples for the one, divisors for the
-    other, and to take back what makes the condition hold."""
-    conditions = tuple(where.others) if where is not None else ()
+def require_divisible(dividend: str, by: str, reason: str, condition: Condition | None = None) -> SettingsRule:
+    """Build the rule that the setting `dividend` must be divisible by the setting `by`.
+
+    The rule suggests other values of either setting. If it has a condition, it also suggests to reset the settings of the
+    condition.
+
+    Args:
+        condition: condition under which the rule applies; None for always.
+    """
+    conditions = tuple(condition.values) if condition is not None else ()
 
     def check(config: Config, world_size: int) -> Iterator[Finding]:
-        value, divisor = value_of(config, number), value_of(config, by)
-        if value is not None and divisor is not None and value % divisor and _holds(where, config):
+        dividend_value, divisor_value = get_value(config, dividend), get_value(config, by)
+        if (
+            dividend_value is not None
+            and divisor_value is not None
+            and dividend_value % divisor_value
+            and _is_met(condition, config)
+        ):
             yield Finding(
-                f"{shown(config, number)} does not divide by {shown(config, by)}.",
+                f"{format_setting(config, dividend)} is not divisible by {format_setting(config, by)}.",
                 [
-                    try_values(by, divisor, divisors(value)),
-                    try_values(number, value, multiples_near(value, divisor)),
-                    without(config, *conditions),
+                    try_values(by, divisor_value, divisors(dividend_value)),
+                    try_values(dividend, dividend_value, multiples_near(dividend_value, divisor_value)),
+                    reset(config, *conditions),
                 ],
             )
 
-    return SettingsRule(check, (number, by, *conditions), (), why)
+    return SettingsRule(check, (dividend, by, *conditions), (), reason)
 
 
-def at_most(lower: str, upper: str, why: str, where: Beside | None = None) -> SettingsRule:
-    """The rule that one setting is not above another, where a condition holds. It suggests the value of each for the other."""
-    conditions = tuple(where.others) if where is not None else ()
+def require_not_above(lower: str, upper: str, reason: str, condition: Condition | None = None) -> SettingsRule:
+    """Build the rule that the setting `lower` must not be above the setting `upper`. The rule suggests to set either of them to the
+    value of the other.
+
+    Args:
+        condition: condition under which the rule applies; None for always.
+    """
+    conditions = tuple(condition.values) if condition is not None else ()
 
     def check(config: Config, world_size: int) -> Iterator[Finding]:
-        low, high = value_of(config, lower), value_of(config, upper)
-        if low is not None and high is not None and low > high and _holds(where, config):
-            message = f"{shown(config, lower)} is above {shown(config, upper)}."
+        low, high = get_value(config, lower), get_value(config, upper)
+        if low is not None and high is not None and low > high and _is_met(condition, config):
+            message = f"{format_setting(config, lower)} is above {format_setting(config, upper)}."
             yield Finding(message, [change(**{lower: high}), change(**{upper: low})])
 
-    return SettingsRule(check, (lower, upper), conditions, why)
+    return SettingsRule(check, (lower, upper), conditions, reason)
 
 
 def has_effect(config: Config, field: str) -> bool:
-    """Whether a setting acts with the others: its condition holds, or an optimizer of the user's own reads it."""
-    acts = flag_for(field).facts.acts
-    return acts is None or _holds(acts, config) or field in read_with("optimizer", config.optimizer.optimizer)
+    """Return whether a setting has an effect: its `active_if` condition is met, or a user-defined optimizer reads the setting."""
+    condition = get_flag(field).metadata.active_if
+    return condition is None or _is_met(condition, config) or field in get_choice_settings("optimizer", config.optimizer.optimizer)
 
 
-def exclude_each_other(*fields: str, why: str) -> SettingsRule:
-    """The rule that at most one of some settings is given. Each may be the one to stay."""
+def require_exclusive(*fields: str, reason: str) -> SettingsRule:
+    """Build the rule that at most one of these settings may be set. The rule suggests to reset all but one of them."""
 
     def check(config: Config, world_size: int) -> Iterator[Finding]:
-        changed = {field: value_of(config, field) for field in fields if is_changed(config, field)}
-        given = tuple(field for field, value in changed.items() if value or (value == 0 and value is not False))
-        if len(given) > 1:
-            stay = [without(config, *(field for field in given if field != kept)) for kept in given]
-            message = f"{' and '.join(shown(config, field) for field in given)} exclude each other."
-            yield Finding(message, [stay], fields=given)
+        non_defaults = {field: get_value(config, field) for field in fields if is_set(config, field)}
+        conflicting = tuple(field for field, value in non_defaults.items() if value or (value == 0 and value is not False))
+        if len(conflicting) > 1:
+            candidates = [reset(config, *(field for field in conflicting if field != remaining)) for remaining in conflicting]
+            message = f"{' and '.join(format_setting(config, field) for field in conflicting)} exclude each other."
+            yield Finding(message, [candidates], fields=conflicting)
 
-    return SettingsRule(check, fields, (), why)
-
-
-def _holds(where: Beside | None, config: Config) -> bool:
-    return where is None or where.holds(functools.partial(value_of, config))
+    return SettingsRule(check, fields, (), reason)
 
 
-def rules_in(*modules: types.ModuleType) -> tuple[SettingsRule, ...]:
-    """The rules of modules, in the order in which they stand there."""
-    return tuple(dict.fromkeys(found for module in modules for found in vars(module).values() if isinstance(found, SettingsRule)))
+def _is_met(condition: Condition | None, config: Config) -> bool:
+    return condition is None or condition.is_met(functools.partial(get_value, config))
 
 
-RANKS = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-"""The settings on which the number of data ranks depends."""
+def collect_rules(*modules: types.ModuleType) -> tuple[SettingsRule, ...]:
+    """Return all rules that these modules define, in the order of their definition."""
+    return tuple(dict.fromkeys(value for module in modules for value in vars(module).values() if isinstance(value, SettingsRule)))
+
+
+MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+"""Fields that determine the data-parallel size."""
 
 
 def change(**fields: Any) -> Change:
-    """A change of settings by the names of their fields."""
+    """Build a change that gives these fields new values."""
     return Change(tuple(fields.items()))
 
 
 def try_values(field: str, current: float, values: Iterable[Any]) -> tuple[Change, ...]:
-    """Candidates for one setting, the nearest to its current value first."""
+    """Build one change for each value of a field. Changes to values near the current value come first."""
     return tuple(change(**{field: value}) for value in sorted(set(values), key=lambda value: (abs(value - current), value)))
 
 
-def value_of(config: Config, field: str) -> Any:
-    """The value of a setting."""
-    return getattr(getattr(config, flag_for(field).topic), field)
+def get_value(config: Config, field: str) -> Any:
+    """Return the value of a setting."""
+    return getattr(getattr(config, get_flag(field).topic), field)
 
 
-def is_changed(config: Config, field: str) -> bool:
-    """Whether a setting differs from its default."""
-    return bool(value_of(config, field) != flag_for(field).default)
+def is_set(config: Config, field: str) -> bool:
+    """Return whether a setting differs from its default."""
+    return bool(get_value(config, field) != get_flag(field).default)
 
 
-def without(config: Config, *fields: str, **others: Any) -> Change:
-    """A change that takes these settings back, if they are given, and sets others."""
-    return change(**{field: flag_for(field).default for field in fields if is_changed(config, field)}, **others)
+def reset(config: Config, *fields: str, **updates: Any) -> Change:
+    """Build a change that resets fields to their defaults, if they are set, and gives other fields new values.
+
+    Args:
+        updates: the other fields, with their new values.
+    """
+    return change(**{field: get_flag(field).default for field in fields if is_set(config, field)}, **updates)
 
 
-def shown(config: Config, field: str) -> str:
-    """A setting as a user types it: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
-    return _shown(flag_for(field), value_of(config, field))
+def format_setting(config: Config, field: str) -> str:
+    """Format a setting as it is typed: ``--lr 0.1``, ``--bf16``, ``--no-load-optim``."""
+    return _format_flag(get_flag(field), get_value(config, field))
 
 
-def in_range(config: Config, field: str) -> bool:
-    """Whether a setting is no number, not given, or in its range. (0 stands for what is required and was not given.)"""
-    interval = flag_for(field).facts.interval
+def is_in_range(config: Config, field: str) -> bool:
+    """Return whether the value of a setting is in its allowed range. Also True if the setting has no range or its value is None. A
+    missing required number is 0 and therefore out of range."""
+    interval = get_flag(field).metadata.interval
     if interval is None:
         return True
-    value = value_of(config, field)
-    return value is None or (all(map(interval.holds, value)) if isinstance(value, tuple) else interval.holds(value))
+    value = get_value(config, field)
+    return value is None or (all(map(interval.contains, value)) if isinstance(value, tuple) else interval.contains(value))
 
 
 @functools.cache
-def with_range() -> tuple[str, ...]:
-    """Return the names of the settings that have a range, in the order of the flags."""
-    return tuple(flag.field for flag in flags().values() if flag.facts.interval is not None)
+def bounded_fields() -> tuple[str, ...]:
+    """Return the fields that have a range, in the order of the flags."""
+    return tuple(flag.field for flag in flags().values() if flag.metadata.interval is not None)
 
 
-def out_of_range(config: Config) -> set[str]:
-    """Return the names of the settings whose value is out of range, or required and missing."""
-    return {field for field in with_range() if not in_range(config, field)}
+def find_out_of_range(config: Config) -> set[str]:
+    """Return the fields whose value is out of range, including missing required numbers."""
+    return {field for field in bounded_fields() if not is_in_range(config, field)}
 
 
 @functools.lru_cache(maxsize=1024)
-def divisors(number: int) -> list[int]:
-    """Divisors of a positive number in ascending order (above 10^10 only pairs with a part up to 10^5, to stay quick)."""
-    small = [part for part in range(1, min(math.isqrt(number), 10**5) + 1) if number % part == 0]
-    return small + [number // part for part in reversed(small) if part * part != number]
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order. (Above 10^10 only those up to 10^5 and their cofactors, to limit
+    the time.)"""
+    small = [d for d in range(1, min(math.isqrt(n), 10**5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def multiples_near(number: int, unit: int, reach: int = 8) -> list[int]:
-    """Positive multiples of `unit` around a number, `reach` of them on each side."""
-    middle = number // unit
-    return [unit * count for count in range(max(1, middle - reach), middle + reach + 2)]
+def multiples_near(value: int, unit: int, num_per_side: int = 8) -> list[int]:
+    """Return positive multiples of `unit` around a number, `num_per_side` of them on each side."""
+    quotient = value // unit
+    return [unit * multiplier for multiplier in range(max(1, quotient - num_per_side), quotient + num_per_side + 2)]
 
 
-def data_size(config: Config, world_size: int) -> int | None:
-    """Data-parallel size, or None where the layout does not fit the world."""
-    sizes = [getattr(config.parallel, field) for field in RANKS]
-    fits = world_size > 0 and min(sizes) > 0 and world_size % math.prod(sizes) == 0
-    return world_size // math.prod(sizes) if fits else None
+def get_data_parallel_size(config: Config, world_size: int) -> int | None:
+    """Return the data-parallel size, or None if the world size is not a multiple of TP x CP x PP."""
+    sizes = [getattr(config.parallel, field) for field in MODEL_PARALLEL_SIZES]
+    is_divisible = world_size > 0 and min(sizes) > 0 and world_size % math.prod(sizes) == 0
+    return world_size // math.prod(sizes) if is_divisible else None
 
 
-def _steps(old: Any, new: Any) -> float:
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in (old, new))
-    return abs(math.log2(new) - math.log2(old)) if numbers and new != old else float(new != old)
+def _log2_distance(old: Any, new: Any) -> float:
+    are_positive = all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in (old, new))
+    return abs(math.log2(new) - math.log2(old)) if are_positive and new != old else float(new != old)
 
 
-def _shown(flag: Flag, value: Any) -> str:
-    if flag.kind is bool:
+def _format_flag(flag: Flag, value: Any) -> str:
+    if flag.value_type is bool:
         return f"--{flag.name}" if value else f"--no-{flag.name}"
     values = value if isinstance(value, tuple) else (value,)
     return " ".join([f"--{flag.name}", *(shlex.quote(str(item)) for item in values)])

@@ -1,4 +1,5 @@
-"""Rules about parameter groups: entries can be read, their patterns match, and what they say acts."""
+"""Rules about parameter groups (--param-groups): entries can be parsed, their patterns match parameters, and their values have an
+effect."""
 
 from __future__ import annotations
 
@@ -10,150 +11,166 @@ from collections.abc import Iterator, Sequence
 
 from megatron.config.checks.finding import (
     Finding,
-    at_most,
     change,
-    exclude_each_other,
-    flag_for,
-    in_range,
+    format_setting,
+    get_flag,
+    get_value,
+    is_in_range,
+    require_exclusive,
+    require_not_above,
     rule,
-    shown,
-    value_of,
 )
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.param_groups import GroupEntry, entry_of
+from megatron.config.param_groups import GroupEntry, parse_entry
 from megatron.config.training import ADAM_LIKE
-from megatron.spec.groups import MUP_RULES, groups_of
-from megatron.spec.weights import Weight, model_weights
+from megatron.spec.groups import MUP_COLUMNS, build_group_lookup
+from megatron.spec.weights import WeightSpec, iter_weights
 
-decoupled_rate_is_higher = at_most("decoupled_min_lr", "decoupled_lr", "--decoupled-lr is the highest of its course.")
+check_decoupled_min_lr = require_not_above(
+    "decoupled_min_lr", "decoupled_lr", "--decoupled-lr is the maximum learning rate of embedding and output layer."
+)
 
 
-@rule("decoupled_lr", "min_lr", reads=("decoupled_min_lr",))
-def decoupled_rate_ends_lower(config: Config, world_size: int) -> Iterator[Finding]:
-    """By default the rate of embedding and output layer falls to --min-lr too; --decoupled-min-lr gives it an end of its own."""
+@rule("decoupled_lr", "min_lr", depends_on=("decoupled_min_lr",))
+def check_decoupled_lr_not_below_min_lr(config: Config, world_size: int) -> Iterator[Finding]:
+    """By default the learning rate of embedding and output layer also decays to --min-lr. --decoupled-min-lr sets a different
+    minimum."""
     optimizer = config.optimizer
     if optimizer.decoupled_lr is not None and optimizer.decoupled_min_lr is None and optimizer.min_lr > optimizer.decoupled_lr:
-        message = f"{shown(config, 'decoupled_lr')} is below {shown(config, 'min_lr')}, at which its course ends."
+        message = f"{format_setting(config, 'decoupled_lr')} is below {format_setting(config, 'min_lr')}, at which its decay ends."
         yield Finding(message, [change(decoupled_min_lr=optimizer.decoupled_lr)])
 
 
-_SCALE = "Each sets the factor of attention's scores."
-mup_scale_or_given = exclude_each_other("mup_base_kv_channels", "softmax_scale", why=_SCALE)
-mup_scale_or_latent = exclude_each_other("mup_base_kv_channels", "multi_latent_attention", why=_SCALE)
+_SCALE = "Each of them sets the factor of the attention scores."
+check_mup_or_softmax_scale = require_exclusive("mup_base_kv_channels", "softmax_scale", reason=_SCALE)
+check_mup_or_latent_attention = require_exclusive("mup_base_kv_channels", "multi_latent_attention", reason=_SCALE)
 
 
 @rule()
-def groups_act(config: Config, world_size: int) -> Iterator[Finding]:
-    """Entries of --param-groups can be read, their patterns match, and muP knows how their optimizers' rates are scaled."""
+def check_param_groups(config: Config, world_size: int) -> Iterator[Finding]:
+    """Entries of --param-groups must be valid, their patterns must match parameters, and muP must support their optimizers."""
     texts = config.optimizer.param_groups
-    used = {config.optimizer.optimizer, *(entry.optimizer for entry in readable(texts) if entry.optimizer)}
-    unknown = sorted(name for name in used if name not in MUP_RULES and name in flag_for("optimizer").choices)
-    if config.model.mup_base_width is not None and unknown:
+    optimizers = {config.optimizer.optimizer, *(entry.optimizer for entry in parse_valid_entries(texts) if entry.optimizer)}
+    without_mup = sorted(name for name in optimizers if name not in MUP_COLUMNS and name in get_flag("optimizer").choices)
+    if config.model.mup_base_width is not None and without_mup:
         yield Finding(
-            f"{shown(config, 'mup_base_width')}: how the learning rates of {unknown[0]} are scaled is not known.",
+            f"{format_setting(config, 'mup_base_width')} does not support the optimizer {without_mup[0]}.",
             [change(mup_base_width=None)],
-            f"It is built for {', '.join(MUP_RULES)} (Yang et al. 2022, table 8).",
+            f"muP scales the learning rates of {', '.join(MUP_COLUMNS)} (Yang et al. 2022, table 8).",
             ("mup_base_width", "optimizer", "param_groups"),
         )
     for text in texts:
         try:
-            entry = entry_of(text)
+            entry = parse_entry(text)
         except ValueError as error:
-            yield _finding(f"--param-groups {text!r} cannot be read: {error}.", "An entry is a pattern and values, key=value.")
+            yield _param_groups_finding(
+                f"--param-groups {text!r} cannot be read: {error}.",
+                "An entry is a pattern, followed by values of the form key=value.",
+            )
             continue
-        rules = flag_for("optimizer").choices
-        if entry.optimizer is not None and entry.optimizer not in rules:
-            near = difflib.get_close_matches(entry.optimizer, rules, n=1)
+        update_rules = get_flag("optimizer").choices
+        if entry.optimizer is not None and entry.optimizer not in update_rules:
+            near = difflib.get_close_matches(entry.optimizer, update_rules, n=1)
             guess = f"Did you mean {near[0]}? " if near else ""
-            yield _finding(
-                f"--param-groups {text!r}: there is no optimizer {entry.optimizer}.", why=f"{guess}There are {', '.join(rules)}."
+            yield _param_groups_finding(
+                f"--param-groups {text!r}: there is no optimizer {entry.optimizer}.",
+                reason=f"{guess}There are {', '.join(update_rules)}.",
             )
-        meant = [one for one in _parameters(config.model) if entry.matches(one.name)] if _has_parameters(config) else None
-        if meant == []:
-            yield _finding(
+        matched = (
+            [weight for weight in _list_params(config.model) if entry.matches(weight.name)] if _can_list_params(config) else None
+        )
+        if matched == []:
+            yield _param_groups_finding(
                 f"--param-groups {text!r}: no parameter has a name like {entry.pattern}.",
-                why=f"The nearest names are {', '.join(_nearest(entry.pattern, config.model))}. * stands for any characters.",
+                reason=f"The nearest names are {', '.join(_nearest_names(entry.pattern, config.model))}. * matches any text.",
             )
-        elif meant and all(one.by_counts is not None for one in meant):
-            yield _finding(
-                f"--param-groups {text!r}: {meant[0].name} is moved by the choices of experts, and by no optimizer.",
-                why="--moe-router-bias-update-rate says by how much biases are moved.",
+        elif matched and all(weight.count_update is not None for weight in matched):
+            yield _param_groups_finding(
+                f"--param-groups {text!r}: {matched[0].name} is updated from the assignments to experts, not by an optimizer.",
+                reason="--moe-router-bias-update-rate sets the size of these updates.",
             )
-        elif meant and all(one.frozen for one in meant):
-            yield _finding(
-                f"--param-groups {text!r}: beside --lora-rank {meant[0].name} is not trained.",
-                why="Adapters have names like layers.*.attention.qkv.lora_a.weight.",
+        elif matched and all(weight.frozen for weight in matched):
+            yield _param_groups_finding(
+                f"--param-groups {text!r}: with --lora-rank, {matched[0].name} is not trained.",
+                reason="Adapters have names like layers.*.attention.qkv.lora_a.weight.",
             )
 
 
-@rule("ademamix_warmup_iters", "optimizer", reads=("param_groups", "train_iters"))
-def slow_average_has_a_warmup(config: Config, world_size: int) -> Iterator[Finding]:
-    """Its slow average begins with few gradients, so its weight must grow."""
+@rule("ademamix_warmup_iters", "optimizer", depends_on=("param_groups", "train_iters"))
+def check_ademamix_warmup(config: Config, world_size: int) -> Iterator[Finding]:
+    """The slow average starts with few gradients, so its weight must grow over a warm-up."""
     optimizer = config.optimizer
-    used = [optimizer.optimizer, *(entry.optimizer for entry in readable(optimizer.param_groups))]
-    if "ademamix" in used and optimizer.ademamix_warmup_iters is None:
+    optimizers = [optimizer.optimizer, *(entry.optimizer for entry in parse_valid_entries(optimizer.param_groups))]
+    if "ademamix" in optimizers and optimizer.ademamix_warmup_iters is None:
         length = config.training.train_iters
         candidates = [change(ademamix_warmup_iters=length)] if length else []
-        yield Finding("The optimizer ademamix, but no --ademamix-warmup-iters.", candidates)
+        yield Finding("The optimizer ademamix needs --ademamix-warmup-iters.", candidates)
 
 
 @rule()
-def group_values_fit(config: Config, world_size: int) -> Iterator[Finding]:
-    """Rates of groups fall from lr to min-lr, and the betas are Adam's."""
-    entries = readable(config.optimizer.param_groups)
-    if len(entries) < len(config.optimizer.param_groups) or not entries or not _has_parameters(config):
+def check_param_group_values(config: Config, world_size: int) -> Iterator[Finding]:
+    """In each group, min-lr must not be above lr, and the Adam settings must apply to parameters that an Adam-like optimizer
+    updates."""
+    entries = parse_valid_entries(config.optimizer.param_groups)
+    if len(entries) < len(config.optimizer.param_groups) or not entries or not _can_list_params(config):
         return
-    group_of, optimizer = groups_of(config.optimizer), config.optimizer
-    idle = {entry: entry.adam_beta1 is not None or entry.adam_beta2 is not None or entry.adam_eps is not None for entry in entries}
-    crossed: dict[str, str] = {}
-    for facts in _parameters(config.model):
-        group = group_of(facts)
+    group_of, optimizer = build_group_lookup(config.optimizer), config.optimizer
+    is_unused = {
+        entry: entry.adam_beta1 is not None or entry.adam_beta2 is not None or entry.adam_eps is not None for entry in entries
+    }
+    inverted: dict[str, str] = {}
+    for weight in _list_params(config.model):
+        group = group_of(weight)
         for entry in entries:
-            if idle[entry] and group.optimizer in ADAM_LIKE and entry.matches(facts.name):
-                idle[entry] = False
-        high = optimizer.lr if group.ends.lr is None else group.ends.lr
-        low = optimizer.min_lr if group.ends.min_lr is None else group.ends.min_lr
-        if high is not None and low > high:
-            crossed.setdefault(f"{low:g} is above {high:g}", facts.name)
-    for entry in (entry for entry, unused in idle.items() if unused):
-        rules = ", ".join(ADAM_LIKE)
-        yield _finding(f"--param-groups {entry.pattern}: adam-beta1, adam-beta2 and adam-eps act only on what {rules} update.")
-    for which, name in crossed.items():
-        yield _finding(f"--param-groups: the lowest learning rate of {name} {which}, its highest.", why="Give min-lr beside lr.")
+            if is_unused[entry] and group.optimizer in ADAM_LIKE and entry.matches(weight.name):
+                is_unused[entry] = False
+        max_lr = optimizer.lr if group.lr_bounds.lr is None else group.lr_bounds.lr
+        min_lr = optimizer.min_lr if group.lr_bounds.min_lr is None else group.lr_bounds.min_lr
+        if max_lr is not None and min_lr > max_lr:
+            inverted.setdefault(f"{min_lr:g} is above {max_lr:g}", weight.name)
+    for entry in (entry for entry, unused_entry in is_unused.items() if unused_entry):
+        supported = ", ".join(ADAM_LIKE)
+        yield _param_groups_finding(
+            f"--param-groups {entry.pattern}: adam-beta1, adam-beta2 and adam-eps act only on parameters that {supported} update."
+        )
+    for comparison, name in inverted.items():
+        yield _param_groups_finding(
+            f"--param-groups: the minimum learning rate of {name} {comparison}, its maximum.", reason="Set min-lr together with lr."
+        )
 
 
-def _finding(message: str, why: str = "") -> Finding:
-    return Finding(message, why=why, fields=("param_groups",))
+def _param_groups_finding(message: str, reason: str = "") -> Finding:
+    return Finding(message, reason=reason, fields=("param_groups",))
 
 
-def _has_parameters(config: Config) -> bool:
-    """Whether the model's numbers are such that its parameters can be named; other rules report those that are not."""
+def _can_list_params(config: Config) -> bool:
+    """Return whether the model's settings are valid enough to list its parameters. Other rules report invalid settings."""
     required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    return all(value_of(config, field) for field in required) and all(
-        in_range(config, field.name) for field in dataclasses.fields(ModelConfig)
+    return all(get_value(config, field) for field in required) and all(
+        is_in_range(config, field.name) for field in dataclasses.fields(ModelConfig)
     )
 
 
-def readable(texts: Sequence[str]) -> list[GroupEntry]:
-    """The entries that can be read."""
-    found = []
+def parse_valid_entries(texts: Sequence[str]) -> list[GroupEntry]:
+    """Parse the valid entries of --param-groups and skip the others."""
+    entries = []
     for text in texts:
         try:
-            found.append(entry_of(text))
+            entries.append(parse_entry(text))
         except ValueError:
             continue
-    return found
+    return entries
 
 
 @functools.lru_cache(maxsize=4)
-def _parameters(model: ModelConfig) -> tuple[Weight, ...]:
-    """Every parameter. How many tokens there are changes none of the names."""
-    return tuple(model_weights(model, vocab_size=1))
+def _list_params(model: ModelConfig) -> tuple[WeightSpec, ...]:
+    """Return all parameters of the model. Their names do not depend on the vocabulary size."""
+    return tuple(iter_weights(model, vocab_size=1))
 
 
-def _nearest(pattern: str, model: ModelConfig) -> list[str]:
-    """Names that may have been meant; the layers' as patterns over all layers."""
-    names = dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", one.name) for one in _parameters(model))
-    plain = re.sub(r"^layers\.[^.]*\.", "layers.*.", pattern)
-    return difflib.get_close_matches(plain, names, n=3, cutoff=0.0)
+def _nearest_names(pattern: str, model: ModelConfig) -> list[str]:
+    """Return parameter names that are similar to a pattern, for suggestions. Layer numbers are replaced by *."""
+    names = dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", weight.name) for weight in _list_params(model))
+    normalized = re.sub(r"^layers\.[^.]*\.", "layers.*.", pattern)
+    return difflib.get_close_matches(normalized, names, n=3, cutoff=0.0)

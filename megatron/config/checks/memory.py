@@ -1,107 +1,118 @@
-"""Rules about activation memory."""
+"""Rules about activation memory, compilation and attention kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, at_most, change, divisors, rule, shown, try_values, without
+from megatron.config.checks.finding import Finding, change, divisors, format_setting, require_not_above, reset, rule, try_values
 from megatron.config.config import Config
-from megatron.spec.attention_backends import AttentionCall, kernels_of
-from megatron.spec.layers import context_ways, scores_of
+from megatron.spec.attention_backends import AttentionCall, get_kernels
+from megatron.spec.layers import build_score_spec, resolve_cp_comm_types
 
 AUTO = "auto"
-_BY_STAGE = "recompute_layers_per_stage"
+_PER_STAGE = "recompute_layers_per_stage"
 
 _MODULES = "recompute_modules"
 
-groups_within_the_model = at_most("recompute_num_layers", "num_layers", "The model has no more layers to compute again.")
-moved_within_the_model = at_most("cpu_offloading_num_layers", "num_layers", "The model has no more layers to move to host memory.")
+check_recompute_num_layers = require_not_above("recompute_num_layers", "num_layers", "The model has no more layers to recompute.")
+check_offload_num_layers = require_not_above("cpu_offloading_num_layers", "num_layers", "The model has no more layers to offload.")
 
 
-@rule(_BY_STAGE, "pipeline_model_parallel_size", reads=("num_layers",))
-def every_stage_has_its_number(config: Config, world_size: int) -> Iterator[Finding]:
-    """One number of layers for each pipeline stage."""
-    memory, stages, layers = config.memory, config.parallel.pipeline_model_parallel_size, config.model.num_layers
-    numbers = memory.recomputed_by_stage
+@rule(_PER_STAGE, "pipeline_model_parallel_size", depends_on=("num_layers",))
+def check_recompute_layers_per_stage(config: Config, world_size: int) -> Iterator[Finding]:
+    """The value must have one number of layers for each pipeline stage."""
+    memory, num_stages, max_layers = config.memory, config.parallel.pipeline_model_parallel_size, config.model.num_layers
+    layers_per_stage = memory.recompute_counts
     if memory.recompute_layers_per_stage in (None, AUTO) or (
-        numbers is not None and len(numbers) == stages and max(numbers) <= layers
+        layers_per_stage is not None and len(layers_per_stage) == num_stages and max(layers_per_stage) <= max_layers
     ):
         return
-    kept = [min(number, layers) for number in numbers or ()][:stages]
-    nearest = ",".join(map(str, [*kept, *(kept[-1:] or [1]) * (stages - len(kept))]))
+    valid = [min(num_layers, max_layers) for num_layers in layers_per_stage or ()][:num_stages]
+    nearest = ",".join(map(str, [*valid, *(valid[-1:] or [1]) * (num_stages - len(valid))]))
     yield Finding(
-        f"{shown(config, _BY_STAGE)} cannot be used.",
-        [change(**{_BY_STAGE: nearest}), change(**{_BY_STAGE: AUTO}), change(**{_BY_STAGE: None})],
-        f"It takes {AUTO}, or a number of layers, 0 to {layers}, for each of {stages} pipeline stage{'s' * (stages > 1)}.",
+        f"{format_setting(config, _PER_STAGE)} cannot be used.",
+        [change(**{_PER_STAGE: nearest}), change(**{_PER_STAGE: AUTO}), change(**{_PER_STAGE: None})],
+        f"It takes {AUTO}, or a number of layers, 0 to {max_layers}, for each of {num_stages} pipeline "
+        f"stage{'s' * (num_stages > 1)}.",
     )
 
 
 @rule("recompute_activations", "recompute_granularity")
-def one_granularity(config: Config, world_size: int) -> Iterator[Finding]:
-    """--recompute-activations is selective recompute."""
+def check_recompute_granularity(config: Config, world_size: int) -> Iterator[Finding]:
+    """--recompute-activations requests selective recompute."""
     if config.memory.recompute_activations and config.memory.recompute_granularity == "full":
-        message = f"--recompute-activations contradicts {shown(config, 'recompute_granularity')}."
-        yield Finding(message, [without(config, "recompute_activations"), without(config, "recompute_granularity")])
+        message = f"--recompute-activations contradicts {format_setting(config, 'recompute_granularity')}."
+        yield Finding(message, [reset(config, "recompute_activations"), reset(config, "recompute_granularity")])
 
 
-@rule(_MODULES, reads=("recompute_granularity", "recompute_activations"))
-def parts_are_told_once(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each part is computed again once: mlp takes its activation with it."""
+@rule(_MODULES, depends_on=("recompute_granularity", "recompute_activations"))
+def check_recompute_modules(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each module must be named once. mlp includes mlp_act."""
     modules = config.memory.recompute_modules
-    if config.memory.recompute != "selective":
+    if config.memory.effective_granularity != "selective":
         return
     if not modules:
-        yield Finding("--recompute-modules names no part.", [without(config, _MODULES)], "Selective recompute takes at least one.")
-    kept = tuple(dict.fromkeys(part for part in modules if part != "mlp_act" or "mlp" not in modules))
-    if kept != modules:
-        others = tuple(part for part in kept if part != "mlp")
-        nearest = [change(recompute_modules=kept)] + [change(recompute_modules=(*others, "mlp_act"))] * ("mlp_act" in modules)
-        yield Finding(f"{shown(config, _MODULES)} names a part twice.", nearest)
+        yield Finding(
+            "--recompute-modules names no module.", [reset(config, _MODULES)], "Selective recompute needs at least one module."
+        )
+    distinct = tuple(dict.fromkeys(module for module in modules if module != "mlp_act" or "mlp" not in modules))
+    if distinct != modules:
+        without_mlp = tuple(module for module in distinct if module != "mlp")
+        nearest = [change(recompute_modules=distinct)] + [change(recompute_modules=(*without_mlp, "mlp_act"))] * (
+            "mlp_act" in modules
+        )
+        yield Finding(f"{format_setting(config, _MODULES)} names a module twice.", nearest)
 
 
-# ---- Rules about how a device computes: compiled layers, attention's kernel.
+# ---- Rules about compilation and the attention kernel.
 
 _BACKEND = "attention_backend"
-_HEADS = ("group_query_attention", "num_query_groups", "num_attention_heads", "multi_latent_attention")
-_REMADE = ("layernorm", "mlp_act", "mlp")
+_HEAD_SETTINGS = ("group_query_attention", "num_query_groups", "num_attention_heads", "multi_latent_attention")
+_COMPILED_MODULES = ("layernorm", "mlp_act", "mlp")
 
 
-@rule("compile_mode", reads=("compile", "compile_backend"))
-def no_graph_is_replayed(config: Config, world_size: int) -> Iterator[Finding]:
-    """The mode records CUDA graphs and replays them without Python. But gradients are handed to their buffers, masks seeded and
-    communication started by Python within a layer."""
+@rule("compile_mode", depends_on=("compile", "compile_backend"))
+def check_compile_mode(config: Config, world_size: int) -> Iterator[Finding]:
+    """The mode records CUDA graphs and replays them without Python. But Python code within a layer passes gradients to their
+    buffers, seeds dropout masks and starts communication."""
     if config.speed.compile_mode in ("reduce-overhead", "max-autotune"):
-        nearest = [change(compile_mode="max-autotune-no-cudagraphs"), without(config, "compile_mode")]
-        yield Finding(f"{shown(config, 'compile_mode')} cannot be used.", [nearest])
+        nearest = [change(compile_mode="max-autotune-no-cudagraphs"), reset(config, "compile_mode")]
+        yield Finding(f"{format_setting(config, 'compile_mode')} cannot be used.", [nearest])
 
 
-@rule("compile", "tensor_model_parallel_size", reads=_HEADS)
-def compiled_layers_have_own_heads(config: Config, world_size: int) -> Iterator[Finding]:
-    """Tensor ranks that share a key-value head exchange it in the midst of a layer, which is not in a compiled graph."""
-    heads, tp = config.model.num_key_value_heads, config.parallel.tensor_model_parallel_size
-    if config.speed.compile and 0 < heads < tp and not config.model.multi_latent_attention:
+@rule("compile", "tensor_model_parallel_size", depends_on=_HEAD_SETTINGS)
+def check_no_shared_kv_heads_with_compile(config: Config, world_size: int) -> Iterator[Finding]:
+    """Tensor ranks that share a key-value head exchange it inside a layer, which a compiled graph does not support."""
+    num_kv_heads, tp = config.model.num_key_value_heads, config.parallel.tensor_model_parallel_size
+    if config.speed.compile and 0 < num_kv_heads < tp and not config.model.multi_latent_attention:
         yield Finding(
-            f"--compile contradicts {shown(config, 'tensor_model_parallel_size')}: ranks share the {heads} key-value heads.",
-            [try_values("tensor_model_parallel_size", tp, divisors(heads)), change(compile=False)],
+            f"--compile cannot be used with {format_setting(config, 'tensor_model_parallel_size')}: tensor ranks "
+            f"share the {num_kv_heads} key-value heads.",
+            [try_values("tensor_model_parallel_size", tp, divisors(num_kv_heads)), change(compile=False)],
         )
 
 
-@rule("compile", "recompute_modules", reads=("recompute_granularity", "recompute_activations"))
-def the_compiler_remakes_itself(config: Config, world_size: int) -> Iterator[Finding]:
-    """A compiled layer chooses by itself what it keeps and what it makes again: norms and activations among it. Only attention is
-    not a part of it."""
+@rule("compile", "recompute_modules", depends_on=("recompute_granularity", "recompute_activations"))
+def check_recompute_with_compile(config: Config, world_size: int) -> Iterator[Finding]:
+    """The compiler decides what a compiled layer stores and what it recomputes, including norms and activations. Only attention is
+    not compiled."""
     modules = config.memory.recompute_modules
-    if config.speed.compile and config.memory.recompute == "selective" and any(part in modules for part in _REMADE):
+    if (
+        config.speed.compile
+        and config.memory.effective_granularity == "selective"
+        and any(module in modules for module in _COMPILED_MODULES)
+    ):
         yield Finding(
-            f"--compile contradicts {shown(config, 'recompute_modules')}.",
+            f"--compile cannot be used with {format_setting(config, 'recompute_modules')}.",
             [change(recompute_modules=("core_attn",)), change(compile=False)],
         )
 
 
-def attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
-    """The attention of a run on a device."""
+def build_attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
+    """Return the properties of the run's attention (bits per element, head size, dropout and so on) that decide which kernels can
+    compute it on a device."""
     model, precision = config.model, config.precision
-    scores = [scores_of(model, window=window) for window in (False, True)]
+    scores = [build_score_spec(model, has_window=window) for window in (False, True)]
     return AttentionCall(
         16 if precision.fp16 or precision.bf16 else 64 if precision.fp64 else 32,
         model.head_size,
@@ -110,39 +121,39 @@ def attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
         model.attention_dropout,
         config.training.deterministic_mode,
         config.data.reset_attention_mask,
-        window=any(each.reach(model.seq_length) is not None for each in scores),
-        value_size=model.value_size,
-        in_parts=config.parallel.context_parallel_size > 1
-        and any(way != "a2a" for way in context_ways(model, config.parallel.cp_comm_type)),
-        shaped=any(each.softcap is not None or each.softmax != "vanilla" for each in scores),
+        has_window=any(score.get_effective_window(model.seq_length) is not None for score in scores),
+        value_head_size=model.value_size,
+        is_context_parallel=config.parallel.context_parallel_size > 1
+        and any(comm_type != "a2a" for comm_type in resolve_cp_comm_types(model, config.parallel.cp_comm_type)),
+        has_softcap_or_sinks=any(score.softcap is not None or score.softmax != "vanilla" for score in scores),
     )
 
 
-def check_backend(config: Config, *, on_cuda: bool) -> None:
-    """Refuse a kernel of attention that this device cannot run, where --device left the device open.
+def check_attention_backend_on_device(config: Config, *, on_cuda: bool) -> None:
+    """Check that the attention kernel supports this device and the run's shapes, if --device is auto.
 
     Raises:
-        ValueError: it cannot; says why.
+        ValueError: the kernel does not support them. The message gives the reason.
     """
-    if (refused := _refused(config, on_cuda=on_cuda)) is not None:
+    if (problem := _describe_backend_problem(config, on_cuda=on_cuda)) is not None:
         device = "a GPU" if on_cuda else "a CPU"
-        raise ValueError(f"{shown(config, _BACKEND)} cannot be used on {device}: {refused} Use auto.")
+        raise ValueError(f"{format_setting(config, _BACKEND)} cannot be used on {device}: {problem} Use auto.")
 
 
-def _refused(config: Config, *, on_cuda: bool) -> str | None:
-    """Why --attention-backend cannot be used on a device, as a sentence."""
+def _describe_backend_problem(config: Config, *, on_cuda: bool) -> str | None:
+    """Return a sentence with the reason why a device cannot run the kernel of --attention-backend, or None if it can."""
     backend = config.speed.attention_backend
     if backend == "auto":
         return None
-    (kernel,) = kernels_of(backend)
-    obstacle = attention_call(config, on_cuda=on_cuda).obstacle(kernel)
+    (kernel,) = get_kernels(backend)
+    obstacle = build_attention_call(config, on_cuda=on_cuda).find_obstacle(kernel)
     name = backend if backend == kernel else f"{backend} ({kernel})"
     return obstacle and f"{name} {obstacle}."
 
 
 @rule(
     _BACKEND,
-    reads=(
+    depends_on=(
         *("device", "fp16", "bf16", "fp64", "deterministic_mode", "reset_attention_mask", "attention_dropout"),
         *("hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "num_query_groups"),
         *(
@@ -157,10 +168,15 @@ def _refused(config: Config, *, on_cuda: bool) -> str | None:
         *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "context_parallel_size", "cp_comm_type", "num_layers"),
     ),
 )
-def a_kernel_takes_the_shapes(config: Config, world_size: int) -> Iterator[Finding]:
-    """Only auto changes to another kernel."""
+def check_attention_backend(config: Config, world_size: int) -> Iterator[Finding]:
+    """Only auto falls back to another kernel."""
     device = config.parallel.device
-    refused = [_refused(config, on_cuda=on_cuda) for on_cuda in ((True, False) if device == "auto" else (device == "cuda",))]
-    if all(refused):
-        others = [change(attention_backend=other) for other in ("flash", "math")]
-        yield Finding(f"{shown(config, _BACKEND)} cannot be used: {refused[0]}", [change(attention_backend="auto"), others])
+    problems = [
+        _describe_backend_problem(config, on_cuda=on_cuda)
+        for on_cuda in ((True, False) if device == "auto" else (device == "cuda",))
+    ]
+    if all(problems):
+        alternatives = [change(attention_backend=backend) for backend in ("flash", "math")]
+        yield Finding(
+            f"{format_setting(config, _BACKEND)} cannot be used: {problems[0]}", [change(attention_backend="auto"), alternatives]
+        )

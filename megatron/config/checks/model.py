@@ -1,4 +1,4 @@
-"""Rules about the model's shape."""
+"""Rules about the shape of the model."""
 
 from __future__ import annotations
 
@@ -8,47 +8,51 @@ from collections.abc import Iterator
 from megatron.config.checks.finding import (
     Finding,
     SettingsRule,
-    at_most,
     change,
-    divides,
-    exclude_each_other,
+    format_setting,
+    get_value,
     multiples_near,
+    require_divisible,
+    require_exclusive,
+    require_not_above,
+    reset,
     rule,
-    shown,
     try_values,
-    value_of,
-    without,
 )
 from megatron.config.config import Config
-from megatron.config.setting import acts_with
-from megatron.spec.activations import SETTINGS, activation_of
-from megatron.spec.layer_pattern import pattern_problem, read_pattern, read_window
+from megatron.config.setting import condition
+from megatron.spec.activations import ACTIVATION_FIELDS, get_activation
+from megatron.spec.layer_pattern import find_pattern_problem, parse_pattern, parse_window
 from megatron.spec.mlps import has_dense_layers
-from megatron.spec.rotary import rotated_channels
+from megatron.spec.rotary import get_rotary_dim
 
-_WITH_EXPERTS = ("num_experts", "moe_layer_freq", "num_layers")
-"""Settings that say which layers have experts in the place of an MLP."""
-_OF_LATENT_HEADS = ("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim")
-"""Settings from which the size of a head follows in latent attention."""
+_EXPERT_LAYER_SETTINGS = ("num_experts", "moe_layer_freq", "num_layers")
+"""Fields that determine which layers have experts instead of an MLP."""
+_LATENT_HEAD_SETTINGS = ("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim")
+"""Fields that determine the head size of latent attention."""
 
-hidden_divides_by_heads = divides(
+check_hidden_divisible_by_heads = require_divisible(
     "hidden_size",
     "num_attention_heads",
-    "The heads share the hidden size evenly, unless --kv-channels sets the size of a head.",
-    where=acts_with(kv_channels=None, multi_latent_attention=False, every=True),
+    "The heads divide the hidden size evenly, unless --kv-channels sets the head size.",
+    condition=condition(kv_channels=None, multi_latent_attention=False, require_all=True),
 )
 
 
-@rule("hidden_size", "ffn_hidden_size", reads=(*SETTINGS, *_WITH_EXPERTS, "moe_ffn_hidden_size", "tensor_model_parallel_size"))
-def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
-    """The default width of a gated MLP is rounded down to a multiple of 64, which a small hidden size does not reach: give
-    --ffn-hidden-size."""
+@rule(
+    "hidden_size",
+    "ffn_hidden_size",
+    depends_on=(*ACTIVATION_FIELDS, *_EXPERT_LAYER_SETTINGS, "moe_ffn_hidden_size", "tensor_model_parallel_size"),
+)
+def check_mlp_width(config: Config, world_size: int) -> Iterator[Finding]:
+    """The default hidden size of a gated MLP is rounded down to a multiple of 64, which is 0 for a small model: set --ffn-hidden-
+    size."""
     model = config.model
     if model.ffn_size < 1 and (has_dense_layers(model) or model.moe_ffn_hidden_size is None):
-        flag = activation_of(model).flag
+        flag = get_activation(model).config_field
         assert flag is not None, "an MLP that is not gated is wider than the model"
         yield Finding(
-            f"The MLP has no width: {shown(config, flag)} with --hidden-size {model.hidden_size} gives "
+            f"The MLP has no width: {format_setting(config, flag)} with --hidden-size {model.hidden_size} gives "
             f"8 x {model.hidden_size} / 3 rounded down to a multiple of 64, which is 0.",
             [change(ffn_hidden_size=8 * config.parallel.tensor_model_parallel_size)],
             fields=("hidden_size", "ffn_hidden_size", flag),
@@ -56,66 +60,67 @@ def mlp_has_width(config: Config, world_size: int) -> Iterator[Finding]:
 
 
 @rule("multi_latent_attention", "position_embedding_type")
-def latent_attention_is_rotated(config: Config, world_size: int) -> Iterator[Finding]:
-    """Some channels of each head are there for rotary positions alone (--qk-pos-emb-head-dim)."""
+def check_latent_attention_uses_rope(config: Config, world_size: int) -> Iterator[Finding]:
+    """Some channels of each head are reserved for rotary positions (--qk-pos-emb-head-dim)."""
     if config.model.multi_latent_attention and config.model.position_embedding_type != "rope":
         yield Finding(
-            f"--multi-latent-attention with {shown(config, 'position_embedding_type')}.", [change(position_embedding_type="rope")]
+            f"--multi-latent-attention cannot be used with {format_setting(config, 'position_embedding_type')}.",
+            [change(position_embedding_type="rope")],
         )
 
 
-latent_has_no_groups = exclude_each_other(
+check_no_gqa_with_latent_attention = require_exclusive(
     "multi_latent_attention",
     "group_query_attention",
-    why="Each is a way to keep less of keys and values; a latent gives keys and values to every query head.",
+    reason="Both reduce the memory of keys and values; in latent attention every query head has its own keys and values.",
 )
-latents_have_no_width = exclude_each_other(
+check_no_mup_with_latent_attention = require_exclusive(
     "multi_latent_attention",
     "mup_base_width",
-    why="muP scales by how many times wider a product is than that of a small model, and latents have sizes of their own.",
+    reason="muP scales by the width relative to a base model, and the sizes of latents do not depend on the width.",
 )
-latent_norms_are_not_of_heads = exclude_each_other(
-    "multi_latent_attention", "qk_layernorm_all_heads", why="Latent attention normalises latents, not heads."
+check_no_all_heads_norm_with_latent_attention = require_exclusive(
+    "multi_latent_attention", "qk_layernorm_all_heads", reason="Latent attention applies norms to latents, not to heads."
 )
 
 
 @rule("mtp_num_layers", "seq_length")
-def depths_have_labels(config: Config, world_size: int) -> Iterator[Finding]:
-    """Depth k predicts the token k places behind the next one, so a sample of k tokens has no label for it."""
-    depths, length = config.model.mtp_num_layers, config.model.seq_length
-    if 0 < length <= depths:
+def check_mtp_num_layers(config: Config, world_size: int) -> Iterator[Finding]:
+    """Depth k predicts the token k positions after the next one, so a sample of k tokens has no label for it."""
+    num_depths, seq_length = config.model.mtp_num_layers, config.model.seq_length
+    if 0 < seq_length <= num_depths:
         yield Finding(
-            f"--mtp-num-layers {depths} leaves the last depth without a label in samples of --seq-length {length} tokens.",
-            [try_values("mtp_num_layers", depths, [length - 1]), try_values("seq_length", length, [depths + 1])],
+            f"--mtp-num-layers {num_depths} leaves the last depth without a label in samples of --seq-length {seq_length} tokens.",
+            [try_values("mtp_num_layers", num_depths, [seq_length - 1]), try_values("seq_length", seq_length, [num_depths + 1])],
         )
 
 
-query_groups_divide_heads = divides(
+check_heads_divisible_by_query_groups = require_divisible(
     "num_attention_heads",
     "num_query_groups",
     "Each key-value head serves the same number of query heads.",
-    where=acts_with(group_query_attention=True),
+    condition=condition(group_query_attention=True),
 )
-one_activation = exclude_each_other(*SETTINGS, why="Each sets the MLP's activation.")
+check_single_activation = require_exclusive(*ACTIVATION_FIELDS, reason="Each of them sets the MLP's activation.")
 
 
 @rule(
     *("rotary_percent", "kv_channels", "position_embedding_type", "hidden_size", "num_attention_heads", "qk_pos_emb_head_dim"),
-    reads=_OF_LATENT_HEADS,
+    depends_on=_LATENT_HEAD_SETTINGS,
 )
-def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Finding]:
-    """Rotary embeddings turn channels in pairs, so the number must be even and at least 2."""
+def check_rotated_channels(config: Config, world_size: int) -> Iterator[Finding]:
+    """Rotary embeddings rotate pairs of channels, so the number of rotated channels must be even and at least 2."""
     model = config.model
     if model.position_embedding_type != "rope" or model.head_size < 1:
         return
-    rotated = rotated_channels(model)
+    num_rotated = get_rotary_dim(model)
     if model.multi_latent_attention:
-        if rotated % 2:
-            nearest = try_values("qk_pos_emb_head_dim", rotated, multiples_near(rotated, 2))
-            yield Finding(f"{shown(config, 'qk_pos_emb_head_dim')} is odd.", [nearest], fields=("qk_pos_emb_head_dim",))
-    elif rotated < 2 or rotated % 2:
+        if num_rotated % 2:
+            nearest = try_values("qk_pos_emb_head_dim", num_rotated, multiples_near(num_rotated, 2))
+            yield Finding(f"{format_setting(config, 'qk_pos_emb_head_dim')} is odd.", [nearest], fields=("qk_pos_emb_head_dim",))
+    elif num_rotated < 2 or num_rotated % 2:
         yield Finding(
-            f"{shown(config, 'rotary_percent')} of a head of {model.head_size} channels rotates {rotated} of them.",
+            f"{format_setting(config, 'rotary_percent')} of a head of {model.head_size} channels rotates {num_rotated} of them.",
             [
                 try_values("rotary_percent", model.rotary_percent, (1.0, 0.75, 0.5, 0.25)),
                 try_values("kv_channels", model.head_size, multiples_near(model.head_size, 2)),
@@ -123,82 +128,85 @@ def rotated_channels_pair_up(config: Config, world_size: int) -> Iterator[Findin
         )
 
 
-one_rope_scaling = exclude_each_other(
+check_single_rope_scaling = require_exclusive(
     "use_rope_scaling",
     "rotary_seq_len_interpolation_factor",
     "rope_type",
-    why="Each is a way to stretch rotary frequencies: a model is trained with one.",
+    reason="Each of them scales rotary frequencies, and a model uses only one of them.",
 )
 
 
 @rule("rope_low_freq_factor", "rope_high_freq_factor")
-def llama3_bounds_are_apart(config: Config, world_size: int) -> Iterator[Finding]:
-    """Between the two bounds stretched and plain frequencies are mixed."""
+def check_llama3_rope_bounds(config: Config, world_size: int) -> Iterator[Finding]:
+    """Between the two bounds, scaled and unscaled frequencies are interpolated."""
     low, high = config.model.rope_low_freq_factor, config.model.rope_high_freq_factor
     if low >= high:
         yield Finding(
-            f"{shown(config, 'rope_low_freq_factor')} is not below {shown(config, 'rope_high_freq_factor')}.",
+            f"{format_setting(config, 'rope_low_freq_factor')} is not below {format_setting(config, 'rope_high_freq_factor')}.",
             [change(rope_high_freq_factor=4 * low), change(rope_low_freq_factor=high / 4)],
         )
 
 
 @rule("beta_slow", "beta_fast")
-def yarn_bounds_are_apart(config: Config, world_size: int) -> Iterator[Finding]:
-    """Between the two bounds stretched and plain frequencies are mixed."""
+def check_yarn_bounds(config: Config, world_size: int) -> Iterator[Finding]:
+    """Between the two bounds, scaled and unscaled frequencies are interpolated."""
     slow, fast = config.model.beta_slow, config.model.beta_fast
     if slow >= fast:
         yield Finding(
-            f"{shown(config, 'beta_slow')} is not below {shown(config, 'beta_fast')}.",
+            f"{format_setting(config, 'beta_slow')} is not below {format_setting(config, 'beta_fast')}.",
             [change(beta_fast=32 * slow), change(beta_slow=fast / 32)],
         )
 
 
 @rule("rope_type", "rotary_base")
-def yarn_has_a_falling_course(config: Config, world_size: int) -> Iterator[Finding]:
-    """YaRN asks at which pair of channels a number of turns is reached, so frequencies must fall from pair to pair."""
+def check_yarn_rotary_base(config: Config, world_size: int) -> Iterator[Finding]:
+    """YaRN computes the pair of channels that makes a given number of turns, so frequencies must decrease from pair to pair."""
     if config.model.rope_type == "yarn" and config.model.rotary_base <= 1:
         yield Finding(
-            f"{shown(config, 'rope_type')} with {shown(config, 'rotary_base')}: frequencies do not fall.",
-            [without(config, "rotary_base"), without(config, "rope_type")],
+            f"{format_setting(config, 'rope_type')} cannot be used with {format_setting(config, 'rotary_base')}: "
+            "frequencies do not decrease.",
+            [reset(config, "rotary_base"), reset(config, "rope_type")],
         )
 
 
-@rule("rope_type", "kv_channels", reads=("rotary_percent", "hidden_size", "num_attention_heads", *_OF_LATENT_HEADS))
-def dynamic_base_has_pairs(config: Config, world_size: int) -> Iterator[Finding]:
-    """The base grows so that the slowest pair of channels is stretched by the factor and the fastest not at all: there must be
-    two."""
+@rule("rope_type", "kv_channels", depends_on=("rotary_percent", "hidden_size", "num_attention_heads", *_LATENT_HEAD_SETTINGS))
+def check_dynamic_rope_channels(config: Config, world_size: int) -> Iterator[Finding]:
+    """The base grows so that the slowest pair of channels is scaled by the factor and the fastest pair not at all, which needs at
+    least two pairs."""
     model = config.model
-    if model.rope_type == "dynamic" and model.head_size >= 1 and rotated_channels(model) == 2:
-        yield Finding(f"{shown(config, 'rope_type')} with one rotated pair of channels.", [without(config, "rope_type")])
+    if model.rope_type == "dynamic" and model.head_size >= 1 and get_rotary_dim(model) == 2:
+        yield Finding(
+            f"{format_setting(config, 'rope_type')} needs more than one rotated pair of channels.", [reset(config, "rope_type")]
+        )
 
 
 @rule(
     "rope_short_factors",
     "rope_long_factors",
     "rope_type",
-    reads=("kv_channels", "rotary_percent", "hidden_size", "num_attention_heads", *_OF_LATENT_HEADS),
+    depends_on=("kv_channels", "rotary_percent", "hidden_size", "num_attention_heads", *_LATENT_HEAD_SETTINGS),
 )
-def each_pair_has_its_factors(config: Config, world_size: int) -> Iterator[Finding]:
-    """LongRoPE has a factor for each rotated pair of channels, in each of two lists."""
+def check_longrope_factors(config: Config, world_size: int) -> Iterator[Finding]:
+    """LongRoPE needs a factor for each rotated pair of channels, in each of its two lists."""
     model = config.model
     if model.rope_type != "longrope" or model.head_size < 1:
         return
-    pairs = rotated_channels(model) // 2
+    num_pairs = get_rotary_dim(model) // 2
     for name in ("rope_short_factors", "rope_long_factors"):
-        count = len(getattr(model, name))
-        if count != pairs:
+        num_factors = len(getattr(model, name))
+        if num_factors != num_pairs:
             yield Finding(
-                f"--{name.replace('_', '-')} has {count} factors, but {pairs} pairs of channels are rotated.",
-                [without(config, "rope_type", "rope_short_factors", "rope_long_factors")],
+                f"--{name.replace('_', '-')} has {num_factors} factors, but {num_pairs} pairs of channels are rotated.",
+                [reset(config, "rope_type", "rope_short_factors", "rope_long_factors")],
                 fields=(name, "rope_type"),
             )
 
 
-sequence_fits_positions = at_most(
+check_position_table_size = require_not_above(
     "seq_length",
     "max_position_embeddings",
     "The learned position table needs a row for every token of a sequence.",
-    where=acts_with(position_embedding_type="learned_absolute"),
+    condition=condition(position_embedding_type="learned_absolute"),
 )
 
 
@@ -206,41 +214,46 @@ _WINDOW, _WINDOWED, _UNROTATED = "window_size", "window_attn_skip_freq", "no_rop
 
 
 @rule(_WINDOW)
-def window_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
-    """A window is written as how many tokens before its own a token attends to, and how many after: N,0, since attention is causal.
-    Models of transformers count the own token too: a window of N there is N-1,0 here."""
+def check_window_size(config: Config, world_size: int) -> Iterator[Finding]:
+    """The value must be N,0 for the N tokens before the current one and none after it, because attention is causal. Models of
+    transformers also count the current token: their window N is N-1,0 here."""
     text = config.model.window_size
-    if text is not None and read_window(text) is None:
-        numbers = [int(number) for number in re.findall(r"\d{1,15}", text)]
+    if text is not None and parse_window(text) is None:
+        sizes = [int(size) for size in re.findall(r"\d{1,15}", text)]
         yield Finding(
-            f"{shown(config, _WINDOW)} cannot be read.",
-            [[change(window_size=f"{number},0") for number in numbers[:1]], without(config, _WINDOW)],
+            f"{format_setting(config, _WINDOW)} cannot be read.",
+            [[change(window_size=f"{size},0") for size in sizes[:1]], reset(config, _WINDOW)],
         )
 
 
-def _names_layers(field: str) -> SettingsRule:
+def _build_layer_pattern_rule(field: str) -> SettingsRule:
+    """Build the rule that a field selects layers by a valid pattern."""
+
     @rule(field, "num_layers")
     def check(config: Config, world_size: int) -> Iterator[Finding]:
-        """It is a number N, which means every N-th layer, or a list with 0 or 1 for each layer."""
-        text = value_of(config, field)
-        problem = None if text is None else pattern_problem(text, config.model.num_layers)
+        """The value must be a number N, for every N-th layer, or a list with 0 or 1 for each layer."""
+        text = get_value(config, field)
+        problem = None if text is None else find_pattern_problem(text, config.model.num_layers)
         if problem is not None:
-            pattern = read_pattern(text)
-            other = [change(num_layers=len(pattern))] if isinstance(pattern, tuple) and pattern else []
-            yield Finding(f"{shown(config, field)} does not say which layers it means. {problem}", [other, without(config, field)])
+            pattern = parse_pattern(text)
+            num_layers_candidates = [change(num_layers=len(pattern))] if isinstance(pattern, tuple) and pattern else []
+            yield Finding(
+                f"{format_setting(config, field)} does not select layers. {problem}",
+                [num_layers_candidates, reset(config, field)],
+            )
 
     return check
 
 
-windowed_layers_are_named = _names_layers(_WINDOWED)
-unrotated_layers_are_named = _names_layers(_UNROTATED)
+check_window_layers = _build_layer_pattern_rule(_WINDOWED)
+check_no_rope_layers = _build_layer_pattern_rule(_UNROTATED)
 
 
-@rule("qk_layernorm_all_heads", "normalization", reads=("qk_layernorm",))
-def all_heads_have_a_mean_square(config: Config, world_size: int) -> Iterator[Finding]:
-    """All heads are normalised together by their mean square (RMSNorm), as models that do so have it."""
+@rule("qk_layernorm_all_heads", "normalization", depends_on=("qk_layernorm",))
+def check_all_heads_norm(config: Config, world_size: int) -> Iterator[Finding]:
+    """The norm over all heads together is an RMSNorm, as in the models that have one."""
     if config.model.qk_layernorm_all_heads and config.model.qk_layernorm and config.model.normalization != "RMSNorm":
         yield Finding(
-            f"{shown(config, 'qk_layernorm_all_heads')} does not go with {shown(config, 'normalization')}.",
-            [change(normalization="RMSNorm"), without(config, "qk_layernorm_all_heads")],
+            f"{format_setting(config, 'qk_layernorm_all_heads')} cannot be used with {format_setting(config, 'normalization')}.",
+            [change(normalization="RMSNorm"), reset(config, "qk_layernorm_all_heads")],
         )

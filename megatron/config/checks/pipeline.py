@@ -1,4 +1,4 @@
-"""Rules about the pipeline: chunks (virtual stages), the schedule that takes them, and how layers are spread over them."""
+"""Rules about the pipeline: model chunks (virtual stages), the schedules that support them, and the distribution of layers."""
 
 from __future__ import annotations
 
@@ -11,388 +11,444 @@ from megatron.config.checks.finding import (
     Finding,
     change,
     divisors,
-    is_changed,
+    format_setting,
+    is_set,
     multiples_near,
+    reset,
     rule,
-    shown,
     try_values,
-    without,
 )
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline_layout import LayoutChunk, layout_problems, read_layer_costs, read_layout
-from megatron.spec.schedules import SCHEDULES, default_schedule
+from megatron.config.pipeline_layout import LayoutChunk, find_layout_problems, parse_layout_or_none, read_layer_costs
+from megatron.spec.schedules import SCHEDULES, get_default_schedule
 
 PP, LAYOUT = "pipeline_model_parallel_size", "pipeline_model_parallel_layout"
-LAYERS_EACH, COUNT = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
-COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-COSTS = "layer_costs"
-FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-SPLITS = ("pipeline_split", COSTS, LAYERS_EACH, COUNT, FIRST, LAST, *COUNTED)
-"""Settings that say how layers are spread, all but the layout."""
-COUNTS_CHUNKS = ("num_layers", PP, "pipeline_schedule", LAYOUT, LAYERS_EACH, COUNT, *COUNTED)
-"""The settings on which the number of chunks depends."""
+LAYERS_PER_CHUNK, CHUNKS_PER_STAGE = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+ENDS_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+LAYER_COSTS = "layer_costs"
+FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+END_LAYERS = (FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS)
+SPLIT_SETTINGS = ("pipeline_split", LAYER_COSTS, LAYERS_PER_CHUNK, CHUNKS_PER_STAGE, *END_LAYERS, *ENDS_AS_LAYERS)
+"""Fields that distribute the layers over the chunks, except the layout."""
+CHUNK_COUNT_SETTINGS = ("num_layers", PP, "pipeline_schedule", LAYOUT, LAYERS_PER_CHUNK, CHUNKS_PER_STAGE, *ENDS_AS_LAYERS)
+"""Fields that determine the number of chunks."""
 
-_LINES = 32  # of a table; of a longer one the middle is left out
+_MAX_TABLE_ROWS = 32  # the middle of a longer table is omitted
 
 
-def chunks_per_stage(config: Config) -> int | None:
-    """Number of chunks on each pipeline rank, or None where another rule reports why it is unknown."""
+def get_chunks_per_stage(config: Config) -> int | None:
+    """Return the number of model chunks of each pipeline rank, or None if it is invalid, which another rule reports."""
     try:
-        return config.parallel.chunks_per_stage(config.model.num_layers)
+        return config.parallel.get_chunks_per_stage(config.model.num_layers)
     except ValueError:
         return None
 
 
-def layout_of(config: Config) -> tuple[LayoutChunk, ...] | None:
-    """The layout, or None where there is none that can be read."""
-    return read_layout(config.parallel.pipeline_model_parallel_layout)
+def parse_valid_layout(config: Config) -> tuple[LayoutChunk, ...] | None:
+    """Return the model chunks of --pipeline-model-parallel-layout, or None if the flag is not set or its value is invalid."""
+    return parse_layout_or_none(config.parallel.pipeline_model_parallel_layout)
 
 
-def chunks_of(sizes: Sequence[int]) -> tuple[LayoutChunk, ...]:
-    """Chunks with these numbers of layers, with embedding and loss at the ends."""
+def build_chunks(sizes: Sequence[int]) -> tuple[LayoutChunk, ...]:
+    """Build model chunks with these numbers of layers. The first chunk also has the embedding, and the last has the loss."""
     return tuple(LayoutChunk(index == 0, size, index == len(sizes) - 1) for index, size in enumerate(sizes))
 
 
-def layout_text(chunks: Sequence[LayoutChunk]) -> str:
-    """A layout as a user types it."""
-    layers = ("t" * chunk.num_layers if chunk.num_layers < 4 else f"t*{chunk.num_layers}" for chunk in chunks)
-    return "|".join("E" * chunk.embedding + held + "L" * chunk.loss for chunk, held in zip(chunks, layers, strict=True))
-
-
-def chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...]:
-    """A table of what each chunk holds and where it lies, as lines of text."""
-    stops = list(itertools.accumulate(chunk.num_layers for chunk in chunks))
-    stages = stages_of_chunks(config.parallel, len(chunks))
-
-    def line(index: int) -> str:
-        chunk, stop = chunks[index], stops[index]
-        return f"{index:5d}  {stages[index]:5d}  {chunk.content(stop - chunk.num_layers) or 'nothing'}"
-
-    count = len(chunks)
-    if count <= _LINES:
-        return ("chunk  stage  layers", *map(line, range(count)))
-    first, last = range(_LINES // 2), range(count + 1 - _LINES // 2, count)
-    return ("chunk  stage  layers", *map(line, first), f"  ...  ({count} chunks)", *map(line, last))
-
-
-def stages_of_chunks(parallel: ParallelConfig, num_chunks: int) -> tuple[int, ...]:
-    """The pipeline rank of each of so many chunks, even if they are more than the schedule takes, or fewer than the stages."""
-    schedule = SCHEDULES[parallel.schedule]
-    places = schedule.place(min(parallel.pipeline_model_parallel_size, num_chunks), schedule.chunks_per_stage or 1)
-    return tuple(itertools.islice(itertools.cycle(places), num_chunks))
-
-
-def counted(config: Config) -> str:
-    """The number of layers as a text, with what else counts as a layer."""
-    parallel, layers = config.parallel, config.model.num_layers
-    parts = [f"--num-layers {layers}"]
-    parts += ["embedding"] * parallel.account_for_embedding_in_pipeline_split
-    parts += ["loss"] * parallel.account_for_loss_in_pipeline_split
-    return parts[0] if len(parts) == 1 else f"{' + '.join(parts)} = {parallel.units_to_split(layers)}"
-
-
-_MOST_SHOWN = 64  # chunks in a table or in a suggested layout
-
-
-@rule(LAYERS_EACH, "num_layers", PP, reads=(COUNT, *COUNTED))
-def layers_fill_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
-    """Virtual stages of so many layers each come out whole, and as many as the other way of asking says."""
-    parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    each, count = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
-    if each is None:
-        return
-    units, size = parallel.units_to_split(layers), stages * each
-    if units % size:
-        yield Finding(
-            f"{counted(config)} does not divide by --pipeline-model-parallel-size {stages} x "
-            f"--num-layers-per-virtual-pipeline-stage {each} = {size}.",
-            [
-                try_values(LAYERS_EACH, each, divisors(units // stages) if units % stages == 0 else []),
-                counts(config, (max(1, units // size), units // size + 1)),
-                try_values("num_layers", layers, [total - (units - layers) for total in multiples_near(units, size)]),
-            ],
-            "Each virtual stage holds so many layers, and each pipeline rank the same number of virtual stages; "
-            "--num-virtual-stages-per-pipeline-rank spreads any number of layers.",
-        )
-    elif count is not None and count != units // size:
-        yield Finding(
-            f"{shown(config, LAYERS_EACH)} and {shown(config, COUNT)} contradict each other.",
-            [[change(**{LAYERS_EACH: None}), change(**{COUNT: None})]],
-            f"{counted(config)} over {stages} pipeline ranks in virtual stages of {each} makes {units // size} on each rank; "
-            "one way of asking is enough.",
-            (LAYERS_EACH, COUNT, "num_layers", PP),
-        )
-
-
-def counts(config: Config, numbers: Iterable[int]) -> list[Change]:
-    """Candidates with so many virtual stages, asked for by their number."""
-    return [without(config, LAYERS_EACH, **{COUNT: number}) for number in numbers]
-
-
-@rule(reads=COUNTS_CHUNKS)
-def schedule_has_its_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each pipeline rank holds as many virtual stages (chunks) as the schedule needs: one, two or several."""
-    parallel, layers, chunks = config.parallel, config.model.num_layers, chunks_per_stage(config)
-    if chunks is None or SCHEDULES[parallel.schedule].takes(chunks):
-        return
-    stages, each = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    asked = [field for field in (LAYOUT, LAYERS_EACH, COUNT) if getattr(parallel, field) is not None]
-    source = ""
-    if LAYOUT in asked:
-        source = " (from the chunks of --pipeline-model-parallel-layout)"
-    elif each is not None:
-        source = f" ({counted(config)} over {stages} ranks, --num-layers-per-virtual-pipeline-stage {each})"
-    name = "--pipeline-schedule" if parallel.pipeline_schedule else "The default schedule"
-    numbers = [without(config, COUNT, LAYERS_EACH), *counts(config, (2, 3, 4))]
-    sizes = divisors(parallel.units_to_split(layers) // stages) if each is not None else []
-    default, fitting = default_schedule(chunks > 1), [other for other, spec in SCHEDULES.items() if spec.takes(chunks)]
-    yield Finding(
-        f"{name} {parallel.schedule} does not go with {chunks} virtual stage{'s' * (chunks != 1)} on each pipeline rank{source}.",
-        [
-            [change(pipeline_schedule=other) for other in sorted(fitting, key=default.__ne__)],
-            numbers if LAYOUT not in asked else [],
-            try_values(LAYERS_EACH, each or 1, sizes),
-        ],
-        SCHEDULES[parallel.schedule].about_chunks,
-        ("pipeline_schedule", *(asked or [COUNT]), PP),
+def format_layout(chunks: Sequence[LayoutChunk]) -> str:
+    """Format model chunks as a value of --pipeline-model-parallel-layout."""
+    symbols = ("t" * chunk.num_layers if chunk.num_layers < 4 else f"t*{chunk.num_layers}" for chunk in chunks)
+    return "|".join(
+        "E" * chunk.has_embedding + layer_symbols + "L" * chunk.has_loss
+        for chunk, layer_symbols in zip(chunks, symbols, strict=True)
     )
 
 
-@rule(reads=(*COUNTS_CHUNKS, *SPLITS))
-def stages_have_layers(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each chunk holds a layer, or an end whose cost counts; any number of layers beyond that is fine."""
-    parallel, layers, stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
+def format_chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...]:
+    """Return the lines of a table that shows the stage and the content of each model chunk."""
+    layer_ends = list(itertools.accumulate(chunk.num_layers for chunk in chunks))
+    stages = assign_stages(config.parallel, len(chunks))
+
+    def row(index: int) -> str:
+        chunk, layer_end = chunks[index], layer_ends[index]
+        return f"{index:5d}  {stages[index]:5d}  {chunk.summarize(layer_end - chunk.num_layers) or 'nothing'}"
+
+    num_chunks = len(chunks)
+    if num_chunks <= _MAX_TABLE_ROWS:
+        return ("chunk  stage  layers", *map(row, range(num_chunks)))
+    first, last = range(_MAX_TABLE_ROWS // 2), range(num_chunks + 1 - _MAX_TABLE_ROWS // 2, num_chunks)
+    return ("chunk  stage  layers", *map(row, first), f"  ...  ({num_chunks} chunks)", *map(row, last))
+
+
+def assign_stages(parallel: ParallelConfig, num_chunks: int) -> tuple[int, ...]:
+    """Return the pipeline rank of each model chunk. Also works if the number of chunks is not valid for the schedule."""
+    schedule = SCHEDULES[parallel.schedule]
+    stages = schedule.assign_chunks(min(parallel.pipeline_model_parallel_size, num_chunks), schedule.chunks_per_stage or 1)
+    return tuple(itertools.islice(itertools.cycle(stages), num_chunks))
+
+
+def format_layer_count(config: Config) -> str:
+    """Format the number of layers, with the embedding and the loss if they count as layers."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    terms = [f"--num-layers {num_layers}"]
+    terms += ["embedding"] * parallel.account_for_embedding_in_pipeline_split
+    terms += ["loss"] * parallel.account_for_loss_in_pipeline_split
+    return terms[0] if len(terms) == 1 else f"{' + '.join(terms)} = {parallel.count_split_units(num_layers)}"
+
+
+_MAX_TABLE_CHUNKS = 64  # chunks in a table or in a suggested layout
+
+
+@rule(LAYERS_PER_CHUNK, "num_layers", PP, depends_on=(CHUNKS_PER_STAGE, *ENDS_AS_LAYERS))
+def check_layers_divisible_by_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
+    """The layers must fill virtual stages of --num-layers-per-virtual-pipeline-stage layers each, and the number of virtual stages
+    must equal --num-virtual-stages-per-pipeline-rank if both are given."""
+    parallel, num_layers, num_stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    layers_per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    chunks_per_stage = parallel.num_virtual_stages_per_pipeline_rank
+    if layers_per_chunk is None:
+        return
+    num_units, divisor = parallel.count_split_units(num_layers), num_stages * layers_per_chunk
+    if num_units % divisor:
+        yield Finding(
+            f"{format_layer_count(config)} is not divisible by --pipeline-model-parallel-size {num_stages} x "
+            f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {divisor}.",
+            [
+                try_values(
+                    LAYERS_PER_CHUNK, layers_per_chunk, divisors(num_units // num_stages) if num_units % num_stages == 0 else []
+                ),
+                virtual_stage_candidates(config, (max(1, num_units // divisor), num_units // divisor + 1)),
+                try_values(
+                    "num_layers", num_layers, [total - (num_units - num_layers) for total in multiples_near(num_units, divisor)]
+                ),
+            ],
+            "Each virtual stage holds this number of layers, and each pipeline rank the same number of virtual stages; "
+            "--num-virtual-stages-per-pipeline-rank supports any number of layers.",
+        )
+    elif chunks_per_stage is not None and chunks_per_stage != num_units // divisor:
+        yield Finding(
+            f"{format_setting(config, LAYERS_PER_CHUNK)} and {format_setting(config, CHUNKS_PER_STAGE)} contradict each other.",
+            [[change(**{LAYERS_PER_CHUNK: None}), change(**{CHUNKS_PER_STAGE: None})]],
+            f"{format_layer_count(config)} over {num_stages} pipeline ranks in virtual stages of {layers_per_chunk} makes "
+            f"{num_units // divisor} on each rank; set only one of the two flags.",
+            (LAYERS_PER_CHUNK, CHUNKS_PER_STAGE, "num_layers", PP),
+        )
+
+
+def virtual_stage_candidates(config: Config, chunks_per_stage: Iterable[int]) -> list[Change]:
+    """Return candidate changes, one for each of these numbers of virtual stages per pipeline rank."""
+    return [reset(config, LAYERS_PER_CHUNK, **{CHUNKS_PER_STAGE: value}) for value in chunks_per_stage]
+
+
+@rule(depends_on=CHUNK_COUNT_SETTINGS)
+def check_schedule_supports_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
+    """The schedule must support the number of virtual stages (model chunks) of each pipeline rank: one, two or several."""
+    parallel, num_layers, chunks_per_stage = config.parallel, config.model.num_layers, get_chunks_per_stage(config)
+    if chunks_per_stage is None or SCHEDULES[parallel.schedule].supports(chunks_per_stage):
+        return
+    num_stages, layers_per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    requested = [field for field in (LAYOUT, LAYERS_PER_CHUNK, CHUNKS_PER_STAGE) if getattr(parallel, field) is not None]
+    source = ""
+    if LAYOUT in requested:
+        source = " (from the chunks of --pipeline-model-parallel-layout)"
+    elif layers_per_chunk is not None:
+        source = (
+            f" ({format_layer_count(config)} over {num_stages} ranks, --num-layers-per-virtual-pipeline-stage {layers_per_chunk})"
+        )
+    name = "--pipeline-schedule" if parallel.pipeline_schedule else "The default schedule"
+    chunk_count_candidates = [reset(config, CHUNKS_PER_STAGE, LAYERS_PER_CHUNK), *virtual_stage_candidates(config, (2, 3, 4))]
+    sizes = divisors(parallel.count_split_units(num_layers) // num_stages) if layers_per_chunk is not None else []
+    default = get_default_schedule(chunks_per_stage > 1)
+    supported = [schedule for schedule, spec in SCHEDULES.items() if spec.supports(chunks_per_stage)]
+    yield Finding(
+        f"{name} {parallel.schedule} does not support {chunks_per_stage} virtual stage{'s' * (chunks_per_stage != 1)} "
+        f"on each pipeline rank{source}.",
+        [
+            [change(pipeline_schedule=schedule) for schedule in sorted(supported, key=default.__ne__)],
+            chunk_count_candidates if LAYOUT not in requested else [],
+            try_values(LAYERS_PER_CHUNK, layers_per_chunk or 1, sizes),
+        ],
+        SCHEDULES[parallel.schedule].chunk_description,
+        ("pipeline_schedule", *(requested or [CHUNKS_PER_STAGE]), PP),
+    )
+
+
+@rule(depends_on=(*CHUNK_COUNT_SETTINGS, *SPLIT_SETTINGS))
+def check_no_empty_chunks(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each chunk must hold a layer, or the embedding or loss if its cost counts. Any larger number of layers is valid."""
+    parallel, num_layers, num_stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_layout is not None:
         return
-    each = chunks_per_stage(config) or 1
-    chunks = stages * each
-    # The ends may hold no layer where the cost of embedding and loss counts.
+    chunks_per_stage = get_chunks_per_stage(config) or 1
+    num_chunks = num_stages * chunks_per_stage
+    # The first and last chunk may hold no layer if the cost of embedding and loss counts.
     loss_counts = parallel.account_for_loss_in_pipeline_split or parallel.pipeline_split == "balanced"
-    empty = (parallel.account_for_embedding_in_pipeline_split or parallel.layer_costs is not None) + loss_counts
-    if layers + empty >= chunks:
+    num_empty_allowed = (parallel.account_for_embedding_in_pipeline_split or parallel.layer_costs is not None) + loss_counts
+    if num_layers + num_empty_allowed >= num_chunks:
         return
-    several = each > 1
+    is_interleaved = chunks_per_stage > 1
     yield Finding(
-        f"--pipeline-model-parallel-size {stages}{f' x {each} virtual stages = {chunks} chunks' if several else ''} "
-        f"is more than {counted(config)}.",
+        f"--pipeline-model-parallel-size {num_stages}"
+        f"{f' x {chunks_per_stage} virtual stages = {num_chunks} chunks' if is_interleaved else ''} "
+        f"is more than {format_layer_count(config)}.",
         [
-            try_values(PP, stages, range(max(1, layers // each - 64), layers // each + 1)),
-            change(num_layers=chunks - empty),
-            [*counts(config, range(min(each - 1, 32), 1, -1)), without(config, LAYERS_EACH, COUNT, "pipeline_schedule")],
-            _ends_alone(config, chunks),
+            try_values(PP, num_stages, range(max(1, num_layers // chunks_per_stage - 64), num_layers // chunks_per_stage + 1)),
+            change(num_layers=num_chunks - num_empty_allowed),
+            [
+                *virtual_stage_candidates(config, range(min(chunks_per_stage - 1, 32), 1, -1)),
+                reset(config, LAYERS_PER_CHUNK, CHUNKS_PER_STAGE, "pipeline_schedule"),
+            ],
+            _separate_end_candidates(config, num_chunks),
         ],
-        f"Each {'chunk' if several else 'pipeline stage'} holds at least one layer.",
-        ("num_layers", PP, *([COUNT] if several else [])),
-        chunk_table(config, chunks_of([int(index < layers) for index in range(chunks)]))
-        if several and chunks <= _MOST_SHOWN
+        f"Each {'chunk' if is_interleaved else 'pipeline stage'} holds at least one layer.",
+        ("num_layers", PP, *([CHUNKS_PER_STAGE] if is_interleaved else [])),
+        format_chunk_table(config, build_chunks([int(index < num_layers) for index in range(num_chunks)]))
+        if is_interleaved and num_chunks <= _MAX_TABLE_CHUNKS
         else (),
     )
 
 
-def _ends_alone(config: Config, chunks: int) -> list[Change]:
-    """Layouts with one layer in each chunk, but with the loss alone or, also, the embedding alone."""
-    first = {1: 0, 2: 1}.get(chunks - config.model.num_layers)  # chunk that holds the first layer
-    if first is None or chunks > _MOST_SHOWN:
+def _separate_end_candidates(config: Config, num_chunks: int) -> list[Change]:
+    """Return candidate changes to a layout with one layer per model chunk, in which the loss, or both embedding and loss, have a
+    separate chunk."""
+    first_layer_chunk = {1: 0, 2: 1}.get(num_chunks - config.model.num_layers)  # chunk that holds the first layer
+    if first_layer_chunk is None or num_chunks > _MAX_TABLE_CHUNKS:
         return []
-    layout = layout_text(chunks_of([int(first <= index < chunks - 1) for index in range(chunks)]))
-    return [without(config, *SPLITS, **{LAYOUT: layout})]
+    layout = format_layout(build_chunks([int(first_layer_chunk <= index < num_chunks - 1) for index in range(num_chunks)]))
+    return [reset(config, *SPLIT_SETTINGS, **{LAYOUT: layout})]
 
 
 EXCLUSIONS = (
-    ((LAYOUT,), SPLITS, "The layout says what every chunk holds, and how many there are."),
-    (("pipeline_split",), (LAYERS_EACH, FIRST, LAST, *COUNTED), "A balanced split chooses the layers of each chunk by cost."),
+    ((LAYOUT,), SPLIT_SETTINGS, "The layout defines the number of chunks and their content."),
     (
-        (LAYERS_EACH,),
-        (FIRST, LAST),
-        "Virtual stages then differ in length between the ranks; ask for them by --num-virtual-stages-per-pipeline-rank.",
+        ("pipeline_split",),
+        (LAYERS_PER_CHUNK, *END_LAYERS, *ENDS_AS_LAYERS),
+        "A balanced split chooses the layers of each chunk by cost.",
     ),
-    (COUNTED, (FIRST, LAST), "Layers at the ends are counted by hand, or embedding and loss count as layers."),
+    (
+        (LAYERS_PER_CHUNK,),
+        END_LAYERS,
+        "Virtual stages would then differ in size between the ranks; use --num-virtual-stages-per-pipeline-rank.",
+    ),
+    (ENDS_AS_LAYERS, END_LAYERS, "Either flags set the layers of the first and last rank, or embedding and loss count as layers."),
 )
-"""Settings that exclude others, with the reason."""
+"""Groups of fields that exclude other fields, with the reason."""
 
 
-@rule(COSTS, "num_layers", reads=("pipeline_split",))
-def costs_are_of_this_model(config: Config, world_size: int) -> Iterator[Finding]:
-    """Measured costs can be read, and there is one for each layer."""
-    path, layers = config.parallel.layer_costs, config.model.num_layers
+@rule(LAYER_COSTS, "num_layers", depends_on=("pipeline_split",))
+def check_layer_costs(config: Config, world_size: int) -> Iterator[Finding]:
+    """The file of measured costs must be valid, and must have one cost for each layer."""
+    path, num_layers = config.parallel.layer_costs, config.model.num_layers
     if path is None or config.parallel.pipeline_split != "balanced":
         return
     try:
-        count = len(read_layer_costs(path).layers)
+        num_costs = len(read_layer_costs(path).layers)
     except ValueError as error:
-        yield Finding(str(error), [without(config, COSTS)], "--profile-pipeline writes such a file.")
+        yield Finding(str(error), [reset(config, LAYER_COSTS)], "--profile-pipeline writes this file.")
         return
-    if count != layers:
+    if num_costs != num_layers:
         yield Finding(
-            f"--layer-costs {path} has {count} layers, but --num-layers is {layers}.",
-            [without(config, COSTS)],
-            "Costs are those of one model: profile this one.",
+            f"--layer-costs {path} has {num_costs} layers, but --num-layers is {num_layers}.",
+            [reset(config, LAYER_COSTS)],
+            "Costs are valid only for the profiled model: profile this model.",
         )
 
 
-@rule(reads=(LAYOUT, *SPLITS))
-def one_way_of_splitting(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each layer's place is decided once."""
-    for ones, others, reason in EXCLUSIONS:
-        those = [field for field in ones if is_changed(config, field)]
-        these = [field for field in others if is_changed(config, field)]
-        if those and these:
-            message = f"{_listed(config, those)} and {_listed(config, these)} exclude each other."
-            yield Finding(message, [[without(config, *these), without(config, *those)]], reason, (*those, *these))
+@rule(depends_on=(LAYOUT, *SPLIT_SETTINGS))
+def check_single_split_method(config: Config, world_size: int) -> Iterator[Finding]:
+    """Only one method may assign the layers to the stages."""
+    for excluding_group, excluded_group, reason in EXCLUSIONS:
+        excluding = [field for field in excluding_group if is_set(config, field)]
+        excluded = [field for field in excluded_group if is_set(config, field)]
+        if excluding and excluded:
+            message = f"{_format_settings(config, excluding)} and {_format_settings(config, excluded)} exclude each other."
+            yield Finding(message, [[reset(config, *excluded), reset(config, *excluding)]], reason, (*excluding, *excluded))
 
 
-def _listed(config: Config, fields: Iterable[str], between: str = ", ") -> str:
-    return between.join(shown(config, field) for field in fields)
+def _format_settings(config: Config, fields: Iterable[str], separator: str = ", ") -> str:
+    return separator.join(format_setting(config, field) for field in fields)
 
 
-def _ends(config: Config) -> dict[str, int]:
-    """Layers given to the first and the last rank; empty where a layout says what they hold."""
+def _get_end_layers(config: Config) -> dict[str, int]:
+    """Return the number of layers of the first and of the last pipeline rank, by the field that sets it. Empty if neither field is
+    set, or if a layout assigns the layers."""
     parallel = config.parallel
-    ends = {field: count for field in (FIRST, LAST) if (count := getattr(parallel, field)) is not None}
-    return ends if parallel.pipeline_model_parallel_layout is None else {}
+    end_layers = {
+        field: count for field in (FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS) if (count := getattr(parallel, field)) is not None
+    }
+    return end_layers if parallel.pipeline_model_parallel_layout is None else {}
 
 
-@rule(reads=(*COUNTS_CHUNKS, FIRST, LAST))
-def ends_have_chunks(config: Config, world_size: int) -> Iterator[Finding]:
-    """Layers given to the first or the last pipeline rank divide by its chunks, and it is not the only rank."""
-    ends, stages = _ends(config), config.parallel.pipeline_model_parallel_size
-    if ends and stages == 1:
+@rule(depends_on=(*CHUNK_COUNT_SETTINGS, FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS))
+def check_end_layers_divisible_by_chunks(config: Config, world_size: int) -> Iterator[Finding]:
+    """The layers of the first or the last pipeline rank must be divisible by its number of chunks, and there must be other
+    ranks."""
+    end_layers, num_stages = _get_end_layers(config), config.parallel.pipeline_model_parallel_size
+    if end_layers and num_stages == 1:
         yield Finding(
-            f"With {_listed(config, ends, ' and ')} there must be several pipeline ranks, but there is one.",
-            [without(config, *ends), change(**{PP: 2})],
-            "Other ranks hold the layers that the first and the last do not.",
-            (*ends, PP),
+            f"With {_format_settings(config, end_layers, ' and ')} there must be several pipeline ranks, but there is one.",
+            [reset(config, *end_layers), change(**{PP: 2})],
+            "The remaining layers need other pipeline ranks.",
+            (*end_layers, PP),
         )
         return
-    each = chunks_per_stage(config) or 1
-    for field, count in ends.items():
-        if count % each:
-            fewer = [number for number in reversed(divisors(count)) if number < each]
+    chunks_per_stage = get_chunks_per_stage(config) or 1
+    for field, count in end_layers.items():
+        if count % chunks_per_stage:
+            fewer = [divisor for divisor in reversed(divisors(count)) if divisor < chunks_per_stage]
             yield Finding(
-                f"{shown(config, field)} does not divide by the {each} virtual stages of that rank.",
-                [try_values(field, count, multiples_near(count, each)), counts(config, fewer), without(config, field)],
-                "Each of them holds the same number of layers.",
-                (field, COUNT),
+                f"{format_setting(config, field)} is not divisible by the {chunks_per_stage} virtual stages of that rank.",
+                [
+                    try_values(field, count, multiples_near(count, chunks_per_stage)),
+                    virtual_stage_candidates(config, fewer),
+                    reset(config, field),
+                ],
+                "Each virtual stage of the rank holds the same number of layers.",
+                (field, CHUNKS_PER_STAGE),
             )
 
 
-@rule(reads=(*COUNTS_CHUNKS, FIRST, LAST))
-def ends_leave_layers(config: Config, world_size: int) -> Iterator[Finding]:
-    """Layers given to the first and the last pipeline rank leave the others enough, and all where there are no others."""
-    ends, layers, stages = _ends(config), config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if not ends or stages == 1:
+@rule(depends_on=(*CHUNK_COUNT_SETTINGS, FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS))
+def check_end_layers_leave_enough(config: Config, world_size: int) -> Iterator[Finding]:
+    """The layers of the first and the last pipeline rank must leave enough layers for the other ranks, and none if there are no
+    others."""
+    end_layers, num_layers = _get_end_layers(config), config.model.num_layers
+    num_stages = config.parallel.pipeline_model_parallel_size
+    if not end_layers or num_stages == 1:
         return
-    each = chunks_per_stage(config) or 1
-    others, total = stages - len(ends), sum(ends.values())
-    if layers - total >= others * each if others else layers == total:
+    chunks_per_stage = get_chunks_per_stage(config) or 1
+    num_middle_stages, total = num_stages - len(end_layers), sum(end_layers.values())
+    if num_layers - total >= num_middle_stages * chunks_per_stage if num_middle_stages else num_layers == total:
         return
-    ranks = f"{others} other pipeline rank{'s' * (others > 1)}{f' with {each} virtual stages each' * (each > 1)}"
-    if others:
+    ranks = f"{num_middle_stages} other pipeline rank{'s' * (num_middle_stages > 1)}"
+    ranks += f" with {chunks_per_stage} virtual stages each" * (chunks_per_stage > 1)
+    if num_middle_stages:
         message = (
-            f"With {_listed(config, ends, ' and ')}, {max(layers - total, 0)} of --num-layers {layers} are left to the {ranks}."
+            f"With {_format_settings(config, end_layers, ' and ')}, {max(num_layers - total, 0)} of --num-layers {num_layers} "
+            f"remain for the {ranks}."
         )
-        why = f"Each {'virtual stage (chunk)' if each > 1 else 'pipeline stage'} holds at least one layer."
+        reason = f"Each {'virtual stage (chunk)' if chunks_per_stage > 1 else 'pipeline stage'} holds at least one layer."
     else:
-        message = f"{_listed(config, ends, ' and ')} make {total} layers, not --num-layers {layers}."
-        why = "There are no other pipeline ranks."
-    most = layers - others * each  # that the ends can have together
+        message = f"{_format_settings(config, end_layers, ' and ')} assign {total} layers, but --num-layers is {num_layers}."
+        reason = "There are no other pipeline ranks."
+    max_end_layers = num_layers - num_middle_stages * chunks_per_stage  # of the first and last rank together
     yield Finding(
         message,
         [
-            *(try_values(field, count, [(most - total + count) // each * each]) for field, count in ends.items()),
-            change(num_layers=total + others * each),
-            try_values(PP, stages, range(2, min(stages, 64))),
-            counts(config, range(min(each - 1, 32), 0, -1)),
-            [without(config, field) for field in ends],
+            *(
+                try_values(field, count, [(max_end_layers - total + count) // chunks_per_stage * chunks_per_stage])
+                for field, count in end_layers.items()
+            ),
+            change(num_layers=total + num_middle_stages * chunks_per_stage),
+            try_values(PP, num_stages, range(2, min(num_stages, 64))),
+            virtual_stage_candidates(config, range(min(chunks_per_stage - 1, 32), 0, -1)),
+            [reset(config, field) for field in end_layers],
         ],
-        why,
-        (*ends, "num_layers", PP, *([COUNT] if each > 1 else [])),
+        reason,
+        (*end_layers, "num_layers", PP, *([CHUNKS_PER_STAGE] if chunks_per_stage > 1 else [])),
     )
 
 
-_MOST_MOVED = 1000  # layers that a suggested layout has more or fewer
-_MOST_CHUNKS = 256  # of a suggested layout
+_MAX_LAYER_CHANGES = 1000  # number of layers that a suggested layout may add or remove
+_MAX_LAYOUT_CHUNKS = 256  # of a suggested layout
 
 
 @rule(LAYOUT)
-def layout_can_be_read(config: Config, world_size: int) -> Iterator[Finding]:
-    """The text follows the grammar, and embedding and loss stand at the ends."""
+def check_layout_syntax(config: Config, world_size: int) -> Iterator[Finding]:
+    """The layout must be valid, with the embedding first and the loss last."""
     text = config.parallel.pipeline_model_parallel_layout
-    if text is not None and layout_of(config) is None:
-        other = [change(**{LAYOUT: f"E{re.sub('[ELm]', '', text)}L"}), change(**{LAYOUT: None})]
-        yield Finding(f"{shown(config, LAYOUT)} cannot be used.", [other], " ".join(layout_problems(text)))
+    if text is not None and parse_valid_layout(config) is None:
+        candidates = [change(**{LAYOUT: f"E{re.sub('[ELm]', '', text)}L"}), change(**{LAYOUT: None})]
+        yield Finding(f"{format_setting(config, LAYOUT)} cannot be used.", [candidates], " ".join(find_layout_problems(text)))
 
 
-@rule(LAYOUT, "num_layers", reads=(PP, "pipeline_schedule", LAYERS_EACH, COUNT))
-def layout_places_every_layer(config: Config, world_size: int) -> Iterator[Finding]:
-    """A layout has as many t as the model has layers."""
-    layout, layers = layout_of(config), config.model.num_layers
-    held = sum(chunk.num_layers for chunk in layout or ())
-    if layout is None or held == layers:
+@rule(LAYOUT, "num_layers", depends_on=(PP, "pipeline_schedule", LAYERS_PER_CHUNK, CHUNKS_PER_STAGE))
+def check_layout_num_layers(config: Config, world_size: int) -> Iterator[Finding]:
+    """A layout must have one t for each layer of the model."""
+    layout, num_layers = parse_valid_layout(config), config.model.num_layers
+    num_placed = sum(chunk.num_layers for chunk in layout or ())
+    if layout is None or num_placed == num_layers:
         return
-    missing = f"{f'Layer {held} is' if held == layers - 1 else f'Layers {held} to {layers - 1} are'} missing."
+    missing = (
+        f"{f'Layer {num_placed} is' if num_placed == num_layers - 1 else f'Layers {num_placed} to {num_layers - 1} are'} missing."
+    )
     yield Finding(
-        f"{shown(config, LAYOUT)} places {held} layer{'s' * (held != 1)} (t), but --num-layers is {layers}.",
-        [_with_layers(_sizes(layout), layers - held), change(num_layers=held), change(**{LAYOUT: None})],
-        missing if held < layers else f"The model has no layers {layers} to {held - 1}.",
-        table=chunk_table(config, layout),
+        f"{format_setting(config, LAYOUT)} has {num_placed} layer{'s' * (num_placed != 1)} (t), but --num-layers is {num_layers}.",
+        [
+            _layer_count_candidates(_layers_per_chunk(layout), num_layers - num_placed),
+            change(num_layers=num_placed),
+            change(**{LAYOUT: None}),
+        ],
+        missing if num_placed < num_layers else f"The model has no layers {num_layers} to {num_placed - 1}.",
+        table=format_chunk_table(config, layout),
     )
 
 
 @rule(LAYOUT, "mtp_num_layers")
-def layout_names_every_depth(config: Config, world_size: int) -> Iterator[Finding]:
-    """A layout that names depths of multi-token prediction (m) names all of them."""
-    text, depths = config.parallel.pipeline_model_parallel_layout, config.model.mtp_num_layers
-    named = sum(chunk.depths for chunk in layout_of(config) or ())
-    if text is not None and named not in (0, depths):
-        without_them = re.sub(r"m(\*[0-9]+)?", "", text)
-        others = [change(mtp_num_layers=named)]
-        others += [change(**{LAYOUT: without_them})] if not layout_problems(without_them) else []
+def check_layout_mtp_layers(config: Config, world_size: int) -> Iterator[Finding]:
+    """A layout that contains layers of multi-token prediction (m) must contain all of them."""
+    text, num_depths = config.parallel.pipeline_model_parallel_layout, config.model.mtp_num_layers
+    num_in_layout = sum(chunk.num_depths for chunk in parse_valid_layout(config) or ())
+    if text is not None and num_in_layout not in (0, num_depths):
+        layout_without_depths = re.sub(r"m(\*[0-9]+)?", "", text)
+        candidates = [change(mtp_num_layers=num_in_layout)]
+        candidates += [change(**{LAYOUT: layout_without_depths})] if not find_layout_problems(layout_without_depths) else []
         yield Finding(
-            f"{shown(config, LAYOUT)} places {named} depth{'s' * (named != 1)} (m), but --mtp-num-layers is {depths}.", others
+            f"{format_setting(config, LAYOUT)} has {num_in_layout} depth{'s' * (num_in_layout != 1)} (m), "
+            f"but --mtp-num-layers is {num_depths}.",
+            candidates,
         )
 
 
-@rule(LAYOUT, PP, reads=("num_layers", "pipeline_schedule", LAYERS_EACH, COUNT))
-def layout_divides_among_ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each pipeline rank holds the same number of chunks of a layout; | ends a chunk."""
-    layout, stages = layout_of(config), config.parallel.pipeline_model_parallel_size
-    if layout is None or len(layout) % stages == 0:
+@rule(LAYOUT, PP, depends_on=("num_layers", "pipeline_schedule", LAYERS_PER_CHUNK, CHUNKS_PER_STAGE))
+def check_layout_divisible_by_stages(config: Config, world_size: int) -> Iterator[Finding]:
+    """Each pipeline rank must hold the same number of chunks of a layout; | separates chunks."""
+    layout, num_stages = parse_valid_layout(config), config.parallel.pipeline_model_parallel_size
+    if layout is None or len(layout) % num_stages == 0:
         return
     yield Finding(
-        f"{shown(config, LAYOUT)} has {len(layout)} chunks, which do not divide among --pipeline-model-parallel-size {stages}.",
-        [_with_chunks(_sizes(layout), stages), try_values(PP, stages, divisors(len(layout))), change(**{LAYOUT: None})],
-        # Where the layers do not fit either, another rule shows the table.
-        table=chunk_table(config, layout) if sum(_sizes(layout)) == config.model.num_layers else (),
+        f"{format_setting(config, LAYOUT)} has {len(layout)} chunks, which do not divide among "
+        f"--pipeline-model-parallel-size {num_stages}.",
+        [
+            _chunk_count_candidates(_layers_per_chunk(layout), num_stages),
+            try_values(PP, num_stages, divisors(len(layout))),
+            change(**{LAYOUT: None}),
+        ],
+        # If the number of layers is wrong too, another rule shows the table.
+        table=format_chunk_table(config, layout) if sum(_layers_per_chunk(layout)) == config.model.num_layers else (),
     )
 
 
-def _sizes(layout: Sequence[LayoutChunk]) -> list[int]:
+def _layers_per_chunk(layout: Sequence[LayoutChunk]) -> list[int]:
     return [chunk.num_layers for chunk in layout]
 
 
-def _with_layers(sizes: list[int], missing: int) -> list[Change]:
-    """Changes that add the missing layers to the shortest chunks, or take the superfluous ones out of the longest."""
-    if abs(missing) > _MOST_MOVED or len(sizes) > _MOST_CHUNKS:
+def _layer_count_candidates(layers_per_chunk: list[int], num_missing: int) -> list[Change]:
+    """Return candidate changes of a layout that has too few or too many layers: add the missing layers to the smallest model
+    chunks, or remove the superfluous layers from the largest ones."""
+    if abs(num_missing) > _MAX_LAYER_CHANGES or len(layers_per_chunk) > _MAX_LAYOUT_CHUNKS:
         return []
-    step = 1 if missing > 0 else -1
-    for _ in range(abs(missing)):
-        # Of equal ones, the last without the loss.
-        index = max(range(len(sizes)), key=lambda at: (-step * sizes[at], at < len(sizes) - 1, at))
-        sizes[index] += step
-    return [change(**{LAYOUT: layout_text(chunks_of(sizes))})]
+    step = 1 if num_missing > 0 else -1
+    for _ in range(abs(num_missing)):
+        # Among equal chunks, take the last one without the loss.
+        index = max(range(len(layers_per_chunk)), key=lambda i: (-step * layers_per_chunk[i], i < len(layers_per_chunk) - 1, i))
+        layers_per_chunk[index] += step
+    return [change(**{LAYOUT: format_layout(build_chunks(layers_per_chunk))})]
 
 
-def _with_chunks(sizes: list[int], stages: int) -> list[Change]:
-    """Changes that join the shortest neighbours until the chunks divide among the stages or, if they are fewer, cut the longest."""
-    if max(len(sizes), stages) > _MOST_CHUNKS:
+def _chunk_count_candidates(layers_per_chunk: list[int], num_stages: int) -> list[Change]:
+    """Return candidate changes of a layout whose number of model chunks is not a multiple of the number of stages: merge the
+    smallest neighboring chunks, or split the largest chunks if there are fewer chunks than stages."""
+    if max(len(layers_per_chunk), num_stages) > _MAX_LAYOUT_CHUNKS:
         return []
-    while len(sizes) % stages:
-        if len(sizes) > stages:
-            left = min(range(len(sizes) - 1), key=lambda at: sizes[at] + sizes[at + 1])
-            sizes[left : left + 2] = [sizes[left] + sizes[left + 1]]
+    while len(layers_per_chunk) % num_stages:
+        if len(layers_per_chunk) > num_stages:
+            index = min(range(len(layers_per_chunk) - 1), key=lambda i: layers_per_chunk[i] + layers_per_chunk[i + 1])
+            layers_per_chunk[index : index + 2] = [layers_per_chunk[index] + layers_per_chunk[index + 1]]
         else:
-            longest = max(range(len(sizes)), key=lambda at: sizes[at])
-            sizes[longest : longest + 1] = [sizes[longest] - sizes[longest] // 2, sizes[longest] // 2]
-    return [change(**{LAYOUT: layout_text(chunks_of(sizes))})]
+            index = max(range(len(layers_per_chunk)), key=lambda i: layers_per_chunk[i])
+            layers_per_chunk[index : index + 1] = [
+                layers_per_chunk[index] - layers_per_chunk[index] // 2,
+                layers_per_chunk[index] // 2,
+            ]
+    return [change(**{LAYOUT: format_layout(build_chunks(layers_per_chunk))})]

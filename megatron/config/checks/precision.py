@@ -1,4 +1,4 @@
-"""Rules about products in 8 bits. (Those about 16 bits stand beside the loss scale, in `training`.)"""
+"""Rules about FP8 matrix products. (The rules about 16-bit formats are in `training`, next to those about the loss scale.)"""
 
 from __future__ import annotations
 
@@ -8,122 +8,126 @@ from collections.abc import Iterator
 from megatron.config.checks.finding import (
     Finding,
     change,
+    format_setting,
+    get_value,
     multiples_near,
+    reset,
     rule,
-    shown,
     try_values,
-    value_of,
-    without,
 )
 from megatron.config.config import Config
 from megatron.config.precision import Fp8
-from megatron.spec.activations import SETTINGS
+from megatron.spec.activations import ACTIVATION_FIELDS
 
-_SIZES = (
+_DIMENSION_SETTINGS = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups", "tensor_model_parallel_size"),
-    *("group_query_attention", "seq_length", "context_parallel_size", "micro_batch_size", "sequence_parallel", *SETTINGS),
+    *("group_query_attention", "seq_length", "context_parallel_size", "micro_batch_size", "sequence_parallel", *ACTIVATION_FIELDS),
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
 
 
-@rule("fp8_format", "fp8_recipe", reads=_SIZES)
-def products_have_whole_blocks(config: Config, world_size: int) -> Iterator[Finding]:
-    """Products in 8 bits take multiples of 16 in every dimension, on a CPU as on a GPU. With --fp8-recipe blockwise it is 128, so
-    that no block lies on two tensor ranks."""
+@rule("fp8_format", "fp8_recipe", depends_on=_DIMENSION_SETTINGS)
+def check_fp8_dimensions(config: Config, world_size: int) -> Iterator[Finding]:
+    """FP8 matrix products need dimensions that are multiples of 16, on a CPU as on a GPU. With --fp8-recipe blockwise the multiple
+    is 128, so that no block is split between tensor ranks."""
     if config.precision.fp8_format is None:
         return
-    multiple = Fp8(config.precision.fp8_format, config.precision.fp8_recipe).multiple
-    odd = {what: (number, named) for what, (number, named) in _dimensions(config).items() if number % multiple}
-    smaller = [change(fp8_recipe="tensorwise")] if config.precision.fp8_recipe == "blockwise" else []
-    for what, (number, named) in odd.items():
-        value, unit = value_of(config, named[0]), multiple
-        if named[0] == "micro_batch_size":
+    multiple = Fp8(config.precision.fp8_format, config.precision.fp8_recipe).alignment
+    invalid = {name: (size, fields) for name, (size, fields) in _gemm_dimensions(config).items() if size % multiple}
+    recipe_candidates = [change(fp8_recipe="tensorwise")] if config.precision.fp8_recipe == "blockwise" else []
+    for name, (size, fields) in invalid.items():
+        value, unit = get_value(config, fields[0]), multiple
+        if fields[0] == "micro_batch_size":
             unit //= math.gcd(unit, config.tokens_per_rank)
-        elif "tensor rank" in what:
+        elif "tensor rank" in name:
             unit *= config.parallel.tensor_model_parallel_size
-        nearest = [] if value is None else [try_values(named[0], value, multiples_near(value, unit, reach=2))]
+        nearest = [] if value is None else [try_values(fields[0], value, multiples_near(value, unit, num_per_side=2))]
         yield Finding(
-            f"{shown(config, 'fp8_format')} {shown(config, 'fp8_recipe')} with {number:,} {what}: no multiple of {multiple}.",
-            [*smaller, *nearest, without(config, "fp8_format", "fp8_recipe")],
-            fields=("fp8_format", "fp8_recipe", *named),
+            f"{format_setting(config, 'fp8_format')} {format_setting(config, 'fp8_recipe')} cannot be used with {size:,} {name}, "
+            f"which is no multiple of {multiple}.",
+            [*recipe_candidates, *nearest, reset(config, "fp8_format", "fp8_recipe")],
+            fields=("fp8_format", "fp8_recipe", *fields),
         )
 
 
-def _dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """The dimensions of products in layers on one rank, in words: the number and the settings that it follows from."""
-    model, ranks = config.model, config.parallel.tensor_model_parallel_size
-    heads, tp = ("num_attention_heads", "kv_channels"), "tensor_model_parallel_size"
+def _gemm_dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Return the dimensions of the matrix products of the layers on one rank. Each key describes a dimension for messages; its
+    value is the size and the fields that determine the size."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    head_fields, tp_field = ("num_attention_heads", "kv_channels"), "tensor_model_parallel_size"
     tokens = config.tokens_per_rank * config.training.micro_batch_size
-    whole: dict[str, tuple[int, tuple[str, ...]]] = {
+    replicated: dict[str, tuple[int, tuple[str, ...]]] = {
         "hidden channels": (model.hidden_size, ("hidden_size",)),
         "tokens of a microbatch": (tokens, ("micro_batch_size", "seq_length")),
     }
     if model.multi_latent_attention:
-        in_latents, divided = _dimensions_of_latents(config, tokens)
-        whole |= in_latents
+        latent_replicated, sharded = _latent_dimensions(config, tokens)
+        replicated |= latent_replicated
     else:
-        divided = {
+        sharded = {
             "rows of queries, keys and values": (
                 (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size,
-                heads,
+                head_fields,
             ),
-            "channels of heads": (model.num_attention_heads * model.head_size, heads),
+            "channels of heads": (model.num_attention_heads * model.head_size, head_fields),
         }
-    divided["channels of the MLP"] = (model.ffn_size, ("ffn_hidden_size",))
+    sharded["channels of the MLP"] = (model.ffn_size, ("ffn_hidden_size",))
     return {
-        **whole,
+        **replicated,
         **{
-            f"{what} on a tensor rank": (size // ranks, (*named, tp))
-            for what, (size, named) in divided.items()
-            if size % ranks == 0
+            f"{name} on a tensor rank": (size // tp_size, (*fields, tp_field))
+            for name, (size, fields) in sharded.items()
+            if size % tp_size == 0
         },
     }
 
 
-def _dimensions_of_latents(
+def _latent_dimensions(
     config: Config, tokens: int
 ) -> tuple[dict[str, tuple[int, tuple[str, ...]]], dict[str, tuple[int, tuple[str, ...]]]]:
-    """The dimensions of products in latent attention: those that every tensor rank has whole, and those that the ranks divide."""
-    model, heads = config.model, config.model.num_attention_heads
-    whole: dict[str, tuple[int, tuple[str, ...]]] = {
+    """Return the dimensions of the matrix products in latent attention, in the form of `_gemm_dimensions`: those that are equal on
+    all tensor ranks, and those that the tensor ranks divide."""
+    model, num_heads = config.model, config.model.num_attention_heads
+    replicated: dict[str, tuple[int, tuple[str, ...]]] = {
         "channels of the latent of keys and values": (model.kv_lora_rank, ("kv_lora_rank",)),
         "rotated channels of a head": (model.qk_pos_emb_head_dim, ("qk_pos_emb_head_dim",)),
     }
     if model.q_lora_rank is not None:
-        whole["channels of the latent of queries"] = (model.q_lora_rank, ("q_lora_rank",))
-    divided = {
-        "rows of queries": (heads * model.head_size, ("num_attention_heads", "qk_head_dim", "qk_pos_emb_head_dim")),
+        replicated["channels of the latent of queries"] = (model.q_lora_rank, ("q_lora_rank",))
+    sharded = {
+        "rows of queries": (num_heads * model.head_size, ("num_attention_heads", "qk_head_dim", "qk_pos_emb_head_dim")),
         "rows of keys and values": (
-            heads * (model.qk_head_dim + model.v_head_dim),
+            num_heads * (model.qk_head_dim + model.v_head_dim),
             ("num_attention_heads", "qk_head_dim", "v_head_dim"),
         ),
-        "channels of values": (heads * model.v_head_dim, ("num_attention_heads", "v_head_dim")),
+        "channels of values": (num_heads * model.v_head_dim, ("num_attention_heads", "v_head_dim")),
     }
-    if config.parallel.sequence_parallel:  # each rank makes the latents of its part of the sequence
-        divided["tokens of a microbatch"] = (tokens, ("micro_batch_size", "seq_length"))
-    return whole, divided
+    if config.parallel.sequence_parallel:  # each rank computes the latents of its tokens
+        sharded["tokens of a microbatch"] = (tokens, ("micro_batch_size", "seq_length"))
+    return replicated, sharded
 
 
 @rule(
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
-    reads=("fp8_format", "fp8_recipe", "num_layers"),
+    depends_on=("fp8_format", "fp8_recipe", "num_layers"),
 )
-def some_layer_is_in_8_bits(config: Config, world_size: int) -> Iterator[Finding]:
-    """With no layer left, --fp8-format would have no effect."""
-    precision, count = config.precision, config.model.num_layers
-    if precision.fp8_format is not None and not any(precision.fp8_of(layer, count) for layer in range(count)):
+def check_some_layer_in_fp8(config: Config, world_size: int) -> Iterator[Finding]:
+    """If all layers are in bfloat16, --fp8-format has no effect."""
+    precision, num_layers = config.precision, config.model.num_layers
+    if precision.fp8_format is not None and not any(precision.get_fp8(layer, num_layers) for layer in range(num_layers)):
         yield Finding(
-            f"{shown(config, 'num_layers_at_start_in_bf16')} and {shown(config, 'num_layers_at_end_in_bf16')} leave none of "
-            f"--num-layers {count} in 8 bits.",
-            [without(config, "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")],
+            f"{format_setting(config, 'num_layers_at_start_in_bf16')} and "
+            f"{format_setting(config, 'num_layers_at_end_in_bf16')} leave no layer of --num-layers {num_layers} in FP8.",
+            [reset(config, "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")],
         )
 
 
 @rule("fp8_format", "tp_comm_overlap")
-def products_do_not_come_in_pieces(config: Config, world_size: int) -> Iterator[Finding]:
-    """Products that overlap with communication come in pieces, in bfloat16: a piece has other scales than the whole."""
+def check_no_fp8_with_tp_comm_overlap(config: Config, world_size: int) -> Iterator[Finding]:
+    """Matrix products that overlap with communication are computed in chunks, in bfloat16: a chunk has other FP8 scales than the
+    whole product."""
     if config.precision.fp8_format is not None and config.parallel.tp_comm_overlap:
-        message = f"{shown(config, 'fp8_format')} and --tp-comm-overlap exclude each other."
-        yield Finding(message, [without(config, "tp_comm_overlap")])
+        message = f"{format_setting(config, 'fp8_format')} and --tp-comm-overlap exclude each other."
+        yield Finding(message, [reset(config, "tp_comm_overlap")])
