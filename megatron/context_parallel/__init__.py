@@ -1,4 +1,4 @@
-"""Context ranks share each sequence: who holds which tokens, and attention across them."""
+"""Context parallelism: attention for sequences whose tokens are split over several ranks."""
 
 from megatron.moved import find_moved
 

@@ -1,24 +1,25 @@
-"""Attention of tokens that context ranks share, in three ways.
+"""Attention of sequences that are split over the context-parallel ranks, with three communication types (`--cp-comm-type`).
 
-Each rank has the queries, keys and values of its own tokens (`parallel/cut.py`):
+Each rank has the queries, keys and values of its own tokens (`parallel/sequence_split.py`):
 
 ==========  =================================================  ==========================================================
-way         forward                                            backward
+type        forward                                            backward
 ==========  =================================================  ==========================================================
-all_gather  keys and values of all ranks are gathered, while   they are gathered again; their gradients are reduce-scattered
-            the own ones are computed with
-p2p         they go round the ring of ranks, a step ahead of   they go round again, and their gradients behind them
-            the products (Liu et al. 2023, Ring Attention)
-a2a         each rank receives all tokens of some heads        the same exchanges the other way
-            (Jacobs et al. 2023, DeepSpeed-Ulysses)
+all_gather  all-gather keys and values, while attention to     all-gather keys and values again, reduce-scatter their
+            the local keys is computed                         gradients
+p2p         pass keys and values around the ring of ranks,     pass keys and values around the ring again, followed by
+            one step ahead of the matrix products              their gradients
+            (Liu et al. 2023, Ring Attention)
+a2a         all-to-all: each rank receives all tokens of       all-to-all in the reverse direction
+            some heads (Jacobs et al. 2023, DeepSpeed-Ulysses)
 ==========  =================================================  ==========================================================
 
-The first two compute attention in parts: queries of a run of neighbouring tokens against keys of another. Parts are merged by the
-logarithms of their sums, and with the logarithm of the whole sum each part's gradient is exact (Dao et al. 2022, FlashAttention,
-appendix B). Only what a rank has of queries, keys, values and the result is kept for backward.
+The first two types compute attention in range pairs: the queries of one token range and the keys of another. The results of the
+pairs are merged by their logsumexp. With the logsumexp over all keys, the gradient of each pair is exact (Dao et al. 2022,
+FlashAttention, appendix B). Only the local queries, keys, values and outputs are saved for backward.
 
-Shapes: `t` tokens of this rank, `b` microbatch, `g` key-value heads, `r` query heads of each, `n = g * r`, `d` size of a query or
-key head, `e` of a value head.
+Shapes: `t` tokens of this rank, `s` tokens of the sequence, `q` queries of a range pair, `b` microbatch, `g` key-value heads, `r`
+query heads per key-value head, `n = g * r` query heads, `d` size of a query or key head, `e` size of a value head.
 """
 
 from __future__ import annotations
@@ -31,96 +32,119 @@ import torch
 
 from megatron.attention.core import core_attention
 from megatron.attention.documents import Documents, reorder
-from megatron.attention.parts import KeyGrads, RunPair, attend_part, differentiate_part, visible
-from megatron.config.parallel import ContextWay
-from megatron.parallel.collectives import Pending, all_to_all, start_all_gather, start_pass_on, start_reduce_scatter
+from megatron.attention.range_pairs import KeyValueGrads, RangePair, attend_pair, attend_pair_backward, is_pair_visible
+from megatron.config.parallel import CpCommType
+from megatron.parallel.collectives import Pending, all_to_all, start_all_gather, start_reduce_scatter, start_ring_shift
 from megatron.parallel.context import Group
 from megatron.spec.layers import ScoreSpec
 
-# ---- How keys and values of all context ranks come to each of them, and their gradients back. Transfers run beside products.
-#
-# Shapes: `t` tokens of a rank, `b` microbatch, `g` key-value heads, `d` size of a key head, `e` of a value head.
+# ---- Transfer of keys and values of all context-parallel ranks to each rank, and of their gradients back. Transfers overlap with
+# matrix products.
 
-Held = tuple[int, torch.Tensor, torch.Tensor]
-"""A rank, and its keys and values, [t, b, g, d] and [t, b, g, e]."""
-Differentiate = Callable[[int, torch.Tensor, torch.Tensor, KeyGrads], None]
-"""Adds what this rank's queries give to the gradients of a rank's keys and values."""
+RankKeyValues = tuple[int, torch.Tensor, torch.Tensor]
+"""A rank of the group, and its keys [t, b, g, d] and values [t, b, g, e]."""
+AddKeyGrads = Callable[[int, torch.Tensor, torch.Tensor, KeyValueGrads], None]
+"""Function that adds the contribution of the local queries to the gradients of a rank's keys and values.
+
+Arguments: the rank, its keys, its values, and the gradients to add to.
+"""
 
 
-class Travel(Protocol):
-    """Brings keys and values to this rank, its own first."""
+class KeyValueTransfer(Protocol):
+    """Interface of the communication that brings the keys and values of all context ranks to each rank."""
 
-    def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
-        """Yield those of each rank."""
+    def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
+        """Yield the keys and values of each context rank, first those of this rank.
+
+        Args:
+            k, v: keys and values of this rank.
+        """
 
     def backward(
-        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, differentiate: Differentiate
+        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, add_key_grads: AddKeyGrads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the gradients of this rank's keys and values over all ranks, in a dtype."""
+        """Return the gradients of this rank's keys and values, summed over all ranks in `dtype`.
+
+        Args:
+            k, v: keys and values of this rank.
+            add_key_grads: adds the contribution of the local queries to the gradients of one rank's keys and values. Called once
+                per context rank.
+        """
 
 
-class Gathering:
-    """One all-gather, while the own part is computed; backward one more, and a reduce-scatter."""
+class AllGatherTransfer:
+    """Transfer by all-gather, which overlaps with the attention to the local keys.
+
+    Backward all-gathers keys and values again, and reduce-scatters their gradients.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
-        """See `Travel`."""
-        pending = start_all_gather(_packed(k, v), self._group)
-        yield self._group.index, k, v
-        yield from self._others(pending, k, v)
+    def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
+        """Yield the keys and values of each context rank, first those of this rank."""
+        pending = start_all_gather(_pack(k, v), self._group)
+        yield self._group.rank, k, v
+        yield from self._remote_key_values(pending, k, v)
 
     def backward(
-        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, differentiate: Differentiate
+        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, add_key_grads: AddKeyGrads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Travel`."""
-        whole = torch.zeros((self._group.size, *_packed_shape(k, v)), dtype=dtype, device=k.device)
-        for holder, keys, values in self.forward(k, v):
-            differentiate(holder, keys, values, KeyGrads.within(whole[holder], k.shape[-1]))
-        del keys, values  # they are parts of what was gathered
-        return _unpacked(start_reduce_scatter(whole.flatten(0, 1), self._group).wait(), k, v)
+        """Return the gradients of this rank's keys and values, summed over all ranks in `dtype` by a reduce-scatter."""
+        grads = torch.zeros((self._group.size, *_packed_shape(k, v)), dtype=dtype, device=k.device)
+        for key_rank, keys, values in self.forward(k, v):
+            add_key_grads(key_rank, keys, values, KeyValueGrads.from_buffer(grads[key_rank], k.shape[-1]))
+        del keys, values  # views of the gathered keys and values, which can be freed now
+        return _unpack(start_reduce_scatter(grads.flatten(0, 1), self._group).wait(), k, v)
 
-    def _others(self, pending: Pending, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
-        whole = pending.wait().unflatten(0, (self._group.size, -1))
-        for holder in range(self._group.size):
-            if holder != self._group.index:
-                yield holder, *_unpacked(whole[holder], k, v)
+    def _remote_key_values(self, pending: Pending, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
+        gathered = pending.wait().unflatten(0, (self._group.size, -1))
+        for key_rank in range(self._group.size):
+            if key_rank != self._group.rank:
+                yield key_rank, *_unpack(gathered[key_rank], k, v)
 
 
-class Ring:
-    """Each rank passes on what it has computed with, and receives the next meanwhile. Gradients follow on a ring of their own."""
+class RingTransfer:
+    """Transfer by sends and receives around a ring of ranks (Ring Attention).
 
-    def __init__(self, group: Group, of_gradients: Group) -> None:
-        self._group, self._of_gradients = group, of_gradients
+    Each rank sends keys and values to the next rank while it computes attention to them. In backward, their gradients follow in a
+    second ring.
+    """
 
-    def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
-        """See `Travel`."""
-        held, keys, values = _packed(k, v), k, v
+    def __init__(self, group: Group, grad_group: Group) -> None:
+        self._group, self._grad_group = group, grad_group
+
+    def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
+        """Yield the keys and values of each context rank, first those of this rank."""
+        key_values, keys, values = _pack(k, v), k, v
         for step in range(self._group.size):
-            pending = start_pass_on(held, self._group) if step < self._group.size - 1 else None
-            yield (self._group.index - step) % self._group.size, keys, values
+            pending = start_ring_shift(key_values, self._group) if step < self._group.size - 1 else None
+            yield (self._group.rank - step) % self._group.size, keys, values
             if pending is not None:
-                held = pending.wait()
-                keys, values = _unpacked(held, k, v)
+                key_values = pending.wait()
+                keys, values = _unpack(key_values, k, v)
 
     def backward(
-        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, differentiate: Differentiate
+        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, add_key_grads: AddKeyGrads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Travel`. What is passed on last is the own sum, from the rank before."""
+        """Return the gradients of this rank's keys and values, summed over all ranks in `dtype`.
+
+        The last shift of the ring brings the complete sum for this rank from the previous rank.
+        """
         pending: Pending | None = None
-        for holder, keys, values in self.forward(k, v):
-            summed = torch.zeros(_packed_shape(k, v), dtype=dtype, device=k.device)
-            differentiate(holder, keys, values, KeyGrads.within(summed, k.shape[-1]))
+        for key_rank, keys, values in self.forward(k, v):
+            grads = torch.zeros(_packed_shape(k, v), dtype=dtype, device=k.device)
+            add_key_grads(key_rank, keys, values, KeyValueGrads.from_buffer(grads, k.shape[-1]))
             if pending is not None:
-                summed += pending.wait()
-            pending = start_pass_on(summed, self._of_gradients)
+                grads += pending.wait()
+            pending = start_ring_shift(grads, self._grad_group)
         assert pending is not None
-        return _unpacked(pending.wait(), k, v)
+        return _unpack(pending.wait(), k, v)
 
 
-def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Keys and values in one message: [t, b, g, d + e]."""
+def _pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Concatenate keys [t, b, g, d] and values [t, b, g, e] into one message [t, b, g, d + e]: t tokens of the rank, b microbatch,
+    g key-value heads, d and e channels of a key and a value head."""
     return torch.cat([k, v], -1)
 
 
@@ -128,157 +152,168 @@ def _packed_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return (*k.shape[:-1], k.shape[-1] + v.shape[-1])
 
 
-def _unpacked(both: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = both.split([k.shape[-1], v.shape[-1]], -1)
+def _unpack(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = packed.split([k.shape[-1], v.shape[-1]], -1)
     return keys, values
 
 
-_SEEDS_OF_A_PART = 1 << 24
-"""Each block of a part has a dropout mask of its own."""
+_SEEDS_PER_PAIR = 1 << 24
+"""Dropout seeds reserved for each range pair. Each block of a pair uses a different seed."""
 
 
-class Sharers(NamedTuple):
-    """The context ranks, and how they share keys and values."""
+class ContextRanks(NamedTuple):
+    """Process groups of the context-parallel ranks, and how they communicate (`--cp-comm-type`)."""
 
-    way: ContextWay
+    comm_type: CpCommType
     group: Group
-    rings: tuple[Group, Group]
-    """The same ranks with communicators for what goes round: keys and values, and gradients."""
+    ring_groups: tuple[Group, Group]
+    """Groups of the same ranks with separate communicators, for the ring of keys and values and for the ring of their gradients."""
 
 
-class _Call(NamedTuple):
-    """What is computed, beside tensors."""
+class _AttentionCall(NamedTuple):
+    """Arguments of a context-parallel attention call, except for its tensors."""
 
-    sharers: Sharers
+    context_ranks: ContextRanks
     documents: Documents
-    scores: ScoreSpec
+    score_spec: ScoreSpec
     dropout: float
     seed: int
 
-    def travel(self) -> Travel:
-        """How keys and values come to this rank."""
-        if self.sharers.way == "p2p":
-            return Ring(*self.sharers.rings)
-        return Gathering(self.sharers.group)
+    def create_transfer(self) -> KeyValueTransfer:
+        """Create the transfer of keys and values that the communication type requires."""
+        if self.context_ranks.comm_type == "p2p":
+            return RingTransfer(*self.context_ranks.ring_groups)
+        return AllGatherTransfer(self.context_ranks.group)
 
-    def parts(self, holder: int) -> Iterator[RunPair]:
-        """The products of this rank's queries with the keys of a rank."""
-        cut, own = self.documents.cut, self.sharers.group.index
-        assert cut is not None
-        rows = 0
-        for number, queries in enumerate(cut.runs(own)):
-            columns = 0
-            for other, keys in enumerate(cut.runs(holder)):
-                if visible(queries, keys, self.documents, self.scores.window):
-                    place = (holder * len(cut.pieces[own]) + number) * len(cut.pieces[holder]) + other
-                    # What sinks add to the sum enters once, when all parts are merged.
-                    scores = dataclasses.replace(self.scores, softmax="vanilla")
-                    seed = self.seed + place * _SEEDS_OF_A_PART
-                    yield RunPair(queries, keys, rows, columns, scores, self.documents, self.dropout, seed)
-                columns += keys[1] - keys[0]
-            rows += queries[1] - queries[0]
+    def range_pairs(self, key_rank: int) -> Iterator[RangePair]:
+        """Yield the pairs of a token range of this rank (queries) and a token range of the context rank `key_rank` (keys). Pairs in
+        which no query sees a key are left out."""
+        sequence_split, rank = self.documents.sequence_split, self.context_ranks.group.rank
+        assert sequence_split is not None
+        query_offset = 0
+        for query_index, query_range in enumerate(sequence_split.token_ranges(rank)):
+            key_offset = 0
+            for key_index, key_range in enumerate(sequence_split.token_ranges(key_rank)):
+                if is_pair_visible(query_range, key_range, self.documents, self.score_spec.window):
+                    pair_index = (key_rank * len(sequence_split.segments[rank]) + query_index) * len(
+                        sequence_split.segments[key_rank]
+                    ) + key_index
+                    # Attention sinks enter the softmax sum only once, after all pairs are merged.
+                    score_spec = dataclasses.replace(self.score_spec, softmax="vanilla")
+                    seed = self.seed + pair_index * _SEEDS_PER_PAIR
+                    yield RangePair(
+                        query_range, key_range, query_offset, key_offset, score_spec, self.documents, self.dropout, seed
+                    )
+                key_offset += key_range[1] - key_range[0]
+            query_offset += query_range[1] - query_range[0]
 
 
 def context_attention(
-    sharers: Sharers,
+    context_ranks: ContextRanks,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     documents: Documents,
-    scores: ScoreSpec,
+    score_spec: ScoreSpec,
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
     core: Callable[..., torch.Tensor] = core_attention,
 ) -> torch.Tensor:
-    """softmax(score(q k^T)) v of this rank's tokens, over those of all context ranks.
+    """Compute softmax(score(q k^T)) v for the tokens of this rank, with the keys and values of all context-parallel ranks.
 
     Args:
         q: [t, b, g, r, d] or [t, b, n, d].
         k, v: [t, b, g, d] and [t, b, g, e].
-        documents: of the whole microbatch, with the cut.
-        sinks: [n], where the softmax has learnable ones.
-        seed: of this rank's dropout masks.
-        core: `core_attention`, or what does the same, for whole samples of some heads.
+        documents: documents of the complete microbatch, with the split over the ranks.
+        sinks: learnable attention sinks, [n], if the softmax has them.
+        seed: seed for the dropout masks of this rank.
+        core: attention of complete samples for some of the heads: `core_attention` or an equivalent function. Only for "a2a".
 
     Returns:
         [t, b, n * e].
     """
     if q.dim() == 4:
         q = q.unflatten(2, (k.shape[2], -1))
-    if sharers.way == "a2a":
-        return _by_heads(sharers.group, q, k, v, documents, scores, sinks, dropout, seed, core)
-    out: torch.Tensor = _InParts.apply(q, k, v, sinks, _Call(sharers, documents, scores, dropout, seed or 0))
+    if context_ranks.comm_type == "a2a":
+        return _all_to_all_attention(context_ranks.group, q, k, v, documents, score_spec, sinks, dropout, seed, core)
+    out: torch.Tensor = _PairwiseAttention.apply(
+        q, k, v, sinks, _AttentionCall(context_ranks, documents, score_spec, dropout, seed or 0)
+    )
     return out.flatten(2)
 
 
-class _InParts(torch.autograd.Function):
-    """Keeps its inputs, its result and a logarithm of a sum a row, all of this rank's tokens."""
+class _PairwiseAttention(torch.autograd.Function):
+    """Autograd function of attention computed in range pairs (queries of one token range, keys of another). Saves inputs, output
+    and the logsumexp of each query, all only for the tokens of this rank."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: _Call
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: _AttentionCall
     ) -> torch.Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros((*q.shape[:4], v.shape[-1]), dtype=wide)
-        log_sums = q.new_full(q.shape[:4], -torch.inf, dtype=wide)
-        for holder, keys, values in call.travel().forward(k, v):
-            for part in call.parts(holder):
-                rows = part.rows
-                found, log_sum = attend_part(part, q[rows], keys[part.columns], values[part.columns])
-                _merge(out[rows], log_sums[rows], found, log_sum)
-        if call.scores.softmax != "vanilla":
-            sink = log_sums.new_zeros(()) if sinks is None else sinks.to(wide).view(q.shape[2:4])
-            whole = torch.logaddexp(log_sums, sink.expand_as(log_sums))
-            out.mul_((log_sums - whole).exp_()[..., None])
-            log_sums = whole
-        narrow = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, narrow, log_sums)
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((*q.shape[:4], v.shape[-1]), dtype=sum_dtype)
+        logsumexp = q.new_full(q.shape[:4], -torch.inf, dtype=sum_dtype)
+        for key_rank, keys, values in call.create_transfer().forward(k, v):
+            for pair in call.range_pairs(key_rank):
+                rows = pair.query_rows
+                pair_out, pair_logsumexp = attend_pair(pair, q[rows], keys[pair.key_rows], values[pair.key_rows])
+                _merge_pair(out[rows], logsumexp[rows], pair_out, pair_logsumexp)
+        if call.score_spec.softmax != "vanilla":
+            sink = logsumexp.new_zeros(()) if sinks is None else sinks.to(sum_dtype).view(q.shape[2:4])
+            logsumexp_with_sink = torch.logaddexp(logsumexp, sink.expand_as(logsumexp))
+            out.mul_((logsumexp - logsumexp_with_sink).exp_()[..., None])
+            logsumexp = logsumexp_with_sink
+        rounded_out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, rounded_out, logsumexp)
         ctx.call = call
-        return narrow
+        return rounded_out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, sinks, out, log_sums = ctx.saved_tensors
-        call: _Call = ctx.call
+        q, k, v, sinks, out, logsumexp = ctx.saved_tensors
+        call: _AttentionCall = ctx.call
         grad = grad.contiguous()
-        grad_q = torch.zeros(q.shape, dtype=log_sums.dtype, device=q.device)
+        grad_q = torch.zeros(q.shape, dtype=logsumexp.dtype, device=q.device)
 
-        def grads_of(holder: int, keys: torch.Tensor, values: torch.Tensor, grads: KeyGrads) -> None:
-            for part in call.parts(holder):
-                rows, columns = part.rows, part.columns
-                differentiate_part(
-                    part,
-                    *(grad[rows], q[rows], keys[columns], values[columns], out[rows], log_sums[rows]),
-                    grads.of(part, grad_q),
+        def add_key_grads(key_rank: int, keys: torch.Tensor, values: torch.Tensor, grads: KeyValueGrads) -> None:
+            for pair in call.range_pairs(key_rank):
+                query_rows, key_rows = pair.query_rows, pair.key_rows
+                attend_pair_backward(
+                    pair,
+                    *(grad[query_rows], q[query_rows], keys[key_rows], values[key_rows], out[query_rows], logsumexp[query_rows]),
+                    grads.select_pair(pair, grad_q),
                 )
 
-        grad_k, grad_v = call.travel().backward(k, v, log_sums.dtype, grads_of)
+        grad_k, grad_v = call.create_transfer().backward(k, v, logsumexp.dtype, add_key_grads)
         grad_sinks = None
         if sinks is not None:
-            delta = (grad.to(log_sums.dtype) * out).sum(-1)
-            shares = (sinks.to(log_sums.dtype).view(q.shape[2:4]) - log_sums).exp_()
-            grad_sinks = -(shares * delta).sum((0, 1)).flatten().to(sinks.dtype)
+            delta = (grad.to(logsumexp.dtype) * out).sum(-1)
+            sink_probs = (sinks.to(logsumexp.dtype).view(q.shape[2:4]) - logsumexp).exp_()
+            grad_sinks = -(sink_probs * delta).sum((0, 1)).flatten().to(sinks.dtype)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None
 
 
-def _merge(out: torch.Tensor, log_sums: torch.Tensor, found: torch.Tensor, log_sum: torch.Tensor) -> None:
-    """Merge a part into what there is of the same queries: the mean of both, weighed by their sums.
+def _merge_pair(out: torch.Tensor, logsumexp: torch.Tensor, pair_out: torch.Tensor, pair_logsumexp: torch.Tensor) -> None:
+    """Merge the output of a range pair into the output for the same queries over earlier pairs. The two outputs are averaged with
+    their softmax sums, exp(logsumexp), as weights.
 
     Args:
-        out, found: [q, b, g, r, e]; the first is changed.
-        log_sums, log_sum: [q, b, g, r]; the first is changed.
+        out, pair_out: [q, b, g, r, e]; `out` is updated in place.
+        logsumexp, pair_logsumexp: [q, b, g, r]; `logsumexp` is updated in place.
     """
-    whole = torch.logaddexp(log_sums, log_sum)
-    # Where nothing was seen yet, in either: log 0 - log 0 is no number.
-    seen = whole.isfinite()
-    old, new = (torch.where(seen, (each - whole).exp_(), 0.0)[..., None] for each in (log_sums, log_sum))
-    out.mul_(old).addcmul_(found, new)
-    log_sums.copy_(whole)
+    total_logsumexp = torch.logaddexp(logsumexp, pair_logsumexp)
+    # Queries without visible keys so far have -inf in both, and -inf - -inf would be NaN.
+    has_keys = total_logsumexp.isfinite()
+    out_weight, pair_weight = (
+        torch.where(has_keys, (x - total_logsumexp).exp_(), 0.0)[..., None] for x in (logsumexp, pair_logsumexp)
+    )
+    out.mul_(out_weight).addcmul_(pair_out, pair_weight)
+    logsumexp.copy_(total_logsumexp)
 
 
-class _TokensForHeads(torch.autograd.Function):
-    """All-to-all along dimension 0: part i goes to rank i. Its backward is itself."""
+class _AllToAll(torch.autograd.Function):
+    """All-to-all along dimension 0: slice i is sent to rank i of the context group. The backward is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
@@ -290,32 +325,33 @@ class _TokensForHeads(torch.autograd.Function):
         return all_to_all(grad, ctx.group), None
 
 
-def _by_heads(
+def _all_to_all_attention(
     group: Group,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     documents: Documents,
-    scores: ScoreSpec,
+    score_spec: ScoreSpec,
     sinks: torch.Tensor | None,
     dropout: float,
     seed: int | None,
     core: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Exchange tokens for heads, compute attention of whole samples, and exchange back."""
-    ranks, cut = group.size, documents.cut
-    assert cut is not None
+    """Compute attention by two all-to-alls. The first gives each rank all tokens of some heads, and the second gives it all heads
+    of the local tokens again."""
+    num_ranks, sequence_split = group.size, documents.sequence_split
+    assert sequence_split is not None
     t, _, g, r, d = q.shape
     sizes = [r * d, d, v.shape[-1]]
-    joined = torch.cat([q.flatten(3), k, v], -1).unflatten(2, (ranks, g // ranks))  # [t, b, ranks, g / ranks, ...]
-    received: torch.Tensor = _TokensForHeads.apply(joined.permute(2, 0, 1, 3, 4), group)
-    order, places = documents.order_of_holders
-    whole = reorder(received.flatten(0, 1), places, order)  # [s, b, g / ranks, ...], in the order of the sequence
-    q, k, v = whole.split(sizes, -1)
+    qkv = torch.cat([q.flatten(3), k, v], -1).unflatten(2, (num_ranks, g // num_ranks))  # [t, b, num_ranks, g / num_ranks, ...]
+    received: torch.Tensor = _AllToAll.apply(qkv.permute(2, 0, 1, 3, 4), group)
+    order, positions = documents.context_rank_order
+    full_qkv = reorder(received.flatten(0, 1), positions, order)  # [s, b, g / num_ranks, ...], in the order of the sequence
+    q, k, v = full_qkv.split(sizes, -1)
     if sinks is not None:
-        sinks = sinks.unflatten(0, (ranks, -1))[group.index]
-    inside = documents if documents.bounded else None
-    out = core(q.unflatten(3, (r, d)), k, v, inside, dropout, scores=scores, sinks=sinks, seed=seed)
-    by_holder = reorder(out, order, places).unflatten(0, (ranks, t))
-    back: torch.Tensor = _TokensForHeads.apply(by_holder, group)  # [ranks, t, b, n / ranks * e]
-    return back.permute(1, 2, 0, 3).flatten(2)
+        sinks = sinks.unflatten(0, (num_ranks, -1))[group.rank]
+    packed_documents = documents if documents.is_packed else None
+    out = core(q.unflatten(3, (r, d)), k, v, packed_documents, dropout, score_spec=score_spec, sinks=sinks, seed=seed)
+    out_by_rank = reorder(out, order, positions).unflatten(0, (num_ranks, t))
+    local_out: torch.Tensor = _AllToAll.apply(out_by_rank, group)  # [num_ranks, t, b, n / num_ranks * e]
+    return local_out.permute(1, 2, 0, 3).flatten(2)
