@@ -1,4 +1,4 @@
-"""Turns tokens in files into the microbatches of a step: tokenizers, indexed datasets, order of samples, loader."""
+"""Tokenizers, indexed datasets, the order of samples, and the loader that reads the microbatches of a step."""
 
 from megatron.moved import find_moved
 

@@ -1,6 +1,7 @@
-"""Draws samples from several datasets.
+"""Blends: samples drawn from several datasets by weight.
 
-A closed formula says which dataset a sample comes from. It is exact for any sample number, without state or tables.
+A formula gives the dataset of each sample directly from the sample's index. It is exact for any index and needs no state and no
+tables.
 """
 
 from __future__ import annotations
@@ -15,97 +16,106 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed_dataset import MARK_TYPE
-from megatron.data.samples import UNMARKED, SamplePiece, SampleSource
+from megatron.data.samples import DEFAULT_MARKS, DocumentSpan, SampleSource
 
 _HALF_BITS = 31
-_LOW = (1 << _HALF_BITS) - 1
-_ONE = 1 << 2 * _HALF_BITS
+_LOW_MASK = (1 << _HALF_BITS) - 1
+_SHARE_SCALE = 1 << 2 * _HALF_BITS
 
 
-class SampleDraw(Protocol):
-    """A sequence of samples drawn from several datasets, from each in its own order."""
+class BlendOrder(Protocol):
+    """Interface that assigns each sample of a blend to a dataset. Within a dataset, samples come in the dataset's own order."""
 
     weights: list[float]
-    """The share of each dataset; together they are 1."""
+    """Fraction of the samples that comes from each dataset. The fractions sum to 1."""
 
-    def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """The dataset of each sample, and its sample number within that dataset.
+    def locate(self, sample_indices: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """Return the dataset of each sample, and the sample's index within that dataset.
 
         Raises:
-            ValueError: the blend ends before one of them.
+            ValueError: the blend ends before one of the samples.
         """
 
     def counts(self, num_samples: int) -> list[int]:
-        """How many of the first `num_samples` come from each dataset."""
+        """Return how many of the first `num_samples` samples come from each dataset."""
 
 
-class Blend(SampleDraw):
-    """A binary tree that splits the samples in two, again and again, until each part is one dataset.
+class Blend(BlendOrder):
+    """Blend order for any number of samples. A binary tree, whose leaves are the datasets, divides the samples: each sample goes
+    from the root to one dataset.
 
-    A node with the left share a = A / 2**62 sends its sample i to the left if floor((i + 1) a + 1/2) > floor(i a + 1/2). So
-    floor(n a + 1/2) of its first n samples go left, which is never further than half a sample from n a. The tree joins the two
-    smallest weights first (as a Huffman code does), so the weights of the nodes above a dataset grow at least like Fibonacci
-    numbers. A node's error of half a sample reaches a dataset scaled by the dataset's share of the node. So a dataset is never
-    further than half the sum of the reciprocal Fibonacci numbers, 3.36 / 2 = 1.68 samples, from its share of the first n samples,
-    for any n and any number of datasets. This holds exactly for weights that are multiples of the unit of the shares; rounding to
-    floating point moves weights by some 2**-53, which is far less than a sample for any run.
+    A node sends the fraction a of its samples to its left child. Sample i goes left if floor((i + 1) a + 1/2) > floor(i a + 1/2),
+    where a is a multiple of 2**-62. Of the first n samples of the node, floor(n a + 1/2) go left, which differs from n a by at most
+    half a sample.
+
+    Error bound: the tree joins the two smallest weights first, as a Huffman code does. So the weights of the nodes above a dataset
+    grow at least like Fibonacci numbers. The error of a node, half a sample, reaches a dataset multiplied by the dataset's share of
+    the node. So the number of a dataset's samples among the first n differs from n times its weight by at most half the sum of the
+    reciprocal Fibonacci numbers, 3.36 / 2 = 1.68 samples, for any n and any number of datasets. This holds exactly for weights that
+    are multiples of 2**-62. Rounding to floating point changes weights by about 2**-53, which is far less than a sample in any run.
 
     Args:
-        weights: Not negative, finite, not all 0; a dataset of weight 0 is never read. Only their ratios count.
+        weights: finite, not negative, not all 0. Only their ratios matter. A dataset of weight 0 is never read.
 
     Raises:
-        ValueError: the weights are not so.
+        ValueError: the weights do not satisfy these conditions.
     """
 
     MAX_ERROR = 1.7
-    """The most samples by which a dataset may be away from its share of the first n samples, for any n."""
+    """Largest difference between the number of a dataset's samples among the first n and the dataset's share of n, for any n."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         check_weights(weights)
-        self._root = _join(weights)
+        self._root = _build_tree(weights)
         self.weights = [weight / math.fsum(weights) for weight in weights]
 
-    def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        # Exact for numbers below 2**62.
-        datasets = np.empty(len(numbers), dtype=np.int32)
-        indices = np.empty(len(numbers), dtype=np.int64)
-        below = [(self._root, np.arange(len(numbers)), np.asarray(numbers, dtype=np.int64))]
-        while below:
-            node, at, inner = below.pop()
+    def locate(self, sample_indices: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        # Exact for sample indices below 2**62.
+        datasets = np.empty(len(sample_indices), dtype=np.int32)
+        indices = np.empty(len(sample_indices), dtype=np.int64)
+        pending = [(self._root, np.arange(len(sample_indices)), np.asarray(sample_indices, dtype=np.int64))]
+        while pending:
+            node, rows, node_indices = pending.pop()
             if isinstance(node, int):
-                datasets[at], indices[at] = node, inner
+                datasets[rows], indices[rows] = node, node_indices
                 continue
-            before = node.lefts(inner)
-            goes_left = node.lefts(inner + 1) > before
-            below.append((node.left, at[goes_left], before[goes_left]))
-            below.append((node.right, at[~goes_left], (inner - before)[~goes_left]))
+            num_left = node.count_left(node_indices)
+            is_left = node.count_left(node_indices + 1) > num_left
+            pending.append((node.left, rows[is_left], num_left[is_left]))
+            pending.append((node.right, rows[~is_left], (node_indices - num_left)[~is_left]))
         return datasets, indices
 
     def counts(self, num_samples: int) -> list[int]:
-        found = [0] * len(self.weights)
-        below = [(self._root, num_samples)]
-        while below:
-            node, count = below.pop()
+        counts = [0] * len(self.weights)
+        pending = [(self._root, num_samples)]
+        while pending:
+            node, count = pending.pop()
             if isinstance(node, int):
-                found[node] = count
+                counts[node] = count
                 continue
-            lefts = int(node.lefts(np.array([count], np.int64))[0])
-            below += [(node.left, lefts), (node.right, count - lefts)]
-        return found
+            num_left = int(node.count_left(np.array([count], np.int64))[0])
+            pending += [(node.left, num_left), (node.right, count - num_left)]
+        return counts
 
 
 @dataclass(frozen=True)
 class _Node:
-    left: _Node | int
-    """A dataset (its number), or a node of its own."""
-    right: _Node | int
-    share: int
-    """The share of the left part, in units of 2**-62; at most a half."""
+    """Inner node of the binary tree of a `Blend`, which divides its samples between two children."""
 
-    def lefts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many of the first `counts` samples go left: floor(count * share / 2**62 + 1/2), by halves that do not overflow."""
-        count_high, count_low = counts >> _HALF_BITS, counts & _LOW
-        high, low = self.share >> _HALF_BITS, self.share & _LOW
+    left: _Node | int
+    """Left child: a node, or the index of a dataset."""
+    right: _Node | int
+    """Right child: a node, or the index of a dataset. It gets the remaining samples."""
+    left_share: int
+    """Share of samples that go to the left child, in units of 2**-62; at most a half."""
+
+    def count_left(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many of the first `counts` samples go left: floor(count * left_share / 2**62 + 1/2).
+
+        The product is computed in halves of 31 bits, which cannot overflow int64.
+        """
+        count_high, count_low = counts >> _HALF_BITS, counts & _LOW_MASK
+        high, low = self.left_share >> _HALF_BITS, self.left_share & _LOW_MASK
         middle = count_high * low + count_low * high + (count_low * low >> _HALF_BITS) + (1 << _HALF_BITS - 1)
         return count_high * high + (middle >> _HALF_BITS)
 
@@ -114,75 +124,86 @@ def check_weights(weights: Sequence[float]) -> None:
     """Check the weights of a blend.
 
     Raises:
-        ValueError: there are none, one is negative or not finite, or all are 0.
+        ValueError: there are no weights, a weight is negative or not finite, or all weights are 0.
     """
-    for at, weight in enumerate(weights):
+    for i, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(
-                f"the weight of dataset {at + 1} of {len(weights)} is {weight}.\n  Weights are finite numbers of 0 or more."
+                f"the weight of dataset {i + 1} of {len(weights)} is {weight}.\n  Weights are finite numbers of 0 or more."
             )
     if not sum(weights) > 0:
         raise ValueError(
-            f"no dataset has a weight above 0 (weights: {', '.join(map(str, weights)) or 'none'}).\n  Give one to some."
+            f"no dataset has a weight above 0 (weights: {', '.join(map(str, weights)) or 'none'}).\n"
+            "  Give at least one dataset a weight."
         )
 
 
-def _join(weights: Sequence[float]) -> _Node | int:
-    """Build the tree. Among equal weights, those of lower numbers are joined first."""
-    waiting: list[tuple[float, int, _Node | int]] = [(weight, at, at) for at, weight in enumerate(weights) if weight > 0]
-    heapq.heapify(waiting)
-    for number in range(len(weights), len(weights) + len(waiting) - 1):
-        (left_weight, _, left), (right_weight, _, right) = heapq.heappop(waiting), heapq.heappop(waiting)
-        together = left_weight + right_weight
-        share = max(round(left_weight / together * _ONE), 1)  # at most a half; no weight above 0 is rounded to 0
-        heapq.heappush(waiting, (together, number, _Node(left, right, share)))
-    return waiting[0][2]
+def _build_tree(weights: Sequence[float]) -> _Node | int:
+    """Build the binary tree by which `Blend` selects the dataset of a sample. Datasets of weight 0 are left out.
+
+    As in a Huffman code, the two subtrees with the smallest total weights are repeatedly joined under a new node. Among datasets of
+    equal weight, those with lower indices are joined first.
+
+    Returns:
+        the root, or the index of the dataset if only one dataset has a weight above 0.
+    """
+    subtrees: list[tuple[float, int, _Node | int]] = [
+        (weight, dataset_index, dataset_index) for dataset_index, weight in enumerate(weights) if weight > 0
+    ]
+    heapq.heapify(subtrees)
+    for order in range(len(weights), len(weights) + len(subtrees) - 1):
+        (left_weight, _, left), (right_weight, _, right) = heapq.heappop(subtrees), heapq.heappop(subtrees)
+        total_weight = left_weight + right_weight
+        share = max(round(left_weight / total_weight * _SHARE_SCALE), 1)  # at most a half; no weight above 0 is rounded to 0
+        heapq.heappush(subtrees, (total_weight, order, _Node(left, right, share)))
+    return subtrees[0][2]
 
 
 class BlendedDataset(SampleSource):
-    """Samples drawn from several sources.
+    """Sample source that draws its samples from several other sources.
 
     Args:
-        sources: All with the same sequence length.
-        blend: Which source each sample comes from.
-        first_sample: Number of the first sample: a phase of a run begins where the phase before it ended.
+        sources: sources with the same sequence length.
+        blend: assignment of samples to sources.
+        first_sample: index of the blend's first sample in the run. It is above 0 if the run had another blend before.
     """
 
-    def __init__(self, sources: Sequence[SampleSource], blend: SampleDraw, *, first_sample: int = 0) -> None:
+    def __init__(self, sources: Sequence[SampleSource], blend: BlendOrder, *, first_sample: int = 0) -> None:
         assert len(sources) == len(blend.weights), f"{len(sources)} datasets have {len(blend.weights)} weights"
         self._sources, self._blend, self._first_sample = sources, blend, first_sample
         self.seq_length = sources[0].seq_length
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        found = np.empty((count, self.seq_length + 1), dtype=np.int64)
-        for rows, source, its_first, its_count in self._drawn(first, count):
-            found[rows] = source.samples(its_first, its_count)
-        return found
+        samples = np.empty((count, self.seq_length + 1), dtype=np.int64)
+        for rows, source, source_first, source_count in self._samples_by_source(first, count):
+            samples[rows] = source.samples(source_first, source_count)
+        return samples
 
     def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
-        found = np.full((count, self.seq_length + 1), UNMARKED, dtype=MARK_TYPE)
-        marked = False
-        for rows, source, its_first, its_count in self._drawn(first, count):
-            if (marks := source.marks(its_first, its_count)) is not None:
-                found[rows], marked = marks, True
-        return found if marked else None
+        all_marks = np.full((count, self.seq_length + 1), DEFAULT_MARKS, dtype=MARK_TYPE)
+        has_marks = False
+        for rows, source, source_first, source_count in self._samples_by_source(first, count):
+            if (marks := source.marks(source_first, source_count)) is not None:
+                all_marks[rows], has_marks = marks, True
+        return all_marks if has_marks else None
 
-    def _drawn(self, first: int, count: int) -> Iterator[tuple[NDArray[np.bool_], SampleSource, int, int]]:
-        """Which of these samples come from each source that gives some, its first one, and their number."""
-        datasets, indices = self._blend.place(np.arange(first, first + count) - self._first_sample)
+    def _samples_by_source(self, first: int, count: int) -> Iterator[tuple[NDArray[np.bool_], SampleSource, int, int]]:
+        """Yield, for each source that has samples in the range: a mask of its samples within the range, the source, the index of
+        its first sample, and the number of its samples."""
+        datasets, indices = self._blend.locate(np.arange(first, first + count) - self._first_sample)
         for dataset in np.unique(datasets).tolist():
-            of_it = datasets == dataset  # samples of one source, whose numbers are consecutive
-            yield of_it, self._sources[dataset], int(indices[of_it][0]), int(of_it.sum())
+            is_selected = datasets == dataset  # samples of one source; their indices within it are consecutive
+            yield is_selected, self._sources[dataset], int(indices[is_selected][0]), int(is_selected.sum())
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        datasets, indices = self._blend.place(np.array([number - self._first_sample]))
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+        datasets, indices = self._blend.locate(np.array([sample_index - self._first_sample]))
         return self._sources[int(datasets[0])].lineage(int(indices[0]))
 
     def describe(self, num_samples: int) -> list[str]:
         num_samples -= self._first_sample
         lines = []
         for source, weight, count in zip(self._sources, self._blend.weights, self._blend.counts(num_samples), strict=True):
-            first, *more = source.describe(count)
+            first_line, *further_lines = source.describe(count)
             share = f"{weight:.4%} of the blend: {count:,} of {num_samples:,} samples" if weight else "weight 0, never read"
-            lines += [f"{first}; {share}", *(more if weight else [])]
+            lines += [f"{first_line}; {share}", *(further_lines if weight else [])]
         return lines

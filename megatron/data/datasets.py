@@ -1,4 +1,4 @@
-"""The training, validation and test data that the flags ask for: which datasets each split reads, and its samples."""
+"""Training, validation and test data in files: the datasets that each split reads, and the source of its samples."""
 
 from __future__ import annotations
 
@@ -8,183 +8,211 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, split_words
-from megatron.config.imports import named
+from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, read_split_blends
+from megatron.config.imports import import_object
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, PackedDataset
-from megatron.data.history import Blending, BlendPart, Phase, Stretch, read_before, readings
+from megatron.data.history import BlendEntry, Blending, LengthPeriod, Phase, find_earlier_periods, merge_batch_phases
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint, has_loss_mask, loss_mask_prefix, open_loss_mask
-from megatron.data.indexed_writer import cache_for
+from megatron.data.indexed_writer import open_index_cache
 from megatron.data.samples import DocumentRules, SampleSource
 from megatron.data.splits import DataSplit
 from megatron.data.tokenizer import Tokenizer
-from megatron.data.windows import split_documents
+from megatron.data.windows import split_document_ranges
 
 _log = logging.getLogger(__name__)
 
-WHOLE = ", whole documents"
-"""Behind the fingerprint of a dataset that is read by --whole-documents."""
+WHOLE_DOCUMENTS_SUFFIX = ", whole documents"
+"""Suffix of the fingerprint of a dataset that is read with --whole-documents."""
 
 
 def open_split(
-    split: int, config: DataConfig, *, seed: int, seq_length: int, tokenizer: Tokenizer, opened: dict[str, IndexedDataset]
+    split: int,
+    config: DataConfig,
+    *,
+    seed: int,
+    seq_length: int,
+    tokenizer: Tokenizer,
+    datasets_by_prefix: dict[str, IndexedDataset],
 ) -> SplitData:
     """Open the datasets of a split.
 
     Args:
-        opened: datasets by their prefixes, to which those are added that this split opens.
+        split: 0 training, 1 validation, 2 test.
+        datasets_by_prefix: datasets that are already open. Datasets that this call opens are added.
 
     Raises:
-        ValueError: no dataset, flags that are no blend, or a damaged file.
+        ValueError: the settings name no dataset, the value of a flag is not a blend, or a file is damaged.
     """
-    own_splits, per_split = split_words(config)
-    given = per_split[split]
-    if not given:
+    has_per_split_data, per_split = read_split_blends(config)
+    weighted_prefixes = per_split[split]
+    if not weighted_prefixes:
         raise ValueError(
-            f"the {SPLIT_NAMES[split]} split has no data: no entry in {config.per_split_data_args_path}.\n"
-            "  Add it there, or do without evaluation (--eval-iters 0)."
+            f"the {SPLIT_NAMES[split]} split has no data: {config.per_split_data_args_path} has no entry for it.\n"
+            "  Add an entry, or switch evaluation off (--eval-iters 0)."
         )
     blending: Blending = "none"
-    if len(given) > 1 or (given[0].weight is not None and not own_splits):  # Megatron's distinction
-        blending = "sizes" if given[0].weight is None else "weights"
-    components = _components(given, split, opened, None if own_splits else config.split, config.data_order, seq_length)
-    components = _with_marks(components, split, config)
+    # Megatron-LM distinguishes the same cases.
+    if len(weighted_prefixes) > 1 or (weighted_prefixes[0].weight is not None and not has_per_split_data):
+        blending = "sizes" if weighted_prefixes[0].weight is None else "weights"
+    components = _open_components(
+        weighted_prefixes, split, datasets_by_prefix, None if has_per_split_data else config.split, config.data_order, seq_length
+    )
+    components = _open_loss_masks(components, split, config)
     return SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
 
 
-def _components(
-    given: list[WeightedPrefix],
+def _open_components(
+    weighted_prefixes: list[WeightedPrefix],
     split: int,
-    opened: dict[str, IndexedDataset],
-    shares: str | None,
+    datasets_by_prefix: dict[str, IndexedDataset],
+    split_shares: str | None,
     order: DataOrder,
     seq_length: int,
 ) -> list[Component]:
-    """The datasets of a blend, with their documents of a split and their weights.
+    """Open the datasets of a blend, select the documents of each that belong to the split, and determine the weights.
 
     Raises:
-        DatasetError: a dataset is named twice, so that it would give the same samples twice, in the same order.
+        DatasetError: a dataset occurs twice. Both copies would yield the same samples in the same order.
     """
-    found: list[Component] = []
-    for each in given:
-        if each.weight == 0:
-            _log.info("%s: %s has weight 0 and is not read", SPLIT_NAMES[split], each.prefix)
+    components: list[Component] = []
+    for weighted in weighted_prefixes:
+        if weighted.weight == 0:
+            _log.info("%s: %s has weight 0 and is not read", SPLIT_NAMES[split], weighted.prefix)
             continue
-        dataset = opened.get(each.prefix) or opened.setdefault(each.prefix, IndexedDataset(each.prefix))
+        dataset = datasets_by_prefix.get(weighted.prefix) or datasets_by_prefix.setdefault(
+            weighted.prefix, IndexedDataset(weighted.prefix)
+        )
         dataset.check_covered()
-        documents = range(dataset.num_documents) if shares is None else split_documents(shares, dataset.num_documents)[split]
-        size = max(dataset.num_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
-        found.append(Component(dataset, documents, float(size) if each.weight is None else each.weight))
-    if len(found) > 1 and order != "megatron":  # there repeats are exactly what it does
-        first: dict[str, str] = {}
-        for component in found:
-            prefix, content = component.dataset.prefix, fingerprint(component.dataset)
-            if content in first:
+        documents = (
+            range(dataset.num_documents)
+            if split_shares is None
+            else split_document_ranges(split_shares, dataset.num_documents)[split]
+        )
+        samples_per_epoch = max(dataset.num_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
+        components.append(Component(dataset, documents, float(samples_per_epoch) if weighted.weight is None else weighted.weight))
+    if len(components) > 1 and order != "megatron":  # Megatron-LM accepts repeated datasets
+        first_prefixes: dict[str, str] = {}
+        for component in components:
+            prefix, content_hash = component.dataset.prefix, fingerprint(component.dataset)
+            if content_hash in first_prefixes:
                 raise DatasetError(
-                    f"a blend has {first[content]} and {prefix}, the same dataset: each of its samples would be read twice.\n"
-                    "  Name it once, with the sum of the weights."
+                    f"the blend contains one dataset twice, as {first_prefixes[content_hash]} and {prefix}: each sample would be "
+                    "read twice.\n  Name it once, with the sum of the weights."
                 )
-            first[content] = prefix
-    return found
+            first_prefixes[content_hash] = prefix
+    return components
 
 
-def _with_marks(components: list[Component], split: int, config: DataConfig) -> list[Component]:
-    """With --data-loss-mask, the datasets with the loss masks that lie beside some of them; all tokens of the others count.
+def _open_loss_masks(components: list[Component], split: int, config: DataConfig) -> list[Component]:
+    """Open the loss masks of datasets (--data-loss-mask). All tokens of datasets without a mask count in the loss.
 
     Raises:
-        DatasetError: none has a mask.
+        DatasetError: no dataset has a mask.
     """
-    masked = [has_loss_mask(each.dataset.prefix) for each in components]
-    name = SPLIT_NAMES[split]
+    has_masks = [has_loss_mask(component.dataset.prefix) for component in components]
+    split_name = SPLIT_NAMES[split]
     if not config.data_loss_mask:
-        for each, has in zip(components, masked, strict=True):
-            if has:
-                _log.info("%s: the loss mask of %s is not used, without --data-loss-mask", name, each.dataset.prefix)
+        for component, has_mask in zip(components, has_masks, strict=True):
+            if has_mask:
+                _log.info("%s: the loss mask of %s is not used, without --data-loss-mask", split_name, component.dataset.prefix)
         return components
-    if not any(masked):
+    if not any(has_masks):
         prefix = components[0].dataset.prefix
         raise DatasetError(
-            f"--data-loss-mask: no dataset of the {name} split has a loss mask (such as {loss_mask_prefix(prefix)}.idx).\n"
-            "  tools/preprocess_data.py --chat-template writes it; or leave the flag out, and every token counts."
+            f"--data-loss-mask: no dataset of the {split_name} split has a loss mask (such as {loss_mask_prefix(prefix)}.idx).\n"
+            "  tools/preprocess_data.py --chat-template writes it; or leave the flag out, so that every token counts."
         )
-    for each, has in zip(components, masked, strict=True):
-        if not has:
-            _log.info("%s: %s has no loss mask: all of its tokens count", name, each.dataset.prefix)
+    for component, has_mask in zip(components, has_masks, strict=True):
+        if not has_mask:
+            _log.info("%s: %s has no loss mask: all of its tokens count", split_name, component.dataset.prefix)
     return [
-        replace(each, marks=open_loss_mask(each.dataset)) if has else each for each, has in zip(components, masked, strict=True)
+        replace(component, marks=open_loss_mask(component.dataset)) if has_mask else component
+        for component, has_mask in zip(components, has_masks, strict=True)
     ]
 
 
 @dataclass(frozen=True)
 class Component:
-    """One dataset of a blend, with its documents of one split."""
+    """Dataset of a blend, restricted to the documents of one split."""
 
     dataset: IndexedDataset
     documents: range
     weight: float
-    """The given weight, or the number of samples in an epoch; only the ratios in a blend count."""
+    """Weight from the flags, or the number of samples in an epoch if the flags give no weights. Only the ratios in a blend
+    matter."""
     marks: IndexedDataset | None = None
-    """Marks of its tokens, with --data-loss-mask."""
+    """Loss mask of the dataset (--data-loss-mask): one byte per token, see `open_loss_mask`."""
 
-    def part(self, *, whole_documents: bool = False) -> BlendPart:
-        """The form in which the history of a run records it. Whole documents are other samples than windows over them."""
+    def blend_entry(self, *, whole_documents: bool = False) -> BlendEntry:
+        """Return the entry of this dataset in the history of the run (`history.py`).
+
+        With `whole_documents`, the fingerprint differs, because samples of complete documents are not the samples of windows.
+        """
         first, count = self.documents.start, len(self.documents)
-        content = fingerprint(self.dataset) + (WHOLE if whole_documents else "")
-        return BlendPart(self.dataset.prefix, content, first, count, self.weight)
+        content = fingerprint(self.dataset) + (WHOLE_DOCUMENTS_SUFFIX if whole_documents else "")
+        return BlendEntry(self.dataset.prefix, content, first, count, self.weight)
 
 
 class SplitData(DataSplit):
-    """The data of one split: a blend of datasets."""
+    """Data of one split: a blend of indexed datasets."""
 
     components: tuple[Component, ...]
 
     def warnings(self, rules: DocumentRules) -> list[str]:
-        """Return a warning for each dataset whose documents seem to have no end."""
-        unmarked = [] if self.config.whole_documents else [each for each in self.components if each.marks is None]
-        found = (missing_ends(each.dataset, each.documents, rules) for each in unmarked)
-        return [text for text in found if text is not None]
+        """Return a warning for each dataset whose documents seem to have no end-of-document token."""
+        unmasked = [] if self.config.whole_documents else [component for component in self.components if component.marks is None]
+        texts = (find_missing_ends(component.dataset, component.documents, rules) for component in unmasked)
+        return [text for text in texts if text is not None]
 
-    def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
-        """See `DataSplit`."""
+    def build_source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_consumed: int | None = None) -> SampleSource:
+        """Build the source of the split's samples. `DataSplit.build_source` describes the arguments."""
         if self.config.data_order == "megatron":
-            return self._in_megatron_order(num_samples, num_samples if num_read is None else num_read)
-        before = [read_before(phases, part) if phases else [] for part in self.parts()]
-        sources = [self._dataset(each, earlier=earlier) for each, earlier in zip(self.components, before, strict=True)]
-        first_sample = readings(phases)[-1].first_sample if phases else 0
+            return self._build_megatron_source(num_samples, num_samples if num_consumed is None else num_consumed)
+        earlier_periods = [find_earlier_periods(phases, entry) if phases else [] for entry in self.blend_entries()]
+        sources = [
+            self._build_dataset(component, earlier_periods=periods)
+            for component, periods in zip(self.components, earlier_periods, strict=True)
+        ]
+        first_sample = merge_batch_phases(phases)[-1].first_sample if phases else 0
         if len(sources) == 1 and not first_sample:
             return sources[0]
-        return BlendedDataset(sources, Blend([each.weight for each in self.components]), first_sample=first_sample)
+        return BlendedDataset(sources, Blend([component.weight for component in self.components]), first_sample=first_sample)
 
-    def _in_megatron_order(self, num_samples: int, num_read: int) -> SampleSource:
+    def _build_megatron_source(self, num_samples: int, num_consumed: int) -> SampleSource:
+        """Build the source for --data-order megatron, with Megatron-LM's blend if the split has several datasets."""
         if self.blending == "none":
-            return self._dataset(self.components[0], num_samples=num_samples)
-        weights = [each.weight for each in self.components]
+            return self._build_dataset(self.components[0], num_samples=num_samples)
+        weights = [component.weight for component in self.components]
         by_size = self.blending == "sizes"
         if by_size:
-            num_samples = min(num_samples, int(sum(weights)))  # one epoch of each
-            if num_read > num_samples:
+            num_samples = min(num_samples, int(sum(weights)))  # one epoch of each dataset
+            if num_consumed > num_samples:
                 raise DatasetError(
-                    f"{SPLIT_NAMES[self.split]} reads {num_read:,} samples, but in Megatron's order a blend by sizes has one epoch "
-                    f"of each dataset: {num_samples:,}.\n"
-                    "  Give weights (--data-path WEIGHT PREFIX ...), read less, or use --data-order epoch."
+                    f"the {SPLIT_NAMES[self.split]} split needs {num_consumed:,} samples, but with --data-order megatron "
+                    f"a blend without weights ends after one epoch of each dataset, {num_samples:,} samples.\n"
+                    "  Give weights (--data-path WEIGHT PREFIX ...), train for fewer samples, or use --data-order epoch."
                 )
         counts: Sequence[int | None] = [None] * len(weights)
         if not by_size:
-            counts = named("megatron_lab.data_tools.megatron_order:requested_samples")(weights, num_samples)
-        sources = [self._dataset(each, num_samples=count) for each, count in zip(self.components, counts, strict=True)]
-        cache = cache_for(self.components[0].dataset.prefix, self.config.data_cache_path, note=_log.info)
-        greedy = named("megatron_lab.data_tools.megatron_order:GreedyBlend")(weights, num_samples, cache, by_size=by_size)
-        return BlendedDataset(sources, greedy)
+            counts = import_object("megatron_lab.data_tools.megatron_order:count_requested_samples")(weights, num_samples)
+        sources = [
+            self._build_dataset(component, num_samples=count) for component, count in zip(self.components, counts, strict=True)
+        ]
+        cache = open_index_cache(self.components[0].dataset.prefix, self.config.data_cache_path, notify=_log.info)
+        blend = import_object("megatron_lab.data_tools.megatron_order:GreedyBlend")(weights, num_samples, cache, by_size=by_size)
+        return BlendedDataset(sources, blend)
 
-    def _dataset(
-        self, component: Component, *, num_samples: int | None = None, earlier: Sequence[Stretch] = ()
+    def _build_dataset(
+        self, component: Component, *, num_samples: int | None = None, earlier_periods: Sequence[LengthPeriod] = ()
     ) -> GPTDataset | PackedDataset:
+        """Build the samples of one dataset: windows, or complete documents with --whole-documents."""
         if self.config.whole_documents:
-            if other := [stretch.seq_length for stretch in earlier if stretch.seq_length != self.seq_length]:
+            if other_lengths := [period.seq_length for period in earlier_periods if period.seq_length != self.seq_length]:
                 raise DatasetError(
-                    "--whole-documents has no order for a run that changes --seq-length on the way "
-                    f"({other[-1]} before, {self.seq_length} now).\n"
-                    "  Keep --seq-length, or begin another order with another --seed."
+                    "--whole-documents does not support a change of --seq-length within a run "
+                    f"({other_lengths[-1]} before, {self.seq_length} now).\n"
+                    "  Keep --seq-length, or start a new sample order with another --seed."
                 )
             return PackedDataset(
                 component.dataset,
@@ -194,7 +222,7 @@ class SplitData(DataSplit):
                 seq_length=self.seq_length,
                 vocab_size=self.vocab_size,
                 eod=self.eod,
-                num_before=sum(stretch.num_samples for stretch in earlier),
+                num_consumed=sum(period.num_samples for period in earlier_periods),
                 marks=component.marks,
             )
         return GPTDataset(
@@ -206,44 +234,53 @@ class SplitData(DataSplit):
             vocab_size=self.vocab_size,
             order=self.config.data_order,
             num_samples=num_samples,
-            earlier=earlier,
-            cache=cache_for(component.dataset.prefix, self.config.data_cache_path, note=_log.info),
+            earlier=earlier_periods,
+            cache=open_index_cache(component.dataset.prefix, self.config.data_cache_path, notify=_log.info),
             marks=component.marks,
         )
 
 
-# ---- A warning about datasets whose documents have no ends.
+# ---- Warning about datasets without end-of-document tokens.
 
-_LOOKED_AT = 64
-_TOKENS_LOOKED_AT = 2**22
-"""How many tokens to search in documents that do not end with the token: it may stand inside (several texts in one document)."""
+_NUM_PROBED_DOCUMENTS = 64
+_MAX_PROBED_TOKENS = 2**22
+"""Number of tokens to search in documents that do not end with the end-of-document token. The token may be inside a document that
+consists of several texts."""
 
 
-def missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:
-    """A warning if rules about documents are on but no end of document is found in some 64 documents, spread over the range."""
+def find_missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:
+    """Return a warning if document rules are enabled (such as --reset-attention-mask) but documents have no end-of-document token;
+    else None.
+
+    The check reads up to 64 documents, evenly spread over the range.
+    """
     flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(rules, name)]
     if not flags or not documents or _has_end(dataset, documents, rules.eod):
         return None
-    words = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+    flag_list = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
     return (
-        f"{dataset.prefix}: none of {min(len(documents), _LOOKED_AT)} documents that were looked at has the end-of-document id "
-        f"{rules.eod:,}, so {words} will do nothing for it. Make it again with tools/preprocess_data.py --append-eod, or give the "
-        "tokenizer it was made with."
+        f"{dataset.prefix}: none of {min(len(documents), _NUM_PROBED_DOCUMENTS)} probed documents has the end-of-document id "
+        f"{rules.eod:,}, so {flag_list} will do nothing for this dataset. Make it again with tools/preprocess_data.py "
+        "--append-eod, or use the tokenizer it was made with."
     )
 
 
 def _has_end(dataset: IndexedDataset, documents: range, eod: int) -> bool:
-    chosen = np.linspace(documents.start, documents.stop - 1, min(len(documents), _LOOKED_AT)).astype(np.int64).tolist()
-    left = _TOKENS_LOOKED_AT
-    for last_alone in (True, False):
-        for document in chosen:
+    """Return whether any probed document contains the end-of-document token. Up to 64 documents of the range are probed.
+
+    The last token of every probed document is checked first, and then complete documents, up to `_MAX_PROBED_TOKENS` tokens.
+    """
+    probed = np.linspace(documents.start, documents.stop - 1, min(len(documents), _NUM_PROBED_DOCUMENTS)).astype(np.int64).tolist()
+    remaining = _MAX_PROBED_TOKENS
+    for last_token_only in (True, False):
+        for document in probed:
             first, stop = dataset.document_index[document : document + 2].tolist()
             for sequence in reversed(range(first, stop)):
                 length = int(dataset.lengths[sequence])
-                count = min(length, 1 if last_alone else left)
+                count = min(length, 1 if last_token_only else remaining)
                 if count and (dataset.read(sequence, length - count, count) == eod).any():
                     return True
-                left -= 0 if last_alone else count
-                if count and last_alone:
+                remaining -= 0 if last_token_only else count
+                if count and last_token_only:
                     break
     return False

@@ -1,7 +1,7 @@
-"""`--data-order epoch`: each epoch is shuffled by itself, so a longer run only appends to what a shorter one reads.
+"""Order of samples for `--data-order epoch`: each epoch is shuffled separately, so that a longer run only appends to a shorter one.
 
-Where a run changes its sequence length, the current epoch is finished first: what is unread of it is cut into windows of the new
-length. So no token is predicted twice in an epoch, and what was read stays read.
+If a run changes its sequence length, it finishes the current epoch first: the unread tokens of the epoch are cut into windows of
+the new length. So no token is a label twice in an epoch, and tokens that were read are not read again.
 """
 
 from __future__ import annotations
@@ -12,163 +12,201 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.history import Stretch, merged
+from megatron.data.history import LengthPeriod, merge_periods
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.samples import DOCUMENTS, LEFT_WINDOWS, WINDOWS, Key, permutation
+from megatron.data.samples import DOCUMENT_ORDER, UNREAD_WINDOW_ORDER, WINDOW_ORDER, Key, permutation
 from megatron.data.windows import (
     DocumentLayout,
     Intervals,
     PassIndex,
     SampleOrder,
-    SamplePlace,
+    SamplePosition,
     Selection,
     Windows,
-    cut,
-    cut_points,
+    cut_windows,
     lay_out,
+    window_offsets,
 )
 
-_MUCH = 0.05
+_MAX_DROPPED_SHARE = 0.05
 
 
-class Level(NamedTuple):
-    """The part of an unfinished epoch that one stretch read."""
+class PartialRead(NamedTuple):
+    """Samples of an unfinished epoch that a run has read with one sequence length."""
 
-    stretch: int
-    """The stretch's index in the run."""
+    period_index: int
+    """Index of the `LengthPeriod` in which the samples were read."""
     seq_length: int
-    num_read: int
+    num_samples: int
 
 
 @dataclass(frozen=True)
-class Resumption:
-    """The point in the epochs at which a stretch starts."""
+class EpochStart:
+    """Epoch with which a `LengthPeriod` starts, and the samples of this epoch that earlier periods have read."""
 
     epoch: int
-    levels: tuple[Level, ...]
-    """What earlier stretches read of this epoch; empty if a new epoch begins."""
-    stretch: int
-    """The stretch's index in the run."""
+    partial_reads: tuple[PartialRead, ...]
+    """Samples of this epoch that earlier periods have read. Empty if the period starts a new epoch."""
+    period_index: int
+    """Index of the `LengthPeriod` that starts."""
 
 
 class EpochOrder(SampleOrder):
-    """An order in which each epoch is independent, and epochs never end.
+    """Order of samples in which each epoch is shuffled separately, and epochs follow each other without end.
 
-    In each epoch the documents are permuted by a key of (seed, split, epoch) and cut into windows that overlap by one token (so
-    that every token but the first is predicted once). The windows are permuted by the same key. The last tokens, too few for a
-    window, are left out; these are other tokens in each epoch.
+    In each epoch, the documents are permuted pseudo-randomly by (seed, split, epoch) and cut into windows that overlap by one
+    token, so that every token but the first is a label once. Then the windows are permuted by the same values. The last tokens of
+    the epoch, too few for a window, are left out. These are different tokens in each epoch.
 
     Args:
-        selection: The documents to be ordered, of at least one window.
-        earlier: What was read before at other sequence lengths.
+        selection: documents to order. They must have enough tokens for a window.
+        earlier: samples that the run has already read from these documents, by sequence length.
+        cache: cache of document layouts and windows.
     """
 
-    def __init__(self, selection: Selection, *, earlier: Sequence[Stretch], cache: IndexCache) -> None:
-        self._of = selection
+    def __init__(self, selection: Selection, *, earlier: Sequence[LengthPeriod], cache: IndexCache) -> None:
+        self._selection = selection
         self._cache = cache
-        self.samples_per_epoch = self._whole_windows(selection.seq_length)
-        stretches = merged(earlier)
-        # At the same sequence length this is no new stretch, but continues the last one.
-        self._offset = stretches.pop().num_samples if stretches and stretches[-1].seq_length == selection.seq_length else 0
-        self._start = self._after(stretches)
-        self._num_resumed = self._num_windows(self._start, selection.seq_length) if self._start.levels else 0
+        self.samples_per_epoch = self._windows_per_epoch(selection.seq_length)
+        periods = merge_periods(earlier)
+        # If the last period had this sequence length, the order continues that period.
+        self._offset = periods.pop().num_samples if periods and periods[-1].seq_length == selection.seq_length else 0
+        self._start = self._start_after(periods)
+        self._num_resumed = self._num_unread_windows(self._start, selection.seq_length) if self._start.partial_reads else 0
 
-    def place(self, number: int) -> SamplePlace:
-        number, first_whole = number + self._offset, self._start.epoch
-        if self._start.levels:
-            if number < self._num_resumed:
-                return SamplePlace(first_whole, number, self._num_resumed - number)
-            number, first_whole = number - self._num_resumed, first_whole + 1
-        epochs, position = divmod(number, self.samples_per_epoch)
-        return SamplePlace(first_whole + epochs, position, self.samples_per_epoch - position)
+    def locate(self, sample_index: int) -> SamplePosition:
+        sample_index, first_full_epoch = sample_index + self._offset, self._start.epoch
+        if self._start.partial_reads:
+            if sample_index < self._num_resumed:
+                return SamplePosition(first_full_epoch, sample_index, self._num_resumed - sample_index)
+            sample_index, first_full_epoch = sample_index - self._num_resumed, first_full_epoch + 1
+        epochs, position = divmod(sample_index, self.samples_per_epoch)
+        return SamplePosition(first_full_epoch + epochs, position, self.samples_per_epoch - position)
 
-    def index(self, pass_number: int) -> PassIndex:
-        chosen = self._of
-        at = self._start if pass_number == self._start.epoch else Resumption(pass_number, (), 0)
-        cut_by = (chosen.seq_length, at.stretch if at.levels else 0, *map(tuple, at.levels))
+    def index(self, pass_index: int) -> PassIndex:
+        selection = self._selection
+        epoch_start = self._start if pass_index == self._start.epoch else EpochStart(pass_index, (), 0)
+        window_key = (
+            selection.seq_length,
+            epoch_start.period_index if epoch_start.partial_reads else 0,
+            *map(tuple, epoch_start.partial_reads),
+        )
 
         def key() -> tuple[object, ...]:
-            return (chosen.dataset.digest, chosen.documents.start, chosen.documents.stop, chosen.split, chosen.seed, pass_number)
+            return (
+                selection.dataset.digest,
+                selection.documents.start,
+                selection.documents.stop,
+                selection.split,
+                selection.seed,
+                pass_index,
+            )
 
-        laid = self._cache.get("documents", ("sequences", "starts"), key, len(chosen.documents), lambda: self._lay_out(pass_number))
-        begins, firsts, order = self._cache.get(
-            "windows", ("begins", "firsts", "order"), lambda: (*key(), *cut_by), self.samples_per_epoch, lambda: self._cut(at)[:3]
+        layout_arrays = self._cache.get(
+            "documents", ("sequences", "starts"), key, len(selection.documents), lambda: self._lay_out_documents(pass_index)
         )
-        return DocumentLayout(*laid), Windows(begins, firsts, order, chosen.seq_length)
+        interval_starts, first_windows, order = self._cache.get(
+            "windows",
+            ("begins", "firsts", "order"),
+            lambda: (*key(), *window_key),
+            self.samples_per_epoch,
+            lambda: self._cut_unread(epoch_start)[:3],
+        )
+        return DocumentLayout(*layout_arrays), Windows(interval_starts, first_windows, order, selection.seq_length)
 
     def describe(self, num_samples: int) -> list[str]:
-        tail = self._of.num_tokens - 1 - self.samples_per_epoch * self._of.seq_length
+        num_leftover = self._selection.num_tokens - 1 - self.samples_per_epoch * self._selection.seq_length
         lines = [
-            f"epochs {self._epochs_at(0):.2f} to {self._epochs_at(num_samples):.2f} of {self.samples_per_epoch:,} samples "
-            f"({tail:,} tokens of each left out: less than a sample)"
+            f"epochs {self._epochs_before(0):.2f} to {self._epochs_before(num_samples):.2f} of {self.samples_per_epoch:,} samples "
+            f"({num_leftover:,} tokens of each left out: less than a sample)"
         ]
-        if self._start.levels:
-            read = " and ".join(f"{level.num_read:,} samples of {level.seq_length} tokens" for level in self._start.levels)
-            left = self._num_resumed * self._of.seq_length
-            dropped = self._left(self._start).num_predicted - left
-            lines.append(
-                f"of epoch {self._start.epoch:,}, {read} were read; {self._num_resumed:,} samples of {self._of.seq_length} tokens "
-                f"are left of it, and {dropped:,} tokens ({dropped / self._of.num_tokens:.2%}) in stretches too short for one are "
-                "dropped"
+        if self._start.partial_reads:
+            partial_text = " and ".join(
+                f"{partial_read.num_samples:,} samples of {partial_read.seq_length} tokens"
+                for partial_read in self._start.partial_reads
             )
-            if dropped > _MUCH * (dropped + left):
+            num_remaining = self._num_resumed * self._selection.seq_length
+            num_dropped = self._unread_intervals(self._start).num_predicted - num_remaining
+            lines.append(
+                f"epoch {self._start.epoch:,}: {partial_text} were read; {self._num_resumed:,} samples of "
+                f"{self._selection.seq_length} tokens remain, and {num_dropped:,} tokens "
+                f"({num_dropped / self._selection.num_tokens:.2%}) in ranges shorter than a sample are dropped"
+            )
+            if num_dropped > _MAX_DROPPED_SHARE * (num_dropped + num_remaining):
                 lines.append(
-                    f"WARNING: that is {dropped / (dropped + left):.0%} of what was unread. To read whole documents, at the "
-                    "price that what was read comes again, begin another order with --seed"
+                    f"WARNING: these are {num_dropped / (num_dropped + num_remaining):.0%} of the unread tokens. To read complete "
+                    "documents instead, start another order with --seed; tokens of this epoch are then read again"
                 )
         return lines
 
-    def _epochs_at(self, number: int) -> float:
-        """Epochs read before a sample: whole ones, and the share that is read of the sample's own epoch."""
-        place = self.place(number)
-        if self._start.levels and place.pass_number == self._start.epoch:
-            read = sum(level.num_read * level.seq_length for level in self._start.levels) + place.position * self._of.seq_length
-            return place.pass_number + read / self._of.num_tokens
-        return place.pass_number + place.position / self.samples_per_epoch
+    def _epochs_before(self, sample_index: int) -> float:
+        """Return the number of epochs that are read before a sample. The number may be fractional."""
+        position = self.locate(sample_index)
+        if self._start.partial_reads and position.pass_index == self._start.epoch:
+            num_tokens = (
+                sum(partial_read.num_samples * partial_read.seq_length for partial_read in self._start.partial_reads)
+                + position.position * self._selection.seq_length
+            )
+            return position.pass_index + num_tokens / self._selection.num_tokens
+        return position.pass_index + position.position / self.samples_per_epoch
 
-    def _lay_out(self, epoch: int) -> DocumentLayout:
-        documents = permutation(len(self._of.documents), (DOCUMENTS, self._of.seed, self._of.split, epoch))
-        if self._of.documents.start:
-            documents = documents + documents.dtype.type(self._of.documents.start)
-        return lay_out(self._of.dataset, documents)
+    def _lay_out_documents(self, epoch: int) -> DocumentLayout:
+        documents = permutation(
+            len(self._selection.documents), (DOCUMENT_ORDER, self._selection.seed, self._selection.split, epoch)
+        )
+        if self._selection.documents.start:
+            documents = documents + documents.dtype.type(self._selection.documents.start)
+        return lay_out(self._selection.dataset, documents)
 
-    def _whole_windows(self, seq_length: int) -> int:
-        """The number of windows in a whole epoch."""
-        return (self._of.num_tokens - 1) // seq_length
+    def _windows_per_epoch(self, seq_length: int) -> int:
+        """Return the number of windows in an epoch that is read with one sequence length."""
+        return (self._selection.num_tokens - 1) // seq_length
 
-    def _cut(self, at: Resumption) -> Windows:
-        """The windows of what is unread of an epoch."""
-        return cut(self._left(at), self._of.seq_length, self._key(at.epoch, at.stretch if at.levels else 0))
+    def _cut_unread(self, epoch_start: EpochStart) -> Windows:
+        """Cut the unread tokens of an epoch into windows."""
+        return cut_windows(
+            self._unread_intervals(epoch_start),
+            self._selection.seq_length,
+            self._permutation_key(epoch_start.epoch, epoch_start.period_index if epoch_start.partial_reads else 0),
+        )
 
-    def _num_windows(self, at: Resumption, seq_length: int) -> int:
-        """The number of windows of this length in what is unread of an epoch."""
-        return int(cut_points(self._left(at), seq_length)[1][-1])
+    def _num_unread_windows(self, epoch_start: EpochStart, seq_length: int) -> int:
+        """Return the number of windows with `seq_length` in the unread tokens of an epoch."""
+        return int(window_offsets(self._unread_intervals(epoch_start), seq_length)[1][-1])
 
-    def _left(self, at: Resumption) -> Intervals:
-        """The tokens of an epoch that no level has read."""
-        left = Intervals(np.array([0], np.int64), np.array([self._of.num_tokens], np.int64))
-        for number, level in enumerate(at.levels):
-            left = cut(left, level.seq_length, self._key(at.epoch, level.stretch if number else 0)).left(level.num_read)
-        return left
+    def _unread_intervals(self, epoch_start: EpochStart) -> Intervals:
+        """Return the tokens of an epoch that are not in `partial_reads`."""
+        unread = Intervals(np.array([0], np.int64), np.array([self._selection.num_tokens], np.int64))
+        for i, partial_read in enumerate(epoch_start.partial_reads):
+            unread = cut_windows(
+                unread, partial_read.seq_length, self._permutation_key(epoch_start.epoch, partial_read.period_index if i else 0)
+            ).unread_intervals(partial_read.num_samples)
+        return unread
 
-    def _key(self, epoch: int, stretch: int) -> Key:
-        """Key of a permutation. Stretch 0 stands for a whole epoch, as in a run that always had this sequence length."""
-        if not stretch:
-            return (WINDOWS, self._of.seed, self._of.split, epoch)
-        return (LEFT_WINDOWS, self._of.seed, self._of.split, epoch, stretch)
+    def _permutation_key(self, epoch: int, period_index: int) -> Key:
+        """Return the key (integers that determine the random permutation) of the windows of an epoch. If the windows are cut from
+        the complete epoch, `period_index` is 0. If they are cut from its unread tokens, it is the index of the period that reads
+        them.
+        """
+        if not period_index:
+            return (WINDOW_ORDER, self._selection.seed, self._selection.split, epoch)
+        return (UNREAD_WINDOW_ORDER, self._selection.seed, self._selection.split, epoch, period_index)
 
-    def _after(self, earlier: Sequence[Stretch]) -> Resumption:
-        """The point at which the stretch after these starts."""
-        at = Resumption(0, (), 0)
-        for number, stretch in enumerate(earlier):
-            num_samples, epoch, levels = stretch.num_samples, at.epoch, at.levels
-            if levels:
-                left = self._num_windows(at, stretch.seq_length)
-                if num_samples < left:
-                    at = Resumption(epoch, (*levels, Level(number, stretch.seq_length, num_samples)), number + 1)
+    def _start_after(self, earlier: Sequence[LengthPeriod]) -> EpochStart:
+        """Return the epoch, and the tokens of it that are already read, with which a period starts that follows the periods in
+        `earlier`."""
+        epoch_start = EpochStart(0, (), 0)
+        for period_index, period in enumerate(earlier):
+            num_samples, epoch, partial_reads = period.num_samples, epoch_start.epoch, epoch_start.partial_reads
+            if partial_reads:
+                num_unread = self._num_unread_windows(epoch_start, period.seq_length)
+                if num_samples < num_unread:
+                    epoch_start = EpochStart(
+                        epoch, (*partial_reads, PartialRead(period_index, period.seq_length, num_samples)), period_index + 1
+                    )
                     continue
-                num_samples, epoch = num_samples - left, epoch + 1
-            epochs, num_read = divmod(num_samples, self._whole_windows(stretch.seq_length))
-            levels = (Level(number, stretch.seq_length, num_read),) if num_read else ()
-            at = Resumption(epoch + epochs, levels, number + 1)
-        return at
+                num_samples, epoch = num_samples - num_unread, epoch + 1
+            epochs, num_partial = divmod(num_samples, self._windows_per_epoch(period.seq_length))
+            partial_reads = (PartialRead(period_index, period.seq_length, num_partial),) if num_partial else ()
+            epoch_start = EpochStart(epoch + epochs, partial_reads, period_index + 1)
+        return epoch_start

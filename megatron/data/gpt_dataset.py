@@ -1,4 +1,8 @@
-"""Samples for a GPT: windows of seq_length + 1 tokens over the documents of a split, laid end to end in an order."""
+"""Samples for GPT models from an indexed dataset.
+
+`GPTDataset` cuts windows of seq_length + 1 tokens from the split's documents, laid end to end. `PackedDataset` packs complete
+documents into samples.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +17,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES, DataOrder
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.data.epoch_order import EpochOrder
-from megatron.data.history import Stretch
+from megatron.data.history import LengthPeriod
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.samples import DOCUMENTS, ENDS, LEARNED, WINDOWS, SamplePiece, SampleSource, permutation
-from megatron.data.windows import PassIndex, SampleOrder, Selection, SequencePieces, TokenReader, joined, lay_out, pieces_of
+from megatron.data.samples import DOCUMENT_END, DOCUMENT_ORDER, IN_LOSS, WINDOW_ORDER, DocumentSpan, SampleSource, permutation
+from megatron.data.windows import PassIndex, SampleOrder, Selection, SequenceSpans, TokenReader, lay_out, read_spans, window_spans
 
 
 class GPTDataset(SampleSource):
-    """Samples of one split of an indexed dataset.
+    """Sample source over one split of an indexed dataset. Samples are windows over the documents, which are laid end to end.
 
     Args:
-        dataset, documents, split, seed, seq_length: See `Selection`.
-        vocab_size: Every token id must be below it.
-        order: `EpochOrder`, whose numbers go on for ever, or `MegatronOrder`.
-        num_samples: Samples asked for, on which Megatron's order depends; None for those of one epoch.
-        earlier: What the run read of this split before, at other sequence lengths (epoch order only). Samples are numbered from 0
-            again after it.
-        cache: Where large indexes are kept (nowhere by default).
-        marks: The marks of the dataset's tokens, if it has any (see `loss_mask`).
+        dataset, documents, split, seed, seq_length: dataset, its documents of the split, and order and length of samples (see
+            `Selection`).
+        vocab_size: upper bound of token ids, exclusive.
+        order: "epoch" for `EpochOrder`, which has no end, or "megatron" for `MegatronOrder`.
+        num_samples: number of samples of the run, on which Megatron's order depends; None for one epoch.
+        earlier: samples that the run has already read from this split, at other sequence lengths (epoch order only). The first
+            sample after these has index 0.
+        cache: cache of large indexes; None for no cache.
+        marks: loss mask of the dataset, one byte per token (see `open_loss_mask`); None if all tokens count in the loss.
 
     Raises:
         DatasetError: the split is shorter than one window.
-        ValueError: stretches at other sequence lengths in Megatron's order.
+        ValueError: the sequence length changes in Megatron's order.
     """
 
     def __init__(
@@ -51,213 +56,243 @@ class GPTDataset(SampleSource):
         vocab_size: int,
         order: DataOrder = "epoch",
         num_samples: int | None = None,
-        earlier: Sequence[Stretch] = (),
+        earlier: Sequence[LengthPeriod] = (),
         cache: IndexCache | None = None,
         marks: IndexedDataset | None = None,
     ) -> None:
         self._marks = marks
         self.selection = Selection(dataset, documents, split, seed, seq_length)
         self.seq_length = seq_length
-        for length in (seq_length, *(stretch.seq_length for stretch in earlier)):
+        for length in (seq_length, *(period.seq_length for period in earlier)):
             _check_size(self.selection, length)
         cache = cache or IndexCache(None)
         if order == "epoch":
             self.order: SampleOrder = EpochOrder(self.selection, earlier=earlier, cache=cache)
         elif earlier:
             raise ValueError(
-                "--data-order megatron has no order for a run that changes --seq-length on the way "
+                "--data-order megatron does not support a change of --seq-length within a run "
                 f"({earlier[-1].seq_length} before, {seq_length} now).\n"
                 "  Keep --seq-length, or train with --data-order epoch."
             )
         else:
-            make = named("megatron_lab.data_tools.megatron_order:MegatronOrder")
-            self.order = make(self.selection, num_samples=num_samples, cache=cache)
-        self._passes = KeptPasses(self.order.index)
+            order_class = import_object("megatron_lab.data_tools.megatron_order:MegatronOrder")
+            self.order = order_class(self.selection, num_samples=num_samples, cache=cache)
+        self._passes = PassCache(self.order.index)
         self._tokens = TokenReader(dataset, vocab_size)
 
     @property
     def samples_per_epoch(self) -> int:
-        """The number of samples in one pass over the split."""
+        """Number of samples in one pass over the split."""
         return self.order.samples_per_epoch
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        found = np.empty((count, self.seq_length + 1), dtype=np.int64)
-        self._fill(found, first, self._tokens.read)
-        return found
+        samples = np.empty((count, self.seq_length + 1), dtype=np.int64)
+        self._fill_rows(samples, first, self._tokens.read)
+        return samples
 
     def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
         if (marks := self._marks) is None:
             return None
-        found = np.empty((count, self.seq_length + 1), dtype=MARK_TYPE)
-        self._fill(found, first, lambda pieces: joined(marks, pieces))
-        return found
+        rows = np.empty((count, self.seq_length + 1), dtype=MARK_TYPE)
+        self._fill_rows(rows, first, lambda spans: read_spans(marks, spans))
+        return rows
 
-    def _fill(self, found: NDArray[Any], first: int, read: Callable[[SequencePieces], NDArray[np.integer]]) -> None:
-        """Fill rows with what is read of the pieces of these samples."""
-        count, length = found.shape
-        at_once, done = max(1, _TOKENS_AT_ONCE // length), 0
-        while done < count:
-            place = self.order.place(first + done)
-            layout, windows = self._passes.get(place.pass_number)
-            stop = done + min(place.num_left, count - done, at_once)
-            starts = windows.starts(windows.order[place.position : place.position + stop - done])
-            found[done:stop] = read(pieces_of(layout, starts, length)).reshape(-1, length)
-            done = stop
+    def _fill_rows(self, rows: NDArray[Any], first: int, read_values: Callable[[SequenceSpans], NDArray[np.integer]]) -> None:
+        """Fill each row with the values of one sample.
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        dataset, place = self.selection.dataset, self.order.place(number)
-        layout, windows = self._passes.get(place.pass_number)
-        pieces = pieces_of(layout, windows.starts(windows.order[place.position : place.position + 1]), self.seq_length + 1)
-        found: list[SamplePiece] = []
-        for sequence, first, count in zip(*(array.tolist() for array in pieces), strict=True):
+        Args:
+            rows: array to fill, [samples, seq_length + 1].
+            first: index of the first sample.
+            read_values: returns the values of a sample's spans in the dataset: tokens, or bytes of the loss mask.
+        """
+        count, length = rows.shape
+        batch_size, row = max(1, _MAX_BATCH_TOKENS // length), 0
+        while row < count:
+            position = self.order.locate(first + row)
+            layout, windows = self._passes.get(position.pass_index)
+            stop = row + min(position.num_remaining, count - row, batch_size)
+            starts = windows.starts(windows.order[position.position : position.position + stop - row])
+            rows[row:stop] = read_values(window_spans(layout, starts, length)).reshape(-1, length)
+            row = stop
+
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+        dataset, position = self.selection.dataset, self.order.locate(sample_index)
+        layout, windows = self._passes.get(position.pass_index)
+        sequence_spans = window_spans(
+            layout, windows.starts(windows.order[position.position : position.position + 1]), self.seq_length + 1
+        )
+        spans: list[DocumentSpan] = []
+        for sequence, first, count in zip(*(array.tolist() for array in sequence_spans), strict=True):
             if not count:
                 continue
             document = dataset.document_of(sequence)
-            before = dataset.lengths[dataset.document_index[document] : sequence].sum(dtype=np.int64)
-            piece = SamplePiece(dataset.prefix, document, int(before) + first, count)
-            last = found[-1] if found else None
-            # Consecutive sequences of a document are one piece.
-            if last and last.document == document and last.first_token + last.num_tokens == piece.first_token:
-                found[-1] = SamplePiece(dataset.prefix, document, last.first_token, last.num_tokens + count)
+            num_preceding = dataset.lengths[dataset.document_index[document] : sequence].sum(dtype=np.int64)
+            span = DocumentSpan(dataset.prefix, document, int(num_preceding) + first, count)
+            last = spans[-1] if spans else None
+            # Consecutive sequences of a document form one span.
+            if last and last.document == document and last.first_token + last.num_tokens == span.first_token:
+                spans[-1] = DocumentSpan(dataset.prefix, document, last.first_token, last.num_tokens + count)
             else:
-                found.append(piece)
-        return found
+                spans.append(span)
+        return spans
 
     def describe(self, num_samples: int) -> list[str]:
-        chosen, dataset = self.selection, self.selection.dataset
-        name = f"{SPLIT_NAMES[chosen.split]}: {dataset.prefix}"
-        size = f"{len(chosen.documents):,} of {dataset.num_documents:,} documents, {chosen.num_tokens:,} tokens"
-        first, *more = self.order.describe(num_samples)
-        return [f"{name}: {size}; {first}", *(f"{name}: {line}" for line in more)]
+        selection, dataset = self.selection, self.selection.dataset
+        name = f"{SPLIT_NAMES[selection.split]}: {dataset.prefix}"
+        size = f"{len(selection.documents):,} of {dataset.num_documents:,} documents, {selection.num_tokens:,} tokens"
+        first_line, *further_lines = self.order.describe(num_samples)
+        return [f"{name}: {size}; {first_line}", *(f"{name}: {line}" for line in further_lines)]
 
 
-_TOKENS_AT_ONCE = 1 << 17  # fits the cache of a core
+_MAX_BATCH_TOKENS = 1 << 17  # fits in the cache of a CPU core
 
 
-_NUM_KEPT = 2  # reading ahead crosses the end of an epoch
+_MAX_CACHED_PASSES = 2  # prefetching reads the next epoch before the current epoch ends
 
 
-class KeptPasses:
-    """Builds the index of a pass at its first use, and keeps the two that were used last.
+class PassCache:
+    """Cache of the indexes (document layout and windows) of the two most recently used passes over the data. An index is built when
+    it is first needed.
 
-    Threads that want the same pass wait for the one that builds it; others read on.
+    Threads that need the same pass wait for the thread that builds its index. Other threads continue to read.
     """
 
     def __init__(self, build: Callable[[int], PassIndex]) -> None:
         self._build = build
         self._lock = threading.Lock()
-        self._slots: OrderedDict[int, _Slot] = OrderedDict()
+        self._passes: OrderedDict[int, _CachedPass] = OrderedDict()
 
-    def get(self, pass_number: int) -> PassIndex:
-        """The index of a pass."""
+    def get(self, pass_index: int) -> PassIndex:
+        """Return the index of a pass, and build it if it is not in the cache."""
         with self._lock:
-            slot = self._slots.get(pass_number)
-            if slot is None:
-                while len(self._slots) >= _NUM_KEPT:  # before building, to keep the peak of memory down
-                    self._slots.popitem(last=False)
-                slot = self._slots[pass_number] = _Slot()
-            self._slots.move_to_end(pass_number)
-        with slot.lock:
-            if slot.index is None:
-                slot.index = self._build(pass_number)
-            return slot.index
+            cached = self._passes.get(pass_index)
+            if cached is None:
+                while len(self._passes) >= _MAX_CACHED_PASSES:  # before building, to reduce the peak memory
+                    self._passes.popitem(last=False)
+                cached = self._passes[pass_index] = _CachedPass()
+            self._passes.move_to_end(pass_index)
+        with cached.lock:
+            if cached.index is None:
+                cached.index = self._build(pass_index)
+            return cached.index
 
 
-class _Slot:
+class _CachedPass:
+    """Entry of the cache: the index of a pass, and a lock for the thread that builds the index."""
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.index: PassIndex | None = None
 
 
-_OWN_PATHS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+_PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 
 
 def _check_size(selection: Selection, seq_length: int) -> None:
+    """Check that the split has enough tokens for one window.
+
+    Raises:
+        DatasetError: the split has fewer tokens.
+    """
     dataset, split = selection.dataset, selection.split
     if selection.num_tokens <= seq_length:
-        own = f", give this split data of its own ({_OWN_PATHS[split]}), or do without evaluation (--eval-iters 0)."
+        advice = f", give this split data of its own ({_PATH_FLAGS[split]}), or do without evaluation (--eval-iters 0)."
         raise DatasetError(
             f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(selection.documents):,} of {dataset.num_documents:,} "
-            f"documents and {selection.num_tokens:,} tokens; one sample takes {seq_length + 1:,} (--seq-length {seq_length} + 1).\n"
-            "  Give it a larger share with --split, take a dataset with more documents or a shorter --seq-length"
-            + (own if split else ".")
+            f"documents and {selection.num_tokens:,} tokens, but one sample needs {seq_length + 1:,} "
+            f"(--seq-length {seq_length} + 1).\n"
+            "  Give it a larger share with --split, use a dataset with more documents or a shorter --seq-length"
+            + (advice if split else ".")
         )
 
 
-# ---- Samples of whole documents: each holds as many as fit, and none is cut unless it is longer than a sample.
+# ---- Samples of complete documents (--whole-documents). A document is split only if it is longer than a sample.
 #
-# The documents of a split are put into samples once, by best-fit decreasing (the longest first, each into the fullest sample with
-# room for it), which leaves little room. An epoch permutes the samples by a key of (seed, split, epoch). So sample number 17 is the
-# same tokens whatever was read before, and the number of samples consumed is the whole state, as in `gpt_dataset.py`.
+# The documents of a split are packed into samples once, by best-fit decreasing: the longest document first, each into the fullest
+# sample in which it fits. This leaves little unused space. Each epoch permutes the samples by a key of (seed, split, epoch). So
+# the tokens of sample 17 do not depend on what was read before, and the number of consumed samples is the complete state, as for
+# `GPTDataset`.
 #
-# A sample is a window of seq_length + 1 tokens. Behind its documents it is filled with end-of-document tokens that do not count.
-# The first token of a document is never learned: nothing before it in the sample says what it is.
+# A sample has seq_length + 1 tokens. After its documents, it is padded with end-of-document tokens that do not count in the loss.
+# The first token of a document does not count in the loss either, because no token before it allows a prediction.
 
 
-class Parts(NamedTuple):
-    """Documents, and parts of those that are longer than a sample, by number."""
+class PackingItems(NamedTuple):
+    """Items to pack into samples. An item is a document, or a part of a document that is longer than a sample."""
 
     documents: NDArray[np.int64]
-    """The document of each, counted from the first of the split."""
-    begins: NDArray[np.int64]
-    """Its first token there."""
+    """Document of each item, as an index into the `lengths` from which the items were made."""
+    starts: NDArray[np.int64]
+    """First token of each item within its document."""
     lengths: NDArray[np.int64]
-    num_cut: int
-    """Documents that are in several parts."""
-    num_short: int
-    """Documents of fewer than two tokens, in which there is nothing to predict; they are left out."""
+    num_split_documents: int
+    """Number of documents that are split into several items."""
+    num_short_documents: int
+    """Number of documents with fewer than two tokens. They have no token to predict and are left out."""
 
 
-def parts_of(lengths: NDArray[np.int64], room: int) -> Parts:
-    """The parts in which documents of these lengths are read. Parts of one document overlap by a token, so that each token but the
-    first is predicted once.
+def split_into_items(lengths: NDArray[np.int64], sample_length: int) -> PackingItems:
+    """Make the items to pack: each document is an item, or is split into several items if it is longer than a sample.
+
+    Consecutive items of a document overlap by one token, so that each token but the first is a label once.
 
     Args:
-        room: tokens of a sample.
+        lengths: number of tokens of each document.
+        sample_length: number of tokens of a sample, seq_length + 1.
     """
-    counts = np.maximum(-(-(lengths - 1) // (room - 1)), 0)
+    counts = np.maximum(-(-(lengths - 1) // (sample_length - 1)), 0)
     documents = np.repeat(np.arange(len(lengths)), counts)
-    place = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begins = place * (room - 1)
-    return Parts(documents, begins, np.minimum(lengths[documents] - begins, room), int((counts > 1).sum()), int((counts < 1).sum()))
+    item_in_document = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = item_in_document * (sample_length - 1)
+    return PackingItems(
+        documents, starts, np.minimum(lengths[documents] - starts, sample_length), int((counts > 1).sum()), int((counts < 1).sum())
+    )
 
 
-def best_fit(lengths: NDArray[np.int64], room: int) -> list[list[int]]:
-    """Put parts into samples: the longest first, those of equal length in the order of their numbers, each into the sample with the
-    least room that is enough."""
-    found: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # those of `with_room`, in order
-    for part in np.argsort(-lengths, kind="stable").tolist():
-        length, at = int(lengths[part]), bisect.bisect_left(rooms, lengths[part])
-        if at == len(rooms):
-            found.append([part])
-            sample, left = len(found) - 1, room - length
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Pack items into bins of equal capacity by best-fit decreasing. Returns the items of each bin.
+
+    The longest items are packed first, and items of equal length in ascending order. Each item goes into the bin that has the least
+    remaining space among those with enough space.
+
+    Args:
+        lengths: length of each item.
+        capacity: maximum total length of the items of a bin.
+    """
+    bins: list[list[int]] = []
+    bins_by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # keys of `bins_by_space`, ascending
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length, i = int(lengths[item]), bisect.bisect_left(spaces, lengths[item])
+        if i == len(spaces):
+            bins.append([item])
+            bin_index, space = len(bins) - 1, capacity - length
         else:
-            sample, left = with_room[rooms[at]].pop(), rooms[at] - length
-            found[sample].append(part)
-            if not with_room[rooms[at]]:
-                del with_room[rooms.pop(at)]
-        if left >= 2:  # the shortest part
-            if left not in with_room:
-                with_room[left] = []
-                bisect.insort(rooms, left)
-            with_room[left].append(sample)
-    return found
+            bin_index, space = bins_by_space[spaces[i]].pop(), spaces[i] - length
+            bins[bin_index].append(item)
+            if not bins_by_space[spaces[i]]:
+                del bins_by_space[spaces.pop(i)]
+        if space >= 2:  # length of the shortest item
+            if space not in bins_by_space:
+                bins_by_space[space] = []
+                bisect.insort(spaces, space)
+            bins_by_space[space].append(bin_index)
+    return bins
 
 
 class PackedDataset(SampleSource):
-    """Samples of whole documents of one split of an indexed dataset.
+    """Sample source over one split of an indexed dataset. Each sample is packed from complete documents (--whole-documents).
 
     Args:
-        dataset, documents, split, seed, seq_length: See `Selection`.
-        vocab_size: Every token id must be below it.
-        eod: The token that fills what is left of a sample.
-        num_before: Samples that the run read before; they are numbered from 0 again after these.
-        marks: The marks of the dataset's tokens, if it has any (see `loss_mask`).
+        dataset, documents, split, seed, seq_length: dataset, its documents of the split, and order and length of samples (see
+            `Selection`).
+        vocab_size: upper bound of token ids, exclusive.
+        eod: end-of-document token, which also pads samples.
+        num_consumed: number of samples that the run has already read. The first sample after these has index 0.
+        marks: loss mask of the dataset, one byte per token (see `open_loss_mask`); None if all tokens count in the loss.
 
     Raises:
-        DatasetError: no document has two tokens.
+        DatasetError: no document has two tokens or more.
     """
 
     def __init__(
@@ -270,85 +305,90 @@ class PackedDataset(SampleSource):
         seq_length: int,
         vocab_size: int,
         eod: int,
-        num_before: int = 0,
+        num_consumed: int = 0,
         marks: IndexedDataset | None = None,
     ) -> None:
         self.selection = Selection(dataset, documents, split, seed, seq_length)
-        self.seq_length, self._eod, self._before, self._marks = seq_length, eod, num_before, marks
+        self.seq_length, self._eod, self._num_consumed, self._marks = seq_length, eod, num_consumed, marks
         self._tokens = TokenReader(dataset, vocab_size)
-        # In a random order, so that documents that lie together in the file do not end in the same samples.
-        order = np.arange(documents.start, documents.stop)[permutation(len(documents), (DOCUMENTS, seed, split, 0))]
+        # Shuffle, so that documents that are adjacent in the file do not end up in the same samples.
+        order = np.arange(documents.start, documents.stop)[permutation(len(documents), (DOCUMENT_ORDER, seed, split, 0))]
         self._layout = lay_out(dataset, order)
         firsts = dataset.document_index[order]
         counts = dataset.document_index[order + 1] - firsts
-        self._order, ends = order, np.cumsum(counts)
+        self._document_order, ends = order, np.cumsum(counts)
         self._starts = self._layout.starts[ends - counts]
-        self._parts = parts_of(self._layout.starts[ends] - self._starts, seq_length + 1)
-        self._samples = best_fit(self._parts.lengths, seq_length + 1)
+        self._items = split_into_items(self._layout.starts[ends] - self._starts, seq_length + 1)
+        self._samples = best_fit(self._items.lengths, seq_length + 1)
         if not self._samples:
             raise DatasetError(
                 f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has no document of two tokens or more.\n"
                 "  Give it a larger share with --split, or do without evaluation (--eval-iters 0)."
             )
-        self._epoch = functools.lru_cache(maxsize=2)(self._permuted)  # reading ahead crosses the end of an epoch
+        self._epoch_order = functools.lru_cache(maxsize=2)(self._permute_samples)  # prefetching reads the next epoch early
 
     @property
     def samples_per_epoch(self) -> int:
-        """The number of samples in one pass over the split."""
+        """Number of samples in one pass over the split."""
         return len(self._samples)
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        found = np.full((count, self.seq_length + 1), self._eod, dtype=np.int64)
-        for row, number in zip(found, range(first, first + count), strict=True):
-            at = 0
-            for part in self._parts_at(number):
-                length = self._parts.lengths[part]
-                row[at : at + length] = self._tokens.read(self._pieces(part))
-                at += length
-        return found
+        samples = np.full((count, self.seq_length + 1), self._eod, dtype=np.int64)
+        for row, sample_index in zip(samples, range(first, first + count), strict=True):
+            offset = 0
+            for item in self._items_of_sample(sample_index):
+                length = self._items.lengths[item]
+                row[offset : offset + length] = self._tokens.read(self._item_spans(item))
+                offset += length
+        return samples
 
     def marks(self, first: int, count: int) -> NDArray[np.uint8]:
-        found = np.zeros((count, self.seq_length + 1), dtype=MARK_TYPE)
-        for row, number in zip(found, range(first, first + count), strict=True):
-            at = 0
-            for part in self._parts_at(number):
-                here = row[at : at + self._parts.lengths[part]]
-                here[:] = LEARNED if self._marks is None else joined(self._marks, self._pieces(part)) & LEARNED
-                here[0] &= ~MARK_TYPE(LEARNED)
-                here[-1] |= ENDS
-                at += len(here)
-        return found
+        rows = np.zeros((count, self.seq_length + 1), dtype=MARK_TYPE)
+        for row, sample_index in zip(rows, range(first, first + count), strict=True):
+            offset = 0
+            for item in self._items_of_sample(sample_index):
+                item_marks = row[offset : offset + self._items.lengths[item]]
+                item_marks[:] = IN_LOSS if self._marks is None else read_spans(self._marks, self._item_spans(item)) & IN_LOSS
+                item_marks[0] &= ~MARK_TYPE(IN_LOSS)
+                item_marks[-1] |= DOCUMENT_END
+                offset += len(item_marks)
+        return rows
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        prefix, parts = self.selection.dataset.prefix, self._parts
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+        prefix, items = self.selection.dataset.prefix, self._items
         return [
-            SamplePiece(prefix, int(self._order[parts.documents[part]]), int(parts.begins[part]), int(parts.lengths[part]))
-            for part in self._parts_at(number)
+            DocumentSpan(
+                prefix, int(self._document_order[items.documents[item]]), int(items.starts[item]), int(items.lengths[item])
+            )
+            for item in self._items_of_sample(sample_index)
         ]
 
     def describe(self, num_samples: int) -> list[str]:
-        chosen, dataset, parts = self.selection, self.selection.dataset, self._parts
-        epochs = [(self._before + number) / self.samples_per_epoch for number in (0, num_samples)]
-        filled = 1 - parts.lengths.sum() / (self.samples_per_epoch * (self.seq_length + 1))
+        selection, dataset, items = self.selection, self.selection.dataset, self._items
+        epochs = [(self._num_consumed + sample_index) / self.samples_per_epoch for sample_index in (0, num_samples)]
+        padding_share = 1 - items.lengths.sum() / (self.samples_per_epoch * (self.seq_length + 1))
         lines = [
-            f"{len(chosen.documents):,} of {dataset.num_documents:,} documents, {chosen.num_tokens:,} tokens; epochs "
+            f"{len(selection.documents):,} of {dataset.num_documents:,} documents, {selection.num_tokens:,} tokens; epochs "
             f"{epochs[0]:.2f} to {epochs[1]:.2f} of {self.samples_per_epoch:,} samples of whole documents, "
-            f"{len(parts.lengths) / self.samples_per_epoch:.1f} in each; {filled:.1%} of the samples is filled up"
+            f"{len(items.lengths) / self.samples_per_epoch:.1f} in each; {padding_share:.1%} of the samples is filled up"
         ]
-        if parts.num_cut:
-            room = self.seq_length + 1
-            lines.append(f"{parts.num_cut:,} documents are longer than a sample ({room:,} tokens) and read in parts")
-        if parts.num_short:
-            lines.append(f"{parts.num_short:,} documents of fewer than two tokens are left out")
-        return [f"{SPLIT_NAMES[chosen.split]}: {dataset.prefix}: {line}" for line in lines]
+        if items.num_split_documents:
+            sample_length = self.seq_length + 1
+            lines.append(
+                f"{items.num_split_documents:,} documents are longer than a sample ({sample_length:,} tokens) and read in parts"
+            )
+        if items.num_short_documents:
+            lines.append(f"{items.num_short_documents:,} documents of fewer than two tokens are left out")
+        return [f"{SPLIT_NAMES[selection.split]}: {dataset.prefix}: {line}" for line in lines]
 
-    def _permuted(self, epoch: int) -> NDArray[np.integer]:
-        return permutation(len(self._samples), (WINDOWS, self.selection.seed, self.selection.split, epoch))
+    def _permute_samples(self, epoch: int) -> NDArray[np.integer]:
+        return permutation(len(self._samples), (WINDOW_ORDER, self.selection.seed, self.selection.split, epoch))
 
-    def _parts_at(self, number: int) -> list[int]:
-        epoch, position = divmod(self._before + number, self.samples_per_epoch)
-        return self._samples[self._epoch(epoch)[position]]
+    def _items_of_sample(self, sample_index: int) -> list[int]:
+        epoch, position = divmod(self._num_consumed + sample_index, self.samples_per_epoch)
+        return self._samples[self._epoch_order(epoch)[position]]
 
-    def _pieces(self, part: int) -> SequencePieces:
-        start = self._starts[self._parts.documents[part]] + self._parts.begins[part]
-        return pieces_of(self._layout, np.array([start]), int(self._parts.lengths[part]))
+    def _item_spans(self, item: int) -> SequenceSpans:
+        """Return the spans of an item's tokens in the dataset's sequences."""
+        start = self._starts[self._items.documents[item]] + self._items.starts[item]
+        return window_spans(self._layout, np.array([start]), int(self._items.lengths[item]))

@@ -1,8 +1,8 @@
-"""What a run has read: a list of phases, in each of which the data settings stayed the same.
+"""History of the data that a run has read: a list of phases, each with constant data settings.
 
-A run may change its blend, weights, sequence length or batch size when it is resumed. What was consumed stays consumed: each
-dataset continues after the samples that it gave in earlier phases. The list is saved with every checkpoint. Together with the
-number of consumed samples it is the whole state of the data.
+When a run resumes, its blend, weights, sequence length or batch size may change. Each dataset then continues after the samples that
+were read from it in earlier phases. Every checkpoint contains the list of phases. The list and the number of consumed samples are
+the complete state of the data.
 """
 
 from __future__ import annotations
@@ -13,40 +13,42 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from megatron.config.data import DataOrder
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 
 Blending = Literal["none", "sizes", "weights"]
-"""How datasets are blended: one prefix, several by their sizes, or several by weights. It matters only in Megatron's order."""
+"""Type of blend: a single dataset without weight, several datasets by their sizes, or datasets by weights. Only Megatron's order
+distinguishes these types."""
 
 
 @dataclass(frozen=True)
-class BlendPart:
-    """A dataset of a training blend."""
+class BlendEntry:
+    """Dataset in a blend of training data, as the history of a run records it."""
 
     prefix: str
     fingerprint: str
-    """Hash of the content, so that a dataset is recognised wherever its files lie."""
+    """Hash of the content, by which a dataset is recognized after its files have moved."""
     first_document: int
     num_documents: int
     weight: float
-    """Weight in the blend; only the ratios within a phase count."""
+    """Weight in the blend. Only the ratios within a phase matter."""
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What identifies the documents."""
+        """Identity of the documents in any run: dataset and range."""
         return self.fingerprint, self.first_document, self.num_documents
 
 
-_PLACE = ("first_iteration", "first_sample", "passed_over")
-"""Where a phase begins, which is no setting."""
-_BATCHES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
-_LATER = ("step_batch_size_schedule", "passed_over")
-"""What older checkpoints do not have."""
+_START_FIELDS = ("first_iteration", "first_sample", "passed_over")
+"""Fields that describe the start of a phase and are not settings."""
+_BATCH_FIELDS = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+"""Settings of the batch size, which do not change the order of samples."""
+_OPTIONAL_FIELDS = ("step_batch_size_schedule", "passed_over")
+"""Fields that checkpoints of earlier versions do not contain."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the run in which the data settings stayed the same."""
+    """Part of a run in which the data settings (blend, sequence length, batch size and so on) do not change."""
 
     first_iteration: int
     """Number of iterations before the phase."""
@@ -57,155 +59,173 @@ class Phase:
     seq_length: int
     global_batch_size: int
     rampup_batch_size: tuple[int, int, int] | None
-    parts: tuple[BlendPart, ...]
-    """The datasets; empty for made-up data."""
+    parts: tuple[BlendEntry, ...]
+    """Datasets of the blend; empty for mock data."""
     blending: Blending = "none"
     num_samples: int | None = None
-    """Length of the run in samples, where the order depends on it (megatron)."""
+    """Number of samples of the run if the order of samples depends on it (--data-order megatron); else None."""
     step_batch_size_schedule: tuple[str, ...] = ()
     passed_over: int = 0
-    """Samples before the phase that belong to no step: they were passed over after a loss spike."""
+    """Number of samples, just before the phase, that were skipped after a loss spike and belong to no step."""
 
     def settings(self) -> dict[str, Any]:
-        """The settings whose change begins a new phase, by name."""
-        fields = {name: value for name, value in vars(self).items() if name not in _PLACE}
-        total = sum(part.weight for part in self.parts)
-        return fields | {"parts": tuple((part.key, part.weight / total) for part in self.parts)}
+        """Return the data settings by name. If one of them changes, a new phase starts."""
+        fields = {name: value for name, value in vars(self).items() if name not in _START_FIELDS}
+        total = sum(entry.weight for entry in self.parts)
+        return fields | {"parts": tuple((entry.key, entry.weight / total) for entry in self.parts)}
 
-    def reading(self) -> dict[str, Any]:
-        """The settings that decide the order of samples, whatever the batches."""
-        return {name: value for name, value in self.settings().items() if name not in _BATCHES}
+    def order_settings(self) -> dict[str, Any]:
+        """Return the settings that determine the order of samples. These are all data settings except the batch size."""
+        return {name: value for name, value in self.settings().items() if name not in _BATCH_FIELDS}
 
     def to_json(self) -> dict[str, Any]:
-        """The phase as a checkpoint holds it; as in older ones where they could say as much."""
-        return {name: value for name, value in asdict(self).items() if name not in _LATER or value}
+        """Return the phase as JSON values for a checkpoint. Fields that earlier versions of this program do not know are left out
+        if they are empty."""
+        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL_FIELDS or value}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Phase:
-        """The phase that a checkpoint holds."""
+        """Build the phase from the JSON values of a checkpoint."""
         ramp, schedule = saved["rampup_batch_size"], saved.get("step_batch_size_schedule", ())
-        parts = tuple(BlendPart(**part) for part in saved["parts"])
-        tuples = {"rampup_batch_size": tuple(ramp) if ramp else None, "step_batch_size_schedule": tuple(schedule), "parts": parts}
-        return cls(**{**saved, **tuples})
+        entries = tuple(BlendEntry(**entry) for entry in saved["parts"])
+        converted = {
+            "rampup_batch_size": tuple(ramp) if ramp else None,
+            "step_batch_size_schedule": tuple(schedule),
+            "parts": entries,
+        }
+        return cls(**{**saved, **converted})
 
 
-def go_on(before: Sequence[Phase], now: Phase) -> list[Phase]:
-    """The phases of a run that continues with the settings of `now`.
-
-    Args:
-        before: Phases up to the checkpoint.
-        now: The settings of this process, with the counts of the checkpoint.
-    """
-    kept = [phase for phase in before if phase.first_sample < now.first_sample]
-    if not kept:
-        return [replace(now, first_iteration=0, first_sample=0)]  # nothing is read yet, or an older checkpoint does not say what
-    if kept[-1].settings() == now.settings():
-        return [*kept[:-1], replace(kept[-1], parts=now.parts)]  # the files may have moved
-    return [*kept, now]
-
-
-def tokens_read(phases: Sequence[Phase], samples: int, seq_length: int) -> int:
-    """Tokens of the first samples of a run, whose phases may have samples of several lengths.
+def continue_phases(phases: Sequence[Phase], current: Phase) -> list[Phase]:
+    """Return the phases of a run that resumes from a checkpoint. `current` is added as a new phase if its settings differ from
+    those of the last phase.
 
     Args:
-        phases: those up to there; none where nothing is known of them.
-        seq_length: tokens of a sample now.
+        phases: phases up to the checkpoint.
+        current: phase with the settings of this process, which starts at the checkpoint's iteration and sample.
     """
-    first = [*(phase.first_sample for phase in phases), samples]
+    earlier = [phase for phase in phases if phase.first_sample < current.first_sample]
+    if not earlier:
+        return [replace(current, first_iteration=0, first_sample=0)]  # nothing is read yet, or an older checkpoint has no history
+    if earlier[-1].settings() == current.settings():
+        return [*earlier[:-1], replace(earlier[-1], parts=current.parts)]  # the files may have moved
+    return [*earlier, current]
+
+
+def count_tokens(phases: Sequence[Phase], num_samples: int, seq_length: int) -> int:
+    """Return the number of tokens in the first `num_samples` samples of a run, whose phases may have different sequence lengths.
+
+    Args:
+        phases: phases up to these samples; empty if they are not known.
+        seq_length: tokens of a sample if there are no phases.
+    """
+    starts = [*(phase.first_sample for phase in phases), num_samples]
     lengths = [phase.seq_length for phase in phases]
-    known = sum(max(0, min(samples, end) - start) * length for start, end, length in zip(first, first[1:], lengths, strict=False))
-    return known if phases else samples * seq_length
+    num_tokens = sum(
+        max(0, min(num_samples, end) - start) * length for start, end, length in zip(starts, starts[1:], lengths, strict=False)
+    )
+    return num_tokens if phases else num_samples * seq_length
 
 
-def pass_over(phases: Sequence[Phase], iteration: int, sample: int, count: int) -> list[Phase]:
-    """The phases of a run that goes back to an iteration and reads on behind samples that it then passes over.
+def skip_samples(phases: Sequence[Phase], iteration: int, first_sample: int, num_samples: int) -> list[Phase]:
+    """Return the phases of a run that goes back to an earlier iteration and skips samples there.
 
-    These count as given: each dataset goes on behind them.
+    Skipped samples count as consumed: each dataset continues after them.
 
     Args:
-        phases: those up to there, whose last holds for what comes too.
-        iteration: number of iterations that stay.
-        sample: the first sample that is passed over.
-        count: how many are.
+        phases: phases up to this iteration. The settings of the last phase also apply afterwards.
+        iteration: number of iterations that the run keeps.
+        first_sample: index of the first skipped sample.
+        num_samples: number of skipped samples.
     """
-    return [*phases, replace(phases[-1], first_iteration=iteration, first_sample=sample + count, passed_over=count)]
+    return [
+        *phases,
+        replace(phases[-1], first_iteration=iteration, first_sample=first_sample + num_samples, passed_over=num_samples),
+    ]
 
 
-def readings(phases: Sequence[Phase]) -> list[Phase]:
-    """Phases, joined where only the batches changed: these do not begin a blend anew."""
-    found: list[Phase] = []
+def merge_batch_phases(phases: Sequence[Phase]) -> list[Phase]:
+    """Merge consecutive phases that differ only in the batch size, because the blend continues across them."""
+    merged: list[Phase] = []
     for phase in phases:
-        if not found or found[-1].reading() != phase.reading():
-            found.append(phase)
-    return found
+        if not merged or merged[-1].order_settings() != phase.order_settings():
+            merged.append(phase)
+    return merged
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of a run in which the sequence length stayed the same."""
+class LengthPeriod:
+    """Part of a run with one sequence length, from the view of one dataset: how many samples the run has read from the dataset."""
 
     seq_length: int
     num_samples: int
-    """Samples of the dataset that were read."""
+    """Number of samples that were read from the dataset."""
 
 
-def merged(earlier: Sequence[Stretch]) -> list[Stretch]:
-    """The stretches without empty ones; consecutive ones of one sequence length are joined."""
-    found: list[Stretch] = []
-    for stretch in earlier:
-        if found and found[-1].seq_length == stretch.seq_length:
-            found[-1] = Stretch(stretch.seq_length, found[-1].num_samples + stretch.num_samples)
-        elif stretch.num_samples:
-            found.append(stretch)
-    return found
+def merge_periods(earlier: Sequence[LengthPeriod]) -> list[LengthPeriod]:
+    """Drop empty periods, and merge consecutive periods of equal sequence length."""
+    merged: list[LengthPeriod] = []
+    for period in earlier:
+        if merged and merged[-1].seq_length == period.seq_length:
+            merged[-1] = LengthPeriod(period.seq_length, merged[-1].num_samples + period.num_samples)
+        elif period.num_samples:
+            merged.append(period)
+    return merged
 
 
-def read_before(phases: Sequence[Phase], part: BlendPart) -> list[Stretch]:
-    """What a dataset of the last phase gave in earlier phases that read it in the same order, the earliest first."""
+def find_earlier_periods(phases: Sequence[Phase], entry: BlendEntry) -> list[LengthPeriod]:
+    """Return how many samples of one dataset the earlier phases have read, with which sequence lengths, in chronological order.
+
+    Only phases that have the same order and seed as the last phase count.
+
+    Args:
+        phases: phases of the run. The dataset is read in the last one.
+        entry: the dataset.
+    """
     last = phases[-1]
-    found: list[Stretch] = []
-    for phase, following in pairwise(readings(phases)):
+    periods: list[LengthPeriod] = []
+    for phase, next_phase in pairwise(merge_batch_phases(phases)):
         if (phase.order, phase.seed) != (last.order, last.seed) or not phase.parts:
             continue
-        counts = named("megatron.data.blend:Blend")([each.weight for each in phase.parts]).counts(
-            following.first_sample - phase.first_sample
+        counts = import_object("megatron.data.blend:Blend")([phase_entry.weight for phase_entry in phase.parts]).counts(
+            next_phase.first_sample - phase.first_sample
         )
-        for each, count in zip(phase.parts, counts, strict=True):
-            if each.key == part.key and count:
-                found.append(Stretch(phase.seq_length, count))
-    return found
+        for phase_entry, count in zip(phase.parts, counts, strict=True):
+            if phase_entry.key == entry.key and count:
+                periods.append(LengthPeriod(phase.seq_length, count))
+    return periods
 
 
 def describe_phases(phases: Sequence[Phase]) -> list[str]:
-    """Lines of the start-up log for a run whose data settings were changed, or that passed samples over; else empty."""
-    joined = readings(phases)
-    passed = [
-        f"samples {phase.first_sample - phase.passed_over:,} to {phase.first_sample - 1:,} were passed over after a loss spike "
-        f"(behind iteration {phase.first_iteration:,})"
+    """Return lines of the start-up log about skipped samples and changed data settings. The list is empty if there are none."""
+    merged = merge_batch_phases(phases)
+    skipped = [
+        f"samples {phase.first_sample - phase.passed_over:,} to {phase.first_sample - 1:,} were skipped after a loss spike "
+        f"(after iteration {phase.first_iteration:,})"
         for phase in phases
         if phase.passed_over
     ]
-    return passed + _describe_changes(joined)
+    return skipped + _describe_changes(merged)
 
 
-def _describe_changes(joined: Sequence[Phase]) -> list[str]:
-    if len(joined) < 2:
+def _describe_changes(phases: Sequence[Phase]) -> list[str]:
+    if len(phases) < 2:
         return []
-    now = joined[-1]
-    lines = [f"the data settings changed at sample {now.first_sample:,} (iteration {now.first_iteration:,}):"]
-    if now.order == "megatron":
-        return [*lines, "  --data-order megatron computes the order of the whole run anew: what was read may come again"]
-    return lines + [f"  {part.prefix}: {_going_on(joined, part)}" for part in now.parts]
+    current = phases[-1]
+    lines = [f"the data settings changed at sample {current.first_sample:,} (iteration {current.first_iteration:,}):"]
+    if current.order == "megatron":
+        return [*lines, "  --data-order megatron computes a new order for the whole run: samples may be read a second time"]
+    return lines + [f"  {entry.prefix}: {_describe_continuation(phases, entry)}" for entry in current.parts]
 
 
-def _going_on(phases: Sequence[Phase], part: BlendPart) -> str:
-    """Words for where a dataset of the last phase continues."""
-    if before := merged(read_before(phases, part)):
-        given = [f"{each.num_samples:,} samples of {each.seq_length} tokens" for each in before]
-        return f"goes on after {' and '.join(given)}"
-    earlier = [each for phase in phases[:-1] for each in phase.parts]
-    if any(each.fingerprint == part.fingerprint for each in earlier):
-        return "begins anew: it was read under another --seed, --split or --data-order, and what was read may come again"
-    if any(each.prefix == part.prefix for each in earlier):
-        return "begins: it is not the dataset that was read from this place before"
-    return "begins"
+def _describe_continuation(phases: Sequence[Phase], entry: BlendEntry) -> str:
+    """Describe how the last phase reads a dataset: from its start, or after the samples that earlier phases have read."""
+    if periods := merge_periods(find_earlier_periods(phases, entry)):
+        descriptions = [f"{period.num_samples:,} samples of {period.seq_length} tokens" for period in periods]
+        return f"continues after {' and '.join(descriptions)}"
+    earlier_entries = [e for phase in phases[:-1] for e in phase.parts]
+    if any(e.fingerprint == entry.fingerprint for e in earlier_entries):
+        return "starts again: it was read with another --seed, --split or --data-order, and samples may be read a second time"
+    if any(e.prefix == entry.prefix for e in earlier_entries):
+        return "starts: the dataset that was read from this path before is another one"
+    return "starts"

@@ -1,4 +1,4 @@
-"""Gives a data rank its microbatches, a whole step at a time; threads read ahead."""
+"""Loader of a data rank's microbatches. It yields the microbatches of one step at a time, and threads read ahead."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ from megatron.data.samples import DocumentRules, Microbatch, SampleSource, read_
 
 T = TypeVar("T")
 _TASK_SAMPLES = 64
-"""A thread reads consecutive microbatches of about this many samples at a time. So the other threads sleep while one is enough:
-several at once would take Python's lock from each other so often that together they are slower than one."""
-_STEPS_AHEAD = 2
-_TASKS_AHEAD = 2
-"""How many tasks are read ahead for each thread, where two steps are too few to keep all threads busy."""
+"""Approximate number of samples that a thread reads per task, in consecutive microbatches.
+
+The tasks are large so that other threads sleep while one thread is fast enough. Several active threads would pass Python's global
+lock back and forth and together be slower than one thread.
+"""
+_PREFETCHED_STEPS = 2
+_PREFETCHED_TASKS = 2
+"""Number of tasks to read ahead per thread, if two steps are too few to keep all threads busy."""
 
 
 class StepLoader(Iterator[list[T]], Generic[T]):
-    """Iterates over steps; each is the list of this data rank's microbatches.
+    """Iterator over the training steps of a data rank. Each item is the list of the rank's microbatches.
 
-    The step at `consumed` samples is made of the next `global_batch_size_at(consumed)` samples. Microbatch m of data rank r holds
+    The step at `consumed` samples consists of the next `global_batch_size_at(consumed)` samples. Microbatch m of data rank r has
     the `micro_batch_size` samples from consumed + (m * data_size + r) * micro_batch_size on. So the samples of a step do not depend
-    on the layout. The whole state is `consumed_samples`, the number of samples in all steps given out so far.
+    on the layout. The only state is `consumed_samples`, the number of samples in all steps that the loader has returned.
 
-    Threads read ahead two steps or, if that is more, two tasks of some 64 samples for each thread. So much is kept in memory.
+    Threads read ahead two steps. If the samples of two steps are fewer, they read ahead two tasks of about 64 samples per thread.
+    These samples are in memory.
 
     Args:
-        prepare: Turns a microbatch into what is given out; runs in the thread that has read it.
-        global_batch_size_at: Samples of the step that starts after so many consumed samples.
-        total_samples: No step starts at or after it.
-        num_workers: Threads that read ahead; 0 reads when asked. The result is the same.
+        prepare: converts a microbatch to the form that the loader returns. Runs in the thread that read the microbatch.
+        global_batch_size_at: returns the number of samples of the step that starts after the given number of consumed samples.
+        total_samples: no step starts at this sample or later.
+        num_workers: number of threads; 0 to read in the calling thread. The number does not affect the result.
     """
 
     def __init__(
@@ -56,24 +60,24 @@ class StepLoader(Iterator[list[T]], Generic[T]):
         num_workers: int,
     ) -> None:
         self.consumed_samples = consumed_samples
-        # The threads hold this and not the loader, so that a dropped loader ends them.
-        self._read = functools.partial(_read, dataset, rules, prepare, micro_batch_size)
+        # The threads refer to this function and not to the loader, so that they end when the loader is deleted.
+        self._read_batches = functools.partial(_read_microbatches, dataset, rules, prepare, micro_batch_size)
         self._micro_batch_size = micro_batch_size
         self._data_rank = data_rank
         self._data_size = data_size
         self._global_batch_size_at = global_batch_size_at
         self._total_samples = total_samples
-        self._threads = ReadingThreads(num_workers, "loader") if num_workers else None
-        self._tasks_ahead = _TASKS_AHEAD * num_workers
-        self._ahead: deque[tuple[int, list[Future[list[T]]]]] = deque()
-        self._planned = consumed_samples
+        self._threads = ReaderThreads(num_workers, "loader") if num_workers else None
+        self._min_tasks = _PREFETCHED_TASKS * num_workers
+        self._prefetched: deque[tuple[int, list[Future[list[T]]]]] = deque()
+        self._planned_samples = consumed_samples
         self._closed = False
 
     def __next__(self) -> list[T]:
-        """The next step.
+        """Return the microbatches of the next step.
 
         Raises:
-            ValueError: the global batch does not divide by micro-batch x data ranks, or a sample cannot be read.
+            ValueError: the global batch size is not a multiple of micro-batch size x data ranks, or a sample cannot be read.
         """
         if self.consumed_samples >= self._total_samples:
             self.close()
@@ -82,86 +86,99 @@ class StepLoader(Iterator[list[T]], Generic[T]):
             raise RuntimeError("the loader is closed")
         try:
             if self._threads is None:
-                size, firsts = self._plan(self.consumed_samples)
-                step = self._read(firsts)
+                size, first_samples = self._plan(self.consumed_samples)
+                step = self._read_batches(first_samples)
             else:
-                self.read_ahead()
-                size, futures = self._ahead.popleft()
-                step = [made for future in futures for made in future.result()]
+                self.prefetch()
+                size, futures = self._prefetched.popleft()
+                step = [microbatch for future in futures for microbatch in future.result()]
         except BaseException:
             self.close()
             raise
         self.consumed_samples += size
         return step
 
-    def read_ahead(self) -> None:
-        """Have the threads read what comes after the last step given out. Call this when that step is on its way to the device.
+    def prefetch(self) -> None:
+        """Let the threads read the steps after the last returned step. Call this when the returned step is being copied to the
+        device.
 
-        It is not done at once: a thread that begins to read slows down whatever else runs in Python.
+        The loader does not prefetch before that, because a thread that starts to read slows down all other Python code.
         """
-        while self._threads is not None and not self._closed and self._planned < self._total_samples and self._wants_more():
-            size, firsts = self._plan(self._planned)
-            count = max(1, _TASK_SAMPLES // self._micro_batch_size)
-            tasks = [firsts[start : start + count] for start in range(0, len(firsts), count)]
-            self._ahead.append((size, [self._threads.submit(self._read, task) for task in tasks]))
-            self._planned += size
+        while (
+            self._threads is not None
+            and not self._closed
+            and self._planned_samples < self._total_samples
+            and self._should_prefetch()
+        ):
+            size, first_samples = self._plan(self._planned_samples)
+            task_microbatches = max(1, _TASK_SAMPLES // self._micro_batch_size)
+            tasks = [first_samples[start : start + task_microbatches] for start in range(0, len(first_samples), task_microbatches)]
+            self._prefetched.append((size, [self._threads.submit(self._read_batches, task) for task in tasks]))
+            self._planned_samples += size
 
     def close(self) -> None:
-        """End the threads without waiting for them. What they have not begun is not read."""
+        """Stop the threads without waiting for them. Tasks that have not started are cancelled."""
         self._closed = True
-        self._ahead.clear()
+        self._prefetched.clear()
         if self._threads is not None:
             self._threads.close()
 
     def _plan(self, consumed: int) -> tuple[int, range]:
-        """The number of samples in the step, and the first sample of each of this rank's microbatches."""
+        """Return the number of samples in the step that starts at `consumed`, and the first sample of each of this rank's
+        microbatches."""
         size = self._global_batch_size_at(consumed)
-        row = self._micro_batch_size * self._data_size
-        if size < 1 or size % row:
+        stride = self._micro_batch_size * self._data_size
+        if size < 1 or size % stride:
             raise ValueError(
-                f"the global batch of {size} samples (at {consumed} consumed samples) does not divide by --micro-batch-size "
-                f"{self._micro_batch_size} x {self._data_size} data ranks.\n  Use a multiple of {row} for --global-batch-size "
+                f"the global batch of {size} samples (at {consumed} consumed samples) is not divisible by --micro-batch-size "
+                f"{self._micro_batch_size} x {self._data_size} data ranks.\n  Use a multiple of {stride} for --global-batch-size "
                 "(and for START and INCREMENT of --rampup-batch-size)."
             )
         start = consumed + self._data_rank * self._micro_batch_size
-        return size, range(start, consumed + size, row)
+        return size, range(start, consumed + size, stride)
 
-    def _wants_more(self) -> bool:
-        return len(self._ahead) < _STEPS_AHEAD or sum(len(tasks) for _, tasks in self._ahead) < self._tasks_ahead
+    def _should_prefetch(self) -> bool:
+        return len(self._prefetched) < _PREFETCHED_STEPS or sum(len(tasks) for _, tasks in self._prefetched) < self._min_tasks
 
 
-def _read(
+def _read_microbatches(
     dataset: SampleSource, rules: DocumentRules, prepare: Callable[[Microbatch], T], size: int, first_samples: Iterable[int]
 ) -> list[T]:
-    """Microbatches, read and prepared."""
-    return [prepare(read_microbatch(dataset, first, size, rules)) for first in first_samples]
+    """Read microbatches and convert each of them with `prepare`.
+
+    Args:
+        size: samples per microbatch.
+        first_samples: index of the first sample of each microbatch.
+    """
+    return [prepare(read_microbatch(dataset, first_sample, size, rules)) for first_sample in first_samples]
 
 
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 _Tasks = queue.SimpleQueue[_Task | None]
 
 _GRACE_S = 2.0
-"""Seconds that the end of the process waits for reads under way."""
+"""Seconds that the end of the process waits for reads in progress."""
 
 
-class ReadingThreads:
-    """Runs functions in threads, in the order in which they are handed in, several at once.
+class ReaderThreads:
+    """Pool of threads that run functions in the order of their submission.
 
-    The threads start with the first function. They know their tasks but not this object, so dropping it ends them. A read that
-    never returns (a file server that is gone) delays neither `close` nor, for long, the end of the process.
+    The threads start at the first submission. They refer to the queue of tasks but not to this object, so they end when this object
+    is deleted. A read that never returns (a file server that is gone) does not delay `close`, and delays the end of the process
+    only briefly.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=_work, args=(self._tasks,), name=f"{name}_{number}", daemon=True) for number in range(count)
+            threading.Thread(target=_run_tasks, args=(self._tasks,), name=f"{name}_{i}", daemon=True) for i in range(count)
         ]
-        self._dropped = weakref.finalize(self, _stop, self._tasks, count)
-        self._dropped.atexit = False  # `_end_all` does it, and waits
-        _open_pools.add(self)
+        self._finalizer = weakref.finalize(self, _stop_threads, self._tasks, count)
+        self._finalizer.atexit = False  # at exit, `_close_all` stops the threads and waits for them
+        _open_readers.add(self)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Have a thread call a function. Its result, or its exception, arrives in the future."""
+        """Schedule a function call. Its result or exception is set in the returned future."""
         future: Future[T] = Future()
         self._tasks.put((future, function, args))
         for thread in self._threads:
@@ -170,9 +187,9 @@ class ReadingThreads:
         return future
 
     def close(self) -> None:
-        """End the threads after what they are doing now, without waiting. What they have not begun is cancelled."""
-        if self._dropped.detach():
-            _stop(self._tasks, len(self._threads))
+        """Let each thread end after its current task, without waiting. Cancel tasks that have not started."""
+        if self._finalizer.detach():
+            _stop_threads(self._tasks, len(self._threads))
 
     def wait(self, timeout: float) -> None:
         """Wait until the threads have ended, at most `timeout` seconds."""
@@ -182,18 +199,18 @@ class ReadingThreads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(tasks: _Tasks) -> None:
+def _run_tasks(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
         future, function, args = task
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function(*args))
-            except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the result
+            except BaseException as error:  # noqa: BLE001 - raised where the result is read
                 future.set_exception(error)
-        del task, future, function, args  # while this thread waits, it keeps no result alive
+        del task, future, function, args  # keep no result alive while this thread waits
 
 
-def _stop(tasks: _Tasks, count: int) -> None:
+def _stop_threads(tasks: _Tasks, count: int) -> None:
     with contextlib.suppress(queue.Empty):
         while (task := tasks.get_nowait()) is not None:
             task[0].cancel()
@@ -201,14 +218,15 @@ def _stop(tasks: _Tasks, count: int) -> None:
         tasks.put(None)
 
 
-_open_pools: weakref.WeakSet[ReadingThreads] = weakref.WeakSet()
+_open_readers: weakref.WeakSet[ReaderThreads] = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
-    """End all threads: one that returns from a library into an interpreter that is gone would abort the process."""
-    pools, deadline = list(_open_pools), time.monotonic() + _GRACE_S
-    for pool in pools:
-        pool.close()
-    for pool in pools:
-        pool.wait(deadline - time.monotonic())
+def _close_all() -> None:
+    """Stop the threads of all pools at the exit of Python. A thread that returns from a library while the interpreter shuts down
+    would abort the process."""
+    readers, deadline = list(_open_readers), time.monotonic() + _GRACE_S
+    for reader in readers:
+        reader.close()
+    for reader in readers:
+        reader.wait(deadline - time.monotonic())

@@ -1,6 +1,6 @@
-"""Numbered samples: what a source of them is, how they become the arrays of a microbatch, and how random orders depend on a key.
+"""Samples by index: the interface of their sources, the arrays of a microbatch, mock data, and random orders that depend on a key.
 
-What the end of a document means in a microbatch is said by `DocumentRules`. A source without files is here too: made-up tokens.
+`DocumentRules` defines how the end of a document affects a microbatch.
 
 Shapes: `b` microbatch size, `s` sequence length, `D` documents in a microbatch.
 """
@@ -15,82 +15,93 @@ from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES
 
-# ---- marks of tokens: which ones a model is to learn, and where documents end (see `indexed_dataset.py`)
+# ---- Marks of tokens, a bit mask: whether a token counts in the loss, and where documents end (see `indexed_dataset.py`).
 
-LEARNED = 1
-"""The token counts in the loss where it is the one to predict."""
-ENDS = 2
-"""The token is the last of its document."""
-ENDS_IF_EOD = 4
-"""It is, if it is the end-of-document token. Never in a file: it marks tokens of datasets that have no mask."""
-UNMARKED = LEARNED | ENDS_IF_EOD
-"""The marks of a token without marks."""
+IN_LOSS = 1
+"""Mark: the token counts in the loss where it is the label."""
+DOCUMENT_END = 2
+"""Mark: the token is the last of its document."""
+DOCUMENT_END_IF_EOD = 4
+"""Mark: the token is the last of its document if it is the end-of-document token.
+
+Files never contain this mark. It applies to the tokens of datasets without a mask.
+"""
+DEFAULT_MARKS = IN_LOSS | DOCUMENT_END_IF_EOD
+"""Marks of a token in a dataset without a mask."""
 
 
 @dataclass(frozen=True)
-class SamplePiece:
-    """Consecutive tokens of one document within a sample."""
+class DocumentSpan:
+    """Tokens of one document that follow each other in a sample."""
 
     prefix: str
     """Path of the indexed dataset without .bin and .idx."""
     document: int
     first_token: int
-    """Index of its first token within the document."""
+    """Index of the first token within the document."""
     num_tokens: int
 
 
 class SampleSource(Protocol):
-    """Numbered samples: the same number always gives the same tokens. Numbers never end, epoch after epoch.
+    """Source of samples, which are read by index. An index always gives the same tokens.
 
-    Safe to use from several threads.
+    Most sources have no last index: epochs follow each other without end. Safe to use from several threads.
     """
 
     seq_length: int
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of `count` samples from number `first` on, [count, s + 1].
+        """Return the tokens of `count` samples from index `first` on, [count, s + 1].
 
         Raises:
-            ValueError: a token id is not below the vocabulary size, or the order ends before these samples.
+            ValueError: a token id is not below the vocabulary size, or the source has no samples with these indices.
         """
 
     def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
-        """Marks of the same tokens, [count, s + 1] (see `loss_mask`); None where no token has any.
+        """Return the mark byte of each token of these samples, [count, s + 1], or None if the source has no marks.
+
+        The bits of a mark are `IN_LOSS` (the token counts in the loss as a label), `DOCUMENT_END` and `DOCUMENT_END_IF_EOD`.
 
         Raises:
-            ValueError: the order ends before these samples.
+            ValueError: the source has no samples with these indices.
         """
         return None
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        """Where the tokens of a sample come from, in order."""
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+        """Return the documents from which a sample's tokens come, in order."""
 
     def describe(self, num_samples: int) -> list[str]:
-        """Lines of the start-up log for a run that reads `num_samples` samples."""
+        """Return lines of the start-up log for a run that reads `num_samples` samples."""
 
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What the end of a document does to the tokens around it: the end-of-document token, or where the data has marks, the token
-    that they name. It belongs to the document that it ends."""
+    """Rules for the end of a document within a sample: whether positions restart, attention stops, and the next token counts in the
+    loss.
+
+    A document ends with the end-of-document token. If the data has marks (--data-loss-mask), it ends with the token that is marked
+    as the end instead. This token belongs to the document that it ends.
+    """
 
     eod: int
     reset_position_ids: bool = False
-    """Positions count from 0 in each document instead of from the start of the sample."""
+    """Count positions from 0 in each document instead of from the start of the sample."""
     reset_attention_mask: bool = False
-    """A token attends only to its own document."""
+    """Let a token attend only to its own document."""
     eod_mask_loss: bool = False
-    """Positions whose *input* is the end do not count in the loss: the start of the next document cannot be predicted."""
+    """Exclude positions whose *input* is the end of a document from the loss, because the start of the next document is
+    unpredictable."""
 
     @property
-    def every_stage_reads(self) -> bool:
-        """Whether all layers depend on the tokens' documents, not only the first (tokens) and the last (labels)."""
+    def needed_by_all_stages(self) -> bool:
+        """Whether all layers need to know the documents of the tokens. Otherwise only the first layer (tokens) and the last layer
+        (labels) need the data."""
         return self.reset_position_ids or self.reset_attention_mask
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one data rank reads in one forward pass."""
+    """Samples that one data rank reads for one forward pass, as arrays."""
 
     tokens: NDArray[np.int64]
     """Input ids, [b, s]."""
@@ -99,104 +110,117 @@ class Microbatch:
     loss_mask: NDArray[np.float32]
     """1 where the position counts in the loss, else 0, [b, s]."""
     first_sample: int
-    """Number of the first sample; the others follow it."""
+    """Index of the first sample. The other samples are consecutive."""
     positions: NDArray[np.int64] | None = None
-    """Position of each token, [b, s]; None where each sample counts from 0 to s - 1."""
-    bounds: NDArray[np.int32] | None = None
-    """Bounds of attention, [D + 1]: the token at which each document starts, with the samples laid end to end, and b x s. None
-    where a token attends to its whole sample."""
+    """Position of each token, [b, s]; None if the positions of each sample are 0 to s - 1."""
+    cu_seqlens: NDArray[np.int32] | None = None
+    """Cumulative lengths of the documents, [D + 1], with all samples laid end to end; None if a token attends to its whole sample.
+
+    Entry d is the token at which document d starts. The last entry is b x s.
+    """
 
 
 def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
-    """The microbatch of the `size` samples from `first_sample` on."""
+    """Read the microbatch of `size` samples from `first_sample` on."""
     windows, marks = source.samples(first_sample, size), source.marks(first_sample, size)
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
     loss_mask = np.ones(tokens.shape, dtype=np.float32)
     if marks is not None:
-        loss_mask[marks[:, 1:] & LEARNED == 0] = 0.0
+        loss_mask[marks[:, 1:] & IN_LOSS == 0] = 0.0
     if rules.eod_mask_loss:
-        loss_mask[_ends(tokens, marks, rules.eod)] = 0.0
-    positions = bounds = None
-    if rules.every_stage_reads:
-        found = document_bounds(_ends(tokens, marks, rules.eod))
+        loss_mask[_find_ends(tokens, marks, rules.eod)] = 0.0
+    positions = cu_seqlens = None
+    if rules.needed_by_all_stages:
+        document_offsets = compute_cu_seqlens(_find_ends(tokens, marks, rules.eod))
         if rules.reset_position_ids:
-            starts = found[:-1].astype(np.int64)
-            positions = (np.arange(tokens.size) - np.repeat(starts, np.diff(found))).reshape(tokens.shape)
-        bounds = found if rules.reset_attention_mask else None
-    return Microbatch(tokens, labels, loss_mask, first_sample, positions, bounds)
+            starts = document_offsets[:-1].astype(np.int64)
+            positions = (np.arange(tokens.size) - np.repeat(starts, np.diff(document_offsets))).reshape(tokens.shape)
+        cu_seqlens = document_offsets if rules.reset_attention_mask else None
+    return Microbatch(tokens, labels, loss_mask, first_sample, positions, cu_seqlens)
 
 
-def _ends(tokens: NDArray[np.int64], marks: NDArray[np.uint8] | None, eod: int) -> NDArray[np.bool_]:
-    """Which tokens [b, s] are the last of a document, by their marks [b, s + 1] or by themselves."""
-    ends = tokens == eod
+def _find_ends(tokens: NDArray[np.int64], marks: NDArray[np.uint8] | None, eod: int) -> NDArray[np.bool_]:
+    """Return which tokens [b, s] are the last of a document, by their marks [b, s + 1] or by the end-of-document id."""
+    is_end = tokens == eod
     if marks is not None:
-        ends = (ends & (marks[:, :-1] & ENDS_IF_EOD > 0)) | (marks[:, :-1] & ENDS > 0)
-    return ends
+        is_end = (is_end & (marks[:, :-1] & DOCUMENT_END_IF_EOD > 0)) | (marks[:, :-1] & DOCUMENT_END > 0)
+    return is_end
 
 
-def document_bounds(ends: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Where the documents of a microbatch begin, and b x s: [D + 1]. A sample ends its last document, whole or not.
+def compute_cu_seqlens(is_end: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return the cumulative lengths of the documents of a microbatch, [D + 1], with all samples laid end to end.
+
+    The end of a sample also ends its last document, even if the document is incomplete.
 
     Args:
-        ends: whether a token is the last of a document, [b, s].
+        is_end: whether each token is the last of a document, [b, s].
     """
-    ends = ends.copy()
-    ends[:, -1] = True
-    return np.concatenate([[0], np.flatnonzero(ends) + 1]).astype(np.int32)
+    is_end = is_end.copy()
+    is_end[:, -1] = True
+    return np.concatenate([[0], np.flatnonzero(is_end) + 1]).astype(np.int32)
 
 
-# ---- The order of the data as arithmetic: permutations that depend on a key.
+# ---- Order of the data: permutations that depend only on a key.
 #
-# All inputs are integers, so no state is kept, and neither restarts nor layouts can change what is read. Only the raw 64-bit stream
-# of PCG64 and the hash of SeedSequence are used: numpy promises both for ever, while ``Generator.permutation`` may change from one
-# numpy to the next.
+# A permutation is a function of integers. It has no state, so neither restarts nor layouts change the order. The code uses only the
+# raw 64-bit stream of PCG64 and the hash of SeedSequence, because numpy guarantees that these two never change.
+# ``Generator.permutation`` may change with a new version of numpy.
 
-# First number of a key. Keys that begin with the same one have the same length: SeedSequence hashes [1] and [1, 0] alike.
-DOCUMENTS, WINDOWS, MOCK_RULE, MOCK_SAMPLE, LEFT_WINDOWS, WRITTEN = 1, 2, 3, 4, 5, 6
+# First integer of a key: the use of the random numbers. Keys with the same first integer must have the same length, because
+# SeedSequence gives [1] and [1, 0] the same hash.
+DOCUMENT_ORDER, WINDOW_ORDER, MOCK_CIRCLE, MOCK_SAMPLE, UNREAD_WINDOW_ORDER, SHUFFLED_FILE = 1, 2, 3, 4, 5, 6
 
 Key = tuple[int, ...]
 _BLOCK = 1 << 20
 
 
-def random_numbers(count: int, key: Key) -> NDArray[np.uint64]:
-    """`count` uniform 64-bit numbers that follow from the key (stream, seed, split, epoch or sample, ...)."""
+def random_bits(count: int, key: Key) -> NDArray[np.uint64]:
+    """Return `count` uniform pseudo-random 64-bit integers that depend only on the key.
+
+    Args:
+        key: integers that identify the random stream: its purpose, the seed, the split, the epoch or sample, and so on.
+    """
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
 def permutation(count: int, key: Key) -> NDArray[np.integer]:
-    """The numbers below `count` in an order that depends on the key; int32 if that suffices.
+    """Return a permutation of the integers below `count` that depends only on the key (integers, as for `random_bits`); int32 if
+    possible.
 
-    It sorts (random bits, number) packed into one 64-bit word. The words are unique, so every sort gives the same result, at the
-    speed of a plain sort. Equal random bits (39 of them at 30 million) leave a pair in order: a bias far below anything visible.
+    The function sorts pairs (random bits, integer), each packed into 64 bits. All pairs differ, so every sorting algorithm gives
+    the same result, and sorting 64-bit integers is fast. Pairs with equal random bits (39 bits at 30 million integers) stay in
+    ascending order, which is a negligible bias.
     """
     bits = max(count - 1, 1).bit_length()
-    words = random_numbers(count, key)
-    words <<= np.uint64(bits)
-    for start in range(0, count, _BLOCK):  # in blocks: no second array of this size
-        words[start : start + _BLOCK] |= np.arange(start, min(start + _BLOCK, count), dtype=np.uint64)
-    words.sort()
-    words &= np.uint64((1 << bits) - 1)
-    return words.astype(index_dtype(count))
+    packed = random_bits(count, key)
+    packed <<= np.uint64(bits)
+    for start in range(0, count, _BLOCK):  # in blocks, so that no second array of this size is needed
+        packed[start : start + _BLOCK] |= np.arange(start, min(start + _BLOCK, count), dtype=np.uint64)
+    packed.sort()
+    packed &= np.uint64((1 << bits) - 1)
+    return packed.astype(index_dtype(count))
 
 
 def index_dtype(count: int) -> type[np.integer]:
-    """The smallest type that numbers `count` things (half the memory for all but the largest datasets)."""
+    """Return the smallest integer type for indices below `count`. All but the largest datasets need only half the memory."""
     return np.int32 if count <= 2**31 else np.int64
 
 
-# ---- Made-up tokens from which a model can learn, for trying things out without a dataset.
+# ---- Mock data: generated tokens from which a model can learn, for trials without a dataset.
 
-_MOST_TOKENS = 64
-_DOCUMENT_END = 0.1
+_MAX_CIRCLE = 64
+_END_PROBABILITY = 0.1
 
 
 class MockDataset(SampleSource):
-    """Samples in which each token follows from the one before, except after the end of a document.
+    """Source of mock samples, in which each token follows from the previous token, except after the end of a document.
 
-    The tokens run around a fixed circle of up to 64 ids, spread over the whole vocabulary so that every part of a split embedding
-    is used. One position in ten, at random, holds the end of a document instead, after which the run starts anywhere on the circle.
-    A model needs to learn 64 pairs, so the loss falls quickly: from log(vocab_size) to about 0.7 at 64 ids. The circle depends on
-    the seed alone, so the validation loss falls too.
+    The tokens run around a fixed circle of up to 64 ids. The ids are spread over the vocabulary so that every part of a sharded
+    embedding is used. At random, one position in ten holds the end-of-document token. After it, the tokens continue at a random id
+    of the circle.
+
+    A model needs to learn 64 pairs, so the loss falls quickly: from log(vocab_size) to about 0.7 at 64 ids. The circle depends only
+    on the seed, so the validation loss falls too.
 
     Raises:
         ValueError: the vocabulary is too small.
@@ -209,27 +233,27 @@ class MockDataset(SampleSource):
         self.seed = seed
         self.seq_length = seq_length
         self._eod = eod
-        count = min(vocab_size - 1, _MOST_TOKENS)
+        count = min(vocab_size - 1, _MAX_CIRCLE)
         ids = np.arange(count, dtype=np.int64) * (vocab_size - 1) // count
-        ids += ids >= eod  # every id but the end of document
-        self._circle = ids[permutation(count, (MOCK_RULE, seed, 0, 0))]
+        ids += ids >= eod  # all ids except the end-of-document id
+        self._circle = ids[permutation(count, (MOCK_CIRCLE, seed, 0, 0))]
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        made = [self._sample(number) for number in range(first, first + count)]
-        return np.stack(made) if made else np.empty((0, self.seq_length + 1), np.int64)
+        samples = [self._sample(sample_index) for sample_index in range(first, first + count)]
+        return np.stack(samples) if samples else np.empty((0, self.seq_length + 1), np.int64)
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        return [SamplePiece("made-up tokens", number, 0, self.seq_length + 1)]
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+        return [DocumentSpan("made-up tokens", sample_index, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
         return [f"{SPLIT_NAMES[self.split]}: made-up tokens (--mock-data), {len(self._circle) + 1} different ids, never repeated"]
 
-    def _sample(self, number: int) -> NDArray[np.int64]:
-        """Tokens of a sample: a function of (seed, split, number) and the position."""
-        draws, jumps = random_numbers(2 * (self.seq_length + 1), (MOCK_SAMPLE, self.seed, self.split, number)).reshape(2, -1)
+    def _sample(self, sample_index: int) -> NDArray[np.int64]:
+        """Return the tokens of a sample. They depend only on (seed, split, sample index) and the position in the sample."""
+        draws, jumps = random_bits(2 * (self.seq_length + 1), (MOCK_SAMPLE, self.seed, self.split, sample_index)).reshape(2, -1)
         positions = np.arange(self.seq_length + 1)
-        ends = draws < np.uint64(_DOCUMENT_END * 2**64)
-        # A run starts after an end (and at the first position) at a random place of the circle and moves on by one.
+        ends = draws < np.uint64(_END_PROBABILITY * 2**64)
+        # After each end of a document (and at the first position), start at a random id of the circle, then follow the circle.
         last_end = np.maximum.accumulate(np.where(ends, positions, 0))
-        places = (jumps[last_end] % np.uint64(len(self._circle))).astype(np.int64) + positions - last_end
-        return np.where(ends, self._eod, self._circle[places % len(self._circle)])
+        circle_indices = (jumps[last_end] % np.uint64(len(self._circle))).astype(np.int64) + positions - last_end
+        return np.where(ends, self._eod, self._circle[circle_indices % len(self._circle)])

@@ -1,4 +1,4 @@
-"""The training, validation and test data of a run. Datasets in files are imported where a run has some."""
+"""Training, validation and test data of a run. The code for datasets in files is imported only if the run reads files."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.config.data import DataConfig
-from megatron.config.imports import named
-from megatron.data.history import Blending, BlendPart, Phase
+from megatron.config.imports import import_object
+from megatron.data.history import BlendEntry, Blending, Phase
 from megatron.data.samples import DocumentRules, MockDataset, SampleSource
 from megatron.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class DataSplit(ABC):
-    """The data of one split."""
+    """Training, validation or test data of a run."""
 
     split: int
-    """0 training, 1 validation, 2 test."""
+    """Index of the split: 0 training, 1 validation, 2 test."""
     config: DataConfig
     seed: int
     seq_length: int
     vocab_size: int
     eod: int
     components: tuple[Any, ...] = ()
-    """The datasets of a blend; none where tokens are made up."""
+    """Datasets of the blend; empty for mock data."""
     blending: Blending = "none"
 
-    def parts(self) -> tuple[BlendPart, ...]:
-        """The datasets, as the history of a run names them."""
-        return tuple(component.part(whole_documents=self.config.whole_documents) for component in self.components)
+    def blend_entries(self) -> tuple[BlendEntry, ...]:
+        """Return the entries of the split's datasets in the history of the run (`history.py`)."""
+        return tuple(component.blend_entry(whole_documents=self.config.whole_documents) for component in self.components)
 
     def warnings(self, rules: DocumentRules) -> list[str]:
-        """Return what to warn of, since the data does not fit the rules about documents."""
+        """Return warnings about documents without the end-of-document tokens that the document rules need."""
         return []
 
     @abstractmethod
-    def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
-        """The samples of the split.
+    def build_source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_consumed: int | None = None) -> SampleSource:
+        """Build the source of the split's samples.
 
         Args:
-            num_samples: length of the run; with --data-order megatron it decides the order.
-            phases: the run's history, whose last phase reads these samples; empty where they are read from the start.
-            num_read: samples that are read, if fewer.
+            num_samples: number of samples of the run, on which the order depends with --data-order megatron.
+            phases: history of the run. The source gives the samples of the last phase. Empty to read from the start.
+            num_consumed: number of samples that are read, if it is less than `num_samples`.
 
         Raises:
-            DatasetError: the split of a dataset holds less than one sample.
+            DatasetError: a dataset of the split has less than one sample.
         """
 
 
 class MockSplit(DataSplit):
-    """Made-up tokens (--mock-data)."""
+    """Split of mock data (--mock-data)."""
 
-    def source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_read: int | None = None) -> SampleSource:
-        """See `DataSplit`."""
+    def build_source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_consumed: int | None = None) -> SampleSource:
+        """Build the source of mock samples."""
         return MockDataset(split=self.split, seed=self.seed, seq_length=self.seq_length, vocab_size=self.vocab_size, eod=self.eod)
 
 
 class Datasets(NamedTuple):
-    """The splits that a run reads; a split that is not needed is None."""
+    """Training, validation and test data of a run. A split that the run does not need is None."""
 
     train: DataSplit
     valid: DataSplit | None
@@ -70,21 +70,25 @@ class Datasets(NamedTuple):
 def open_datasets(
     config: DataConfig, *, seed: int, seq_length: int, tokenizer: Tokenizer, need_validation: bool, need_test: bool
 ) -> Datasets:
-    """Open and check the data before anything else is built. Only ranks that need samples call this.
+    """Open and check the datasets of all splits, before other parts of the run are built. Only ranks that need samples call this
+    function.
 
     Raises:
-        ValueError: no dataset, flags that are no blend, a damaged file, or a needed split that holds less than one sample.
+        ValueError: the settings name no dataset, the value of a flag is not a blend, a file is damaged, or a required split has
+            less than one sample.
     """
-    opened: dict[str, Any] = {}
+    datasets_by_prefix: dict[str, Any] = {}
 
-    def make(split: int) -> DataSplit:
+    def open_split_data(split: int) -> DataSplit:
         data: DataSplit
         if config.mock_data:
             data = MockSplit(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod)
         else:
-            open_split = named("megatron.data.datasets:open_split")
-            data = open_split(split, config, seed=seed, seq_length=seq_length, tokenizer=tokenizer, opened=opened)
-        data.source(num_samples=1)  # so that an empty split is found now
+            open_split = import_object("megatron.data.datasets:open_split")
+            data = open_split(
+                split, config, seed=seed, seq_length=seq_length, tokenizer=tokenizer, datasets_by_prefix=datasets_by_prefix
+            )
+        data.build_source(num_samples=1)  # raises now if the split is empty
         return data
 
-    return Datasets(make(0), make(1) if need_validation else None, make(2) if need_test else None)
+    return Datasets(open_split_data(0), open_split_data(1) if need_validation else None, open_split_data(2) if need_test else None)

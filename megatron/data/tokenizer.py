@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back."""
+"""Tokenizers: conversion between text and token ids."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig, TokenizerType
-from megatron.config.extras import optional
-from megatron.config.imports import named
+from megatron.config.extras import import_optional
+from megatron.config.imports import import_object
 
-# ---- Builds the tokenizer that the flags ask for, and says how many rows the word embedding has.
-
-# ---- The base class of tokenizers, and the plain ones: raw bytes, ids written as numbers, sentencepiece's models.
+# ---- Base class of tokenizers, and simple tokenizers: raw bytes, ids as text, sentencepiece models.
 
 
 class Tokenizer(ABC):
-    """Turns text into token ids and back."""
+    """Converter between text and token ids."""
 
     vocab_size: int
-    """Every id, special ones included, is below it."""
+    """Number that is greater than every id, including special ids."""
     eod: int
     """Id that ends a document."""
     bos: int | None = None
-    """Id that begins a text, if there is one. Only Llama2Tokenizer puts it there."""
+    """Id that starts a text, or None. Only Llama2Tokenizer adds this id when it encodes."""
     pad: int | None = None
-    """Id for padding, if there is one."""
+    """Id for padding, or None."""
 
     @abstractmethod
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        """Ids of a text, as an array of some integer type, perhaps read-only. Ordinary text never gives `eod`.
+        """Return the ids of a text as an integer array, which may be read-only. Ordinary text never yields `eod`.
 
         Raises:
-            ValueError: the text cannot be encoded; it holds half a surrogate pair, for example.
+            ValueError: the text cannot be encoded, for example because it has half a surrogate pair.
         """
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `encode_array` as a list."""
+        """Return the ids of a text as a list."""
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; `eod` has none. Bytes that are not UTF-8 (a cut character) show as U+FFFD."""
+        """Return the text of these ids. `eod` yields no text. Bytes that are not valid UTF-8 (a truncated character) become
+        U+FFFD."""
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and an id for the end of a document."""
+    """Tokenizer whose ids are the 256 bytes of UTF-8, and one id for the end of a document."""
 
     vocab_size = 257
     eod = 256
@@ -63,7 +62,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is already ids: numbers from 0 to size - 1 separated by blanks. The end of a document is `size`.
+    """Tokenizer for text that consists of ids: integers from 0 to size - 1, separated by spaces. The id `size` ends a document.
 
     Raises:
         ValueError: the size is not positive.
@@ -75,40 +74,41 @@ class NullTokenizer(Tokenizer):
         self.vocab_size, self.eod = size + 1, size
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        words = text.split()
-        for word in words:
+        numbers = text.split()
+        for word in numbers:
             if not (word.isascii() and word.isdigit() and int(word) < self.eod):
                 raise ValueError(f"{word!r} is not an id from 0 to {self.eod - 1} (--vocab-size {self.eod} of NullTokenizer)")
-        return np.array([int(word) for word in words], np.int64)
+        return np.array([int(word) for word in numbers], np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(id) for id in ids if id != self.eod)
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model. The end of a document is the model's end-of-sentence id.
+    """Tokenizer with a sentencepiece model. The model's end-of-sentence id ends a document.
 
-    A model trained with byte_fallback and without normalisation (as by tools/train_tokenizer.py) gives back every text exactly,
-    except U+2581: that is sentencepiece's sign for a blank, and comes back as one. Other models give back the normalised text.
+    A model that was trained with byte_fallback and without normalization (as by tools/train_tokenizer.py) reproduces every text
+    exactly, with one exception: sentencepiece uses U+2581 for a space, so this character is decoded as a space. Other models return
+    normalized text.
 
     Args:
-        path: Model file (``--tokenizer-model``).
-        add_bos: Put the model's beginning-of-sentence id before each text, as Llama 2 was trained.
+        path: model file (``--tokenizer-model``).
+        add_bos: add the model's beginning-of-sentence id before each text, as in the training of Llama 2.
 
     Raises:
-        ValueError: not a sentencepiece model, or one without the ids that are needed.
+        ValueError: the file is not a sentencepiece model, or the model lacks a required id.
     """
 
     def __init__(self, path: Path, *, add_bos: bool = False) -> None:
-        library = optional("sentencepiece", f"--tokenizer-model {path} needs sentencepiece")
+        library = import_optional("sentencepiece", f"--tokenizer-model {path} needs sentencepiece")
 
         try:
             self._model = library.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise ValueError(
                 f"--tokenizer-model {path} is not a sentencepiece model: {error}\n"
-                "  It is not whole, or of another kind: tokenizer.json is read with --tokenizer-type HuggingFaceTokenizer, "
-                "tiktoken's files (Llama 3) with TikTokenizer."
+                "  It is truncated or of another type: use --tokenizer-type HuggingFaceTokenizer for tokenizer.json, TikTokenizer "
+                "for tiktoken's files (Llama 3)."
             ) from error
         self.vocab_size = self._model.vocab_size()
         self.eod = self._model.eos_id()
@@ -119,27 +119,27 @@ class SentencePieceTokenizer(Tokenizer):
                     f"--tokenizer-model {path} has no {name} id, which this tokenizer type needs.\n"
                     f"  Train the model with {name}_id set (sentencepiece's default)."
                 )
-        self._first = np.array([self.bos] if add_bos else [], np.int32)
+        self._prefix = np.array([self.bos] if add_bos else [], np.int32)
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        raw = text.encode()  # of half a surrogate pair the library itself says only that the type is wrong
+        raw = text.encode()  # raises a clear error for half a surrogate pair, unlike the library
         ids: NDArray[np.int32]
         if hasattr(self._model, "encode_as_numpy"):
             ids = self._model.encode_as_numpy(raw)
         else:  # before sentencepiece 0.2.2
             ids = np.array(self._model.encode(raw), np.int32)
-        return np.concatenate((self._first, ids)) if ids.size and self._first.size else ids
+        return np.concatenate((self._prefix, ids)) if ids.size and self._prefix.size else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode([int(id) for id in ids if id != self.eod])
         return text
 
 
-def required_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:
-    """The tokenizer.json that --tokenizer-model names: the file, or its folder.
+def require_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:
+    """Return the path of the tokenizer.json that --tokenizer-model names. The flag may also name the folder of this file.
 
     Raises:
-        ValueError: the flag is missing, or the file.
+        ValueError: the flag is not set, or the file does not exist.
     """
     if path is not None and Path(path).is_dir():
         path = str(Path(path) / "tokenizer.json")
@@ -148,14 +148,14 @@ def required_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:
             f"--tokenizer-model {path}: there is no such file or folder, and nothing is downloaded.\n"
             f"  --tokenizer-type {tokenizer_type} reads a tokenizer.json, or a folder that holds one; save the tokenizer there."
         )
-    return required_file("--tokenizer-model", path, tokenizer_type)
+    return require_file("--tokenizer-model", path, tokenizer_type)
 
 
-def required_file(flag: str, path: str | None, tokenizer_type: str) -> Path:
-    """The file that a flag names.
+def require_file(flag: str, path: str | None, tokenizer_type: str) -> Path:
+    """Return the path of the file that a flag names.
 
     Raises:
-        ValueError: the flag is missing, or the file.
+        ValueError: the flag is not set, or the file does not exist.
     """
     if path is None:
         raise ValueError(f"--tokenizer-type {tokenizer_type} needs {flag} FILE.")
@@ -164,68 +164,77 @@ def required_file(flag: str, path: str | None, tokenizer_type: str) -> Path:
     return Path(path)
 
 
-def embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
-    """Rows of the word embedding: the ids of the tokenizer, or more by --vocab-size (weights from elsewhere may have spare rows).
+def compute_embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
+    """Return the number of rows of the word embedding: the number of the tokenizer's ids, or --vocab-size if it is set.
+
+    --vocab-size may be larger, because imported weights may have spare rows. NullTokenizer and TikTokenizer already include
+    --vocab-size in their number of ids.
 
     Raises:
-        ValueError: --vocab-size is less than the tokenizer's ids.
+        ValueError: --vocab-size is smaller than the number of the tokenizer's ids.
     """
-    asked = config.vocab_size
-    if asked is None or config.tokenizer_type in ("NullTokenizer", "TikTokenizer"):  # these are made of it
+    requested_rows = config.vocab_size
+    if requested_rows is None or config.tokenizer_type in ("NullTokenizer", "TikTokenizer"):  # these use --vocab-size themselves
         return tokenizer.vocab_size
-    if asked < tokenizer.vocab_size:
+    if requested_rows < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size {asked:,} is less than the {tokenizer.vocab_size:,} ids of the tokenizer "
+            f"--vocab-size {requested_rows:,} is less than the {tokenizer.vocab_size:,} ids of the tokenizer "
             f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each: leave "
             f"--vocab-size out, or give at least that number."
         )
-    return asked
+    return requested_rows
 
 
-def planned_rows(config: DataConfig) -> int:
-    """Rows of the word embedding for a dry run: from --vocab-size alone where that says so, without the tokenizer's files.
+def predict_embedding_rows(config: DataConfig) -> int:
+    """Return the number of rows of the word embedding for a dry run. If --vocab-size is sufficient, the tokenizer's files are not
+    read.
 
     Raises:
-        ValueError: no size is known, or a file is missing or of another kind.
+        ValueError: the vocabulary size is not known, or a file is missing or of another type.
     """
     if config.vocab_size is not None and config.tokenizer_type != "NullTokenizer":
         return config.vocab_size
     if config.tokenizer_type is None:
-        raise ValueError("the size of the vocabulary is not known: --vocab-size N says it, or --tokenizer-type with its files.")
-    return embedding_rows(build_tokenizer(config), config)
+        raise ValueError("the size of the vocabulary is not known: set --vocab-size N, or --tokenizer-type with its files.")
+    return compute_embedding_rows(build_tokenizer(config), config)
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """Make the tokenizer from local files; nothing is downloaded.
+    """Build the tokenizer from local files. Nothing is downloaded.
 
     Raises:
-        ValueError: no type, a missing flag or file, or a file of another kind.
+        ValueError: no tokenizer type is set, a flag or file is missing, or a file is of another type.
     """
-    kind = config.tokenizer_type
-    if kind == "ByteTokenizer":
+    tokenizer_type = config.tokenizer_type
+    if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
-    if kind == "NullTokenizer":
+    if tokenizer_type == "NullTokenizer":
         if config.vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size N.")
         return NullTokenizer(config.vocab_size)
-    if kind == "GPT2BPETokenizer":
-        vocab_file = required_file("--vocab-file", config.vocab_file, kind)
-        return _byte_bpe("read_gpt2_bpe", vocab_file, required_file("--merge-file", config.merge_file, kind))
-    if kind == "HuggingFaceTokenizer":
-        found: Tokenizer = named("megatron_lab.tokenizers.huggingface:HuggingFaceTokenizer")(
-            required_tokenizer_json(config.tokenizer_model, kind)
+    if tokenizer_type == "GPT2BPETokenizer":
+        vocab_file = require_file("--vocab-file", config.vocab_file, tokenizer_type)
+        return _build_byte_bpe("read_gpt2_bpe", vocab_file, require_file("--merge-file", config.merge_file, tokenizer_type))
+    if tokenizer_type == "HuggingFaceTokenizer":
+        tokenizer: Tokenizer = import_object("megatron_lab.tokenizers.huggingface:HuggingFaceTokenizer")(
+            require_tokenizer_json(config.tokenizer_model, tokenizer_type)
         )
-        return found
-    if kind == "TikTokenizer":
-        return _byte_bpe("read_tiktoken", required_file("--tokenizer-model", config.tokenizer_model, kind), config)
-    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        path = required_file("--tokenizer-model", config.tokenizer_model, kind)
-        return SentencePieceTokenizer(path, add_bos=kind == "Llama2Tokenizer")
-    raise ValueError(f"--tokenizer-type must be one of {', '.join(get_args(TokenizerType))}, not {kind}.")
+        return tokenizer
+    if tokenizer_type == "TikTokenizer":
+        return _build_byte_bpe("read_tiktoken", require_file("--tokenizer-model", config.tokenizer_model, tokenizer_type), config)
+    if tokenizer_type in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        path = require_file("--tokenizer-model", config.tokenizer_model, tokenizer_type)
+        return SentencePieceTokenizer(path, add_bos=tokenizer_type == "Llama2Tokenizer")
+    raise ValueError(f"--tokenizer-type must be one of {', '.join(get_args(TokenizerType))}, not {tokenizer_type}.")
 
 
-def _byte_bpe(reader: str, *source: object) -> Tokenizer:
-    """The tokenizer of a vocabulary, which a function of `vocabulary_files.py` reads."""
-    vocabulary = named(f"megatron_lab.tokenizers.vocabulary_files:{reader}")(*source)
-    found: Tokenizer = named("megatron_lab.tokenizers.byte_bpe:ByteBPETokenizer")(vocabulary)
-    return found
+def _build_byte_bpe(reader: str, *source: object) -> Tokenizer:
+    """Build a byte-level BPE tokenizer.
+
+    Args:
+        reader: name of the function of `vocabulary_files.py` that reads the vocabulary.
+        source: arguments of this function.
+    """
+    vocabulary = import_object(f"megatron_lab.tokenizers.vocabulary_files:{reader}")(*source)
+    tokenizer: Tokenizer = import_object("megatron_lab.tokenizers.byte_bpe:ByteBPETokenizer")(vocabulary)
+    return tokenizer

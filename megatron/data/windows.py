@@ -1,4 +1,5 @@
-"""The documents of a split, and one pass over them: laid end to end, cut into windows, the windows in an order."""
+"""Documents of a split laid end to end, and the windows of tokens that are cut from them, in the order in which one pass reads
+them."""
 
 from __future__ import annotations
 
@@ -15,10 +16,14 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.samples import Key, permutation
 
 
-def split_documents(text: str, num_documents: int) -> tuple[range, range, range]:
-    """The documents of each split: consecutive ranges whose bounds are rounded fractions of all documents.
+def split_document_ranges(text: str, num_documents: int) -> tuple[range, range, range]:
+    """Return the documents of the training, validation and test split. Each split is a consecutive range of documents.
 
-    Rounding (halves to even, of a running sum of shares) is Megatron's, so the same file splits at the same documents.
+    The bounds are rounded as in Megatron-LM (half to even, of the cumulative shares), so that a dataset is split at the same
+    documents.
+
+    Args:
+        text: shares of the splits, as for --split.
     """
     bounds = [round(share * num_documents) for share in itertools.accumulate(parse_split(text), initial=0.0)]
     train, valid, test = (range(start, stop) for start, stop in itertools.pairwise(bounds))
@@ -27,16 +32,17 @@ def split_documents(text: str, num_documents: int) -> tuple[range, range, range]
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents of a split, the seed of their order, and the sequence length."""
+    """Documents of a split that are read in one order: the dataset, the range of documents, the seed of the order and the sequence
+    length."""
 
     dataset: IndexedDataset
     documents: range
     """Consecutive documents that belong to the split."""
     split: int
-    """0 training, 1 validation, 2 test."""
+    """Index of the split: 0 training, 1 validation, 2 test."""
     seed: int
     seq_length: int
-    """Tokens that the model reads at once."""
+    """Number of tokens that the model reads per sample."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -45,16 +51,17 @@ class Selection:
 
 
 class DocumentLayout(NamedTuple):
-    """Documents laid end to end."""
+    """Concatenation of documents into one long row of tokens: which sequences of the dataset follow each other, and where each
+    starts."""
 
     sequences: NDArray[np.integer]
-    """Indices of sequences of the dataset, in the order in which they are laid."""
+    """Indices of the dataset's sequences, in the order in which they are concatenated."""
     starts: NDArray[np.int64]
-    """Token at which each of them starts, and the end of the last."""
+    """Position of the first token of each sequence in the concatenation, followed by the total number of tokens."""
 
 
 def lay_out(dataset: IndexedDataset, documents: NDArray[np.integer]) -> DocumentLayout:
-    """Lay documents end to end in the order in which they are given."""
+    """Return the layout in which these documents are concatenated in the given order."""
     sequences = dataset.sequences(documents)
     starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(dataset.lengths[sequences], out=starts[1:])
@@ -63,136 +70,149 @@ def lay_out(dataset: IndexedDataset, documents: NDArray[np.integer]) -> Document
 
 @dataclass(frozen=True)
 class Intervals:
-    """Disjoint ranges of tokens of a layout, in rising order: `begins` included, `ends` excluded."""
+    """Disjoint ranges of tokens in the concatenated documents of a `DocumentLayout`, in ascending order. `starts` are included,
+    `ends` excluded."""
 
-    begins: NDArray[np.int64]
+    starts: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     @property
     def num_predicted(self) -> int:
-        """Number of tokens that follow another token of their interval."""
-        return int((self.ends - self.begins - 1).sum())
+        """Number of tokens that follow another token of their interval, and so can be labels."""
+        return int((self.ends - self.starts - 1).sum())
 
 
 class Windows(NamedTuple):
-    """Windows of seq_length + 1 tokens, in the order in which they are read.
+    """Windows of seq_length + 1 tokens, cut from intervals of a document layout, in the order in which they are read.
 
-    The windows of an interval overlap by one token, so that every token but the first is predicted once.
+    Consecutive windows of an interval overlap by one token, so that every token of the interval but the first is a label once.
     """
 
-    begins: NDArray[np.int64]
-    """Token at which each interval begins."""
-    firsts: NDArray[np.int64]
-    """Index of the first window of each interval, and the number of all windows."""
+    interval_starts: NDArray[np.int64]
+    """First token of each interval."""
+    first_windows: NDArray[np.int64]
+    """Index of the first window of each interval, followed by the total number of windows."""
     order: NDArray[np.integer]
-    """Index of the window at each position of the order."""
+    """Index of the window that is read at each position."""
     seq_length: int
 
-    def starts(self, windows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The token at which each window starts."""
-        at = self.firsts.searchsorted(windows, side="right") - 1
-        return self.begins[at] + (windows - self.firsts[at]) * self.seq_length
+    def starts(self, window_indices: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the first token of each window, as a position in the concatenated documents."""
+        interval = self.first_windows.searchsorted(window_indices, side="right") - 1
+        return self.interval_starts[interval] + (window_indices - self.first_windows[interval]) * self.seq_length
 
-    def left(self, num_read: int) -> Intervals:
-        """What is unread after the first `num_read` positions. Consecutive windows are joined again."""
+    def unread_intervals(self, num_consumed: int) -> Intervals:
+        """Return the intervals of tokens that are unread after the first `num_consumed` windows are read. Adjacent unread windows
+        form one interval."""
         unread = np.ones(len(self.order), dtype=bool)
-        unread[self.order[:num_read]] = False
+        unread[self.order[:num_consumed]] = False
         starts = self.starts(np.flatnonzero(unread))
-        # Windows of two intervals are never neighbours: at least one window that was read lies between them.
-        breaks = np.flatnonzero(np.diff(starts) != self.seq_length)
+        # Windows of different intervals are never adjacent: at least one consumed window is between them.
+        gaps = np.flatnonzero(np.diff(starts) != self.seq_length)
         return Intervals(
-            starts[np.concatenate([[0], breaks + 1])[: len(starts)]],
-            starts[np.concatenate([breaks, [-1]])[: len(starts)]] + self.seq_length + 1,
+            starts[np.concatenate([[0], gaps + 1])[: len(starts)]],
+            starts[np.concatenate([gaps, [-1]])[: len(starts)]] + self.seq_length + 1,
         )
 
 
-def cut(intervals: Intervals, seq_length: int, key: Key) -> Windows:
-    """Cut each interval into windows, and permute them by the key. What is too short for a window is left out."""
-    begins, firsts = cut_points(intervals, seq_length)
-    return Windows(begins, firsts, permutation(int(firsts[-1]), key), seq_length)
+def cut_windows(intervals: Intervals, seq_length: int, key: Key) -> Windows:
+    """Cut each interval into windows and permute the windows. The tokens at the end of an interval that are too few for a window
+    are left out.
+
+    Args:
+        key: integers that determine the permutation (`random_bits`).
+    """
+    interval_starts, first_windows = window_offsets(intervals, seq_length)
+    return Windows(interval_starts, first_windows, permutation(int(first_windows[-1]), key), seq_length)
 
 
-def cut_points(intervals: Intervals, seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`begins` and `firsts` of the windows of these intervals."""
-    counts = (intervals.ends - intervals.begins - 1) // seq_length
-    return intervals.begins, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+def window_offsets(intervals: Intervals, seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return `Windows.interval_starts` and `Windows.first_windows` for windows that are cut from these intervals."""
+    counts = (intervals.ends - intervals.starts - 1) // seq_length
+    return intervals.starts, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
 PassIndex = tuple[DocumentLayout, Windows]
-"""The order of one pass."""
+"""Layout of the documents in one pass, and the windows in the order of the pass."""
 
 
-class SamplePlace(NamedTuple):
-    """The place of a sample in the passes."""
+class SamplePosition(NamedTuple):
+    """Position of a sample: the pass over the data that contains the sample, and the position in this pass."""
 
-    pass_number: int
+    pass_index: int
     position: int
-    """Position in the pass."""
-    num_left: int
-    """Samples of the pass from this one on."""
+    """Position in the pass, counted in samples."""
+    num_remaining: int
+    """Number of samples in the pass from this sample on."""
 
 
 class SampleOrder(Protocol):
-    """Says which window of which pass each sample is."""
+    """Interface of an order of samples: for each sample index, the pass over the data and the window in this pass."""
 
     samples_per_epoch: int
 
-    def place(self, number: int) -> SamplePlace:
-        """Place of a sample.
+    def locate(self, sample_index: int) -> SamplePosition:
+        """Return the position of a sample.
 
         Raises:
-            DatasetError: the order ends before it.
+            DatasetError: the order has fewer samples.
         """
 
-    def index(self, pass_number: int) -> PassIndex:
-        """The order of a pass. Takes seconds for a large dataset that is not in the cache."""
+    def index(self, pass_index: int) -> PassIndex:
+        """Return the document layout and the windows of a pass. For a large dataset that is not in the cache, this takes
+        seconds."""
 
     def describe(self, num_samples: int) -> list[str]:
-        """Words for the log: which epochs `num_samples` samples take, and what is left out. One line, or two."""
+        """Return log lines about a run that reads `num_samples` samples: the epochs that the samples cover, and the tokens that are
+        left out."""
 
 
-# ---- Parts of the sequences of an indexed dataset, and what is read of them.
+# ---- Spans of the sequences of an indexed dataset, and their values.
 
 
-class SequencePieces(NamedTuple):
-    """Parts of sequences that, one after another, make up windows or whole documents."""
+class SequenceSpans(NamedTuple):
+    """Ranges of consecutive tokens in stored sequences. Their concatenation is one or more windows, or complete documents."""
 
     sequences: NDArray[np.integer]
-    first: NDArray[np.int64]
-    """Index of the first token within the sequence."""
+    first_tokens: NDArray[np.int64]
+    """Index of each span's first token within its sequence."""
     counts: NDArray[np.int64]
 
 
-def joined(dataset: IndexedDataset, pieces: SequencePieces) -> NDArray[np.integer]:
-    """What a dataset has in these pieces, one after another."""
-    dataset.check_whole()
-    width, data = dataset.dtype.itemsize, dataset.data
-    begins = dataset.offsets[pieces.sequences] + pieces.first * width
-    ends = begins + pieces.counts * width
-    # One join of views is several times as fast as a copy by numpy for each piece, or than gathering token by token.
+def read_spans(dataset: IndexedDataset, spans: SequenceSpans) -> NDArray[np.integer]:
+    """Return the values of these spans of a dataset, concatenated: tokens, or the bytes of a loss mask."""
+    dataset.check_not_truncated()
+    itemsize, data = dataset.dtype.itemsize, dataset.data
+    starts = dataset.offsets[spans.sequences] + spans.first_tokens * itemsize
+    ends = starts + spans.counts * itemsize
+    # Joining views is several times as fast as a numpy copy per span or as gathering single tokens.
     return np.frombuffer(
-        b"".join([data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]), dataset.dtype
+        b"".join([data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]), dataset.dtype
     )
 
 
-def pieces_of(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> SequencePieces:
-    """The pieces of windows of `length` tokens that start at these tokens of the layout."""
-    # Methods of arrays: numpy's functions of the same names cost twice as much for a single window.
-    at = layout.starts.searchsorted(starts, side="right") - 1
-    counts = layout.starts.searchsorted(starts + (length - 1), side="right") - at
-    at = (at - counts.cumsum() + counts).repeat(counts)
-    at += np.arange(len(at))  # at, at + 1, ... of each window
-    window_starts, sequence_starts = starts.repeat(counts), layout.starts[at]
-    begins = np.maximum(sequence_starts, window_starts)
-    ends = np.minimum(layout.starts[at + 1], window_starts + length)
-    return SequencePieces(layout.sequences[at], begins - sequence_starts, ends - begins)
+def window_spans(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> SequenceSpans:
+    """Return the spans of windows, each of `length` tokens.
+
+    Args:
+        starts: first token of each window, as a position in the concatenated documents of the layout.
+    """
+    # Array methods: for a single window, the numpy functions of these names take twice as long.
+    sequence_index = layout.starts.searchsorted(starts, side="right") - 1
+    counts = layout.starts.searchsorted(starts + (length - 1), side="right") - sequence_index
+    sequence_index = (sequence_index - counts.cumsum() + counts).repeat(counts)
+    sequence_index += np.arange(len(sequence_index))  # consecutive sequences for each window
+    window_starts, sequence_starts = starts.repeat(counts), layout.starts[sequence_index]
+    span_starts = np.maximum(sequence_starts, window_starts)
+    span_ends = np.minimum(layout.starts[sequence_index + 1], window_starts + length)
+    return SequenceSpans(layout.sequences[sequence_index], span_starts - sequence_starts, span_ends - span_starts)
 
 
 class TokenReader:
-    """Reads tokens of a dataset, and checks that each is a row of the vocabulary.
+    """Reader of a dataset's tokens that checks them against the vocabulary size.
 
     Args:
-        vocab_size: every token id must be below it.
+        vocab_size: upper bound of token ids, exclusive.
     """
 
     def __init__(self, dataset: IndexedDataset, vocab_size: int) -> None:
@@ -200,18 +220,22 @@ class TokenReader:
         self._may_be_negative = dataset.dtype.kind == "i"
         self._may_be_beyond = self._may_be_negative or 1 << 8 * dataset.dtype.itemsize > vocab_size
 
-    def read(self, pieces: SequencePieces) -> NDArray[np.integer]:
-        """The tokens of pieces, one after another, each a row of the vocabulary."""
-        tokens = joined(self._dataset, pieces)
+    def read(self, spans: SequenceSpans) -> NDArray[np.integer]:
+        """Return the tokens of these spans, concatenated.
+
+        Raises:
+            DatasetError: a token id is negative or not below the vocabulary size.
+        """
+        tokens = read_spans(self._dataset, spans)
         if (self._may_be_beyond and tokens.max() >= self._vocab_size) or (self._may_be_negative and tokens.min() < 0):
-            self._refuse(tokens, pieces)
+            self._raise_invalid_token(tokens, spans)
         return tokens
 
-    def _refuse(self, tokens: NDArray[np.integer], pieces: SequencePieces) -> None:
+    def _raise_invalid_token(self, tokens: NDArray[np.integer], spans: SequenceSpans) -> None:
         dataset, position = self._dataset, int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
-        at = int(np.searchsorted(np.cumsum(pieces.counts), position, side="right"))
+        i = int(np.searchsorted(np.cumsum(spans.counts), position, side="right"))
         raise DatasetError(
-            f"{dataset.prefix}: document {dataset.document_of(int(pieces.sequences[at])):,} has token id {tokens[position]:,}, but "
+            f"{dataset.prefix}: document {dataset.document_of(int(spans.sequences[i])):,} has token id {tokens[position]:,}, but "
             f"the tokenizer has {self._vocab_size:,} ids (0 to {self._vocab_size - 1:,}).\n"
             "  The dataset was made with another tokenizer: give that one (--tokenizer-type and its files, or --vocab-size), or "
             "make the dataset again with tools/preprocess_data.py."
