@@ -1,4 +1,4 @@
-"""Copies the model over the ranks of a data group, or shards its state over them, and sums gradients."""
+"""Data parallelism: replicates the model over the data ranks or shards its state over them, and reduces gradients."""
 
 from megatron.moved import find_moved
 

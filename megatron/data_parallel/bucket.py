@@ -1,8 +1,8 @@
-"""One bucket: parameters in one flat buffer, their gradients in another, reduced and gathered together.
+"""Bucket of parameters: one flat buffer for parameters and one for gradients, reduced and gathered together.
 
-`WholeBucket` keeps the gradients of all its parameters through the step and reduces them once, after the last microbatch: by an
-all-reduce, or by a reduce-scatter where each rank updates only its slice. `SlicedBucket` keeps only this rank's slice. The
-gradients of a microbatch lie in a buffer borrowed from a `BufferPool` until they are reduced.
+`FullGradBucket` keeps the gradients of all its parameters through the step. It reduces them once, after the last microbatch: by an
+all-reduce, or by a reduce-scatter if each rank updates only its slice. `ShardedGradBucket` keeps only this rank's slice of the
+gradients. The gradients of a microbatch are in a buffer borrowed from a `BufferPool` until they are reduced.
 """
 
 from __future__ import annotations
@@ -16,420 +16,477 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.data_parallel.bucket_plan import BucketPlan, Placed
-from megatron.data_parallel.provider import Inspect
-from megatron.parallel.accumulate import GradSink, WriteCount, check_writes
-from megatron.parallel.boxes import FlatPiece, PlacedBox
+from megatron.data_parallel.bucket_plan import BucketParam, BucketPlan
+from megatron.data_parallel.provider import GradInspector
+from megatron.parallel.accumulate import GradCounter, GradSink, check_grad_counts
 from megatron.parallel.collectives import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord, Shard, ShardGroup
+from megatron.parallel.tensor_slice import BufferSlice, FlatRange
 
-# With one microbatch's reductions as long as its forward and backward, which is the most that can be hidden, fewer than four in
-# flight make backward wait: at 9 buckets and 4 microbatches a step takes (simulated) 1.25 times the computation with 2, 1.17 with
-# 3, 1.11 with 4 and with any number.
-_MOST_IN_FLIGHT = 4
-# Elements. Buckets grow with the data group (`default_bucket_size`), but what passes through should not outgrow what is sharded.
-_MOST_ELEMENTS = 160_000_000
+# Maximum number of buffers whose reductions are in flight. With fewer than four, backward waits if the reductions of a microbatch
+# take as long as its forward and backward, which is the most that overlap can hide. Simulated with 9 buckets and 4 microbatches, a
+# step takes 1.25 times the computation with 2 buffers, 1.17 times with 3, and 1.11 times with 4 or more.
+_MAX_IN_FLIGHT = 4
+# Maximum number of elements in flight. Buckets grow with the data group (`default_bucket_size`), but buffers in flight should not
+# outgrow the sharded gradients.
+_MAX_ELEMENTS = 160_000_000
 
 
 class BufferPool:
-    """Flat buffers of one dtype, lent to buckets.
+    """Pool of flat buffers of one dtype, which buckets borrow for gradients.
 
-    A buffer is given back while a reduction still reads it, and lent again when that has ended. If too many wait for their
-    reductions and one more is needed, the pool waits for the oldest. So memory is bounded whatever the network's speed, and nobody
-    waits before there is need.
+    A bucket returns a buffer while a reduction still reads it; the pool lends it again once the reduction has ended. If too many
+    buffers wait for their reductions and another one is requested, the pool waits for the oldest reduction. So memory is bounded at
+    any network speed, and the pool waits only when a bucket requests a buffer.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._free: list[torch.Tensor] = []
+        self._free_buffers: list[torch.Tensor] = []
         self._in_flight: deque[tuple[torch.Tensor, Callable[[], object]]] = deque()
         self.buffers: list[torch.Tensor] = []
         """All buffers that exist, lent or not."""
 
-    def take(self, size: int) -> torch.Tensor:
-        """Lend a buffer of at least `size` elements with any content: the smallest free one that is large enough, else a new one,
-        which replaces the largest free one if there is any. So in the end there are no more than are needed at once."""
-        while not (fitting := [buffer for buffer in self._free if buffer.numel() >= size]) and self._is_full(size):
-            self._settle()
-        if not fitting:
-            if self._free:
-                largest = max(self._free, key=torch.Tensor.numel)
-                self._free, self.buffers = _without(self._free, largest), _without(self.buffers, largest)
-            made = torch.empty(size, dtype=self._dtype, device=self._device)
-            self.buffers.append(made)
-            return made
-        found = min(fitting, key=torch.Tensor.numel)
-        self._free = _without(self._free, found)
-        return found
+    def acquire(self, size: int) -> torch.Tensor:
+        """Lend a buffer of at least `size` elements, with undefined content.
 
-    def give_back(self, buffer: torch.Tensor, wait: Callable[[], object]) -> None:
-        """Take back a buffer, which may be written again after `wait()`."""
+        The pool lends the smallest free buffer that is large enough. Otherwise it allocates a new buffer, which replaces the
+        largest free buffer if there is one. So in the long run the pool holds no more buffers than are needed at once.
+        """
+        while not (fitting := [buffer for buffer in self._free_buffers if buffer.numel() >= size]) and self._is_full(size):
+            self._wait_oldest()
+        if not fitting:
+            if self._free_buffers:
+                largest = max(self._free_buffers, key=torch.Tensor.numel)
+                self._free_buffers, self.buffers = _without(self._free_buffers, largest), _without(self.buffers, largest)
+            new_buffer = torch.empty(size, dtype=self._dtype, device=self._device)
+            self.buffers.append(new_buffer)
+            return new_buffer
+        smallest = min(fitting, key=torch.Tensor.numel)
+        self._free_buffers = _without(self._free_buffers, smallest)
+        return smallest
+
+    def release_after(self, buffer: torch.Tensor, wait: Callable[[], object]) -> None:
+        """Take back a buffer that may be overwritten after `wait()` has returned."""
         self._in_flight.append((buffer, wait))
 
-    def free(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that nobody reads."""
-        self._free.append(buffer)
+    def release(self, buffer: torch.Tensor) -> None:
+        """Take back a buffer that no operation reads."""
+        self._free_buffers.append(buffer)
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all reductions that still read a buffer."""
         while self._in_flight:
-            self._settle()
+            self._wait_oldest()
 
     def _is_full(self, size: int) -> bool:
-        waiting = sum(buffer.numel() for buffer, _ in self._in_flight)
-        return bool(self._in_flight) and (len(self._in_flight) >= _MOST_IN_FLIGHT or waiting + size > _MOST_ELEMENTS)
+        num_waiting = sum(buffer.numel() for buffer, _ in self._in_flight)
+        return bool(self._in_flight) and (len(self._in_flight) >= _MAX_IN_FLIGHT or num_waiting + size > _MAX_ELEMENTS)
 
-    def _settle(self) -> None:
+    def _wait_oldest(self) -> None:
         buffer, wait = self._in_flight.popleft()
         wait()
-        self._free.append(buffer)
+        self._free_buffers.append(buffer)
 
 
-def _without(buffers: list[torch.Tensor], one: torch.Tensor) -> list[torch.Tensor]:
-    return [buffer for buffer in buffers if buffer is not one]
+def _without(buffers: list[torch.Tensor], removed: torch.Tensor) -> list[torch.Tensor]:
+    return [buffer for buffer in buffers if buffer is not removed]
 
 
-class Narrowed(Pending):
-    """A reduction of a copy of gradients in fewer bits, whose result is taken into the gradients where it is waited for.
+class LowPrecisionReduction(Pending):
+    """Reduction of a low-precision copy of gradients. Waiting for it writes the result into the full-precision gradients.
 
     Args:
-        reduction: that of the copy.
-        into: receives its result.
-        adds: whether the result is added to what `into` holds.
+        reduction: reduction of the copy.
+        grads: gradients that receive the result.
+        accumulates: add the result to `grads` instead of overwriting them.
     """
 
-    def __init__(self, reduction: Pending, into: torch.Tensor, *, adds: bool = False) -> None:
-        super().__init__(into)
+    def __init__(self, reduction: Pending, grads: torch.Tensor, *, accumulates: bool = False) -> None:
+        super().__init__(grads)
         self._reduction: Pending | None = reduction
-        self._adds = adds
-        self._taken: Any = None
+        self._accumulates = accumulates
+        self._done_event: Any = None
 
     def wait(self) -> torch.Tensor:
-        """Wait (on CUDA: let the current stream wait; several streams may), take the result in, once, and return the gradients."""
+        """Wait for the reduction and return the gradients. The result is written into them at the first call.
+
+        On CUDA only the current stream waits. Several streams may wait.
+        """
         on_cuda = self._result.device.type == "cuda"
         if self._reduction is not None:
-            arrived = self._reduction.wait()
-            if self._adds:
-                self._result.add_(arrived)
+            reduced = self._reduction.wait()
+            if self._accumulates:
+                self._result.add_(reduced)
             else:
-                self._result.copy_(arrived)
+                self._result.copy_(reduced)
             self._reduction = None
             if on_cuda:
-                self._taken = torch.cuda.current_stream().record_event()
+                self._done_event = torch.cuda.current_stream().record_event()
         elif on_cuda:
-            torch.cuda.current_stream().wait_event(self._taken)
+            torch.cuda.current_stream().wait_event(self._done_event)
         return self._result
 
 
-def travel_dtype(plan: BucketPlan, context: ParallelContext, *, in_bf16: bool) -> torch.dtype | None:
-    """The dtype in which the gradients of a bucket travel, if it is narrower than theirs: with --grad-reduce-in-bf16 those of
-    bfloat16 parameters that several data ranks add up."""
+def select_reduce_dtype(plan: BucketPlan, context: ParallelContext, *, in_bf16: bool) -> torch.dtype | None:
+    """Return the dtype in which a bucket's gradients are reduced if it is narrower than their own, otherwise None.
+
+    With --grad-reduce-in-bf16, the gradients of bfloat16 parameters are reduced in bfloat16 if they are summed over several data
+    ranks.
+    """
     dtype = plan.params[0].entry.param.dtype
-    over_data = any(context.topology.size(axis) > 1 for axis in plan.axes if axis != "tp")
-    return dtype if in_bf16 and over_data and dtype == torch.bfloat16 else None
+    has_data_ranks = any(context.topology.size(axis) > 1 for axis in plan.axes if axis != "tp")
+    return dtype if in_bf16 and has_data_ranks and dtype == torch.bfloat16 else None
 
 
-Fill = Callable[[torch.Tensor, ParamRecord, Sequence[PlacedBox]], None]
-"""Writes initial values into a flat tensor, given the parameter's record and the boxes of the parameter that it holds."""
+FillFunction = Callable[[torch.Tensor, ParamRecord, Sequence[BufferSlice]], None]
+"""Function that writes the initial values of a parameter into a flat tensor.
+
+Arguments: the tensor, the parameter's record, and the slices of the parameter that the tensor holds.
+"""
 
 
 def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Gradients of 16-bit parameters are summed in float32."""
+    """Return the dtype in which gradients are accumulated: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Bucket(ABC):
-    """The common part of all buckets: weights, sinks, and the count of the gradients that reached them.
+    """Base class of buckets: parameters in one flat buffer, whose gradients are reduced in one collective.
+
+    A bucket gives each parameter a gradient sink, and counts the gradients that the sinks receive to know when all are complete.
 
     Args:
-        plan: which parameter lies where.
-        sharded: this rank updates only its slice; else all.
-        fill: initial values for parameters that have no memory yet; others keep their values.
+        plan: offsets of the parameters in the bucket.
+        sharded: whether this rank updates only its slice; otherwise it updates all parameters.
+        fill: writes initial values of parameters on the meta device; other parameters keep their values.
     """
 
-    def __init__(self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill) -> None:
+    def __init__(self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: FillFunction) -> None:
         self.plan, self.context = plan, context
         self.group = context.group(*plan.axes)
         self.sharded = sharded and self.group.size > 1
         dtype = plan.params[0].entry.param.dtype
         self.dtype = main_grad_dtype(dtype)
         self.weights = torch.zeros(plan.size, dtype=dtype, device=context.device)
-        self._sinks = [self._attach(number, placed, fill) for number, placed in enumerate(plan.params)]
-        self._count = WriteCount([placed.entry.uses_per_microbatch for placed in plan.params])
-        self._microbatches = 0
-        self._early = False
-        self._inspect: Inspect | None = None
-        self._gathering: Pending | None = None
+        self._sinks = [self._attach_param(index, bucket_param, fill) for index, bucket_param in enumerate(plan.params)]
+        self._grad_counter = GradCounter([bucket_param.entry.uses_per_microbatch for bucket_param in plan.params])
+        self._num_microbatches = 0
+        self._overlaps_backward = False
+        self._inspect: GradInspector | None = None
+        self._param_gather: Pending | None = None
 
     @property
-    def own(self) -> slice:
-        """The elements of the buffer that this rank updates."""
-        low = self.group.index * self.plan.slice_size
-        return slice(low, low + self.plan.slice_size) if self.sharded else slice(0, self.plan.size)
+    def owned_slice(self) -> slice:
+        """Range of the bucket's flat buffer whose elements this rank's optimizer updates."""
+        start = self.group.rank * self.plan.slice_size
+        return slice(start, start + self.plan.slice_size) if self.sharded else slice(0, self.plan.size)
 
     @property
     @abstractmethod
-    def own_grads(self) -> torch.Tensor:
-        """Gradients of the elements that this rank updates, flat, complete after `finish`."""
+    def owned_grads(self) -> torch.Tensor:
+        """Gradients of the elements that this rank updates, flat. Their values are complete after `finish_reduction`."""
 
     @abstractmethod
-    def _provide(self) -> None:
-        """Give the sinks memory."""
+    def _allocate_grads(self) -> None:
+        """Allocate memory for the gradients of all parameters, and let the gradient sinks write there."""
 
     @abstractmethod
-    def _complete(self, microbatches: int) -> None:
-        """Called when every parameter's gradient of this many microbatches of the step is written."""
-
-    def close_step(self) -> None:
-        """After all backwards of a step: check that nothing is missing, and start what is left to reduce.
-
-        Raises:
-            RuntimeError: a parameter got no gradient, or one too many.
-        """
-        if self._count.rounds != self._microbatches:
-            self._check_writes()
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until the gradients of this rank's elements are complete, but for another pipeline stage's part (tied embedding)."""
-
-    def make_group(self) -> ShardGroup:
-        """The shards that this rank owns."""
-        own, grads = self.own, self.own_grads
-        pieces = self.plan.pieces(self.group.index) if self.sharded else [(p, FlatPiece(0, p.numel)) for p in self.plan.params]
-        slice_of = {placed.entry.record.name: piece for placed, piece in self.plan.pieces(self.group.index)}
-        shards = []
-        for placed, piece in pieces:
-            start, stop = placed.start + piece.start, placed.start + piece.stop
-            record, part = placed.entry.record, slice_of.get(placed.entry.record.name)
-            here = range(0) if part is None else range(part.start - piece.start, part.stop - piece.start)
-            counts = record.counts_at(self.context) and not (self.plan.tied and self.context.pipeline_ends.index > 0)
-            counted, copied = (here, range(0)) if counts else (range(0), here)
-            grad = grads[start - own.start : stop - own.start]
-            shards.append(Shard(record, piece, self.weights[start:stop], grad, counted, copied))
-        params = self.plan.divided(grads.dtype, sharded=self.sharded)
-        self.shard_group = ShardGroup(shards, self._publish, params)
-        return self.shard_group
-
-    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Where the gradient of each parameter is written."""
-        return ((placed.entry.record, sink) for placed, sink in zip(self.plan.params, self._sinks, strict=True))
-
-    def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
-        """Begin a step: forget the last one's gradients.
+    def _on_microbatch_complete(self, num_complete: int) -> None:
+        """React to the completion of all gradients of a microbatch, for example by starting a reduction.
 
         Args:
-            early: reduce what is complete while backward goes on.
-            inspect: receives each gradient instead. Each then gets memory of its own, and nothing is reduced.
+            num_complete: number of microbatches of this step whose gradients are complete.
         """
-        self._microbatches, self._early, self._inspect = num_microbatches, early, inspect
-        self._count.start()
+
+    def finish_backward(self) -> None:
+        """After all backwards of a step, check that no gradient is missing, and start the remaining reductions.
+
+        Raises:
+            RuntimeError: a parameter received too few or too many gradients.
+        """
+        if self._grad_counter.num_complete != self._num_microbatches:
+            self._check_grad_counts()
+
+    @abstractmethod
+    def finish_reduction(self) -> None:
+        """Wait until this rank's gradients are reduced over the bucket's group.
+
+        The gradient of a tied embedding is not complete yet: `reduce_tied_grads` adds the gradient of the other pipeline stage.
+        """
+
+    def build_shard_group(self) -> ShardGroup:
+        """Build the shards that this rank updates."""
+        owned_slice, grads = self.owned_slice, self.owned_grads
+        covered_ranges = (
+            self.plan.params_in_slice(self.group.rank) if self.sharded else [(p, FlatRange(0, p.numel)) for p in self.plan.params]
+        )
+        range_in_slice = {
+            bucket_param.entry.record.name: flat_range for bucket_param, flat_range in self.plan.params_in_slice(self.group.rank)
+        }
+        shards = []
+        for bucket_param, flat_range in covered_ranges:
+            start, stop = bucket_param.offset + flat_range.start, bucket_param.offset + flat_range.stop
+            record, slice_range = bucket_param.entry.record, range_in_slice.get(bucket_param.entry.record.name)
+            local_range = (
+                range(0)
+                if slice_range is None
+                else range(slice_range.start - flat_range.start, slice_range.stop - flat_range.start)
+            )
+            is_counted = record.is_counted_at(self.context) and not (self.plan.tied and self.context.pipeline_ends.rank > 0)
+            norm_range, duplicate_range = (local_range, range(0)) if is_counted else (range(0), local_range)
+            grad = grads[start - owned_slice.start : stop - owned_slice.start]
+            shards.append(Shard(record, flat_range, self.weights[start:stop], grad, norm_range, duplicate_range))
+        partitions = self.plan.param_partitions(grads.dtype, sharded=self.sharded)
+        self.shard_group = ShardGroup(shards, self._start_param_gather, partitions)
+        return self.shard_group
+
+    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
+        return ((bucket_param.entry.record, sink) for bucket_param, sink in zip(self.plan.params, self._sinks, strict=True))
+
+    def start_step(self, num_microbatches: int, *, overlaps_backward: bool, inspect: GradInspector | None) -> None:
+        """Start a step: discard the gradients of the last step.
+
+        Args:
+            overlaps_backward: reduce complete gradients while backward continues.
+            inspect: receives each gradient as it is written. Each gradient then gets separate memory, and nothing is reduced.
+        """
+        self._num_microbatches, self._overlaps_backward, self._inspect = num_microbatches, overlaps_backward, inspect
+        self._grad_counter.start_step()
         for sink in self._sinks:
-            sink.main_grad, sink.written = None, False
+            sink.main_grad, sink.is_written = None, False
 
-    def join_ends(self) -> None:
-        """Add the gradient of the other pipeline stage that holds the parameters. Only this rank's elements travel."""
+    def reduce_tied_grads(self) -> None:
+        """Add the gradients of tied parameters from the other pipeline stage that holds them. Only the elements that this rank
+        updates are sent."""
         if self.plan.tied:
-            all_reduce(self.own_grads, self.context.pipeline_ends)
+            all_reduce(self.owned_grads, self.context.pipeline_ends)
             if self.shard_group.on_reduced:
-                self.shard_group.announce(Pending(self.own_grads))
+                self.shard_group.notify_reduced(Pending(self.owned_grads))
 
-    def finish_publishing(self) -> None:
-        """Wait until the other ranks' weights have arrived."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+    def finish_param_gather(self) -> None:
+        """Wait until the parameters that other ranks updated have arrived."""
+        if self._param_gather is not None:
+            self._param_gather.wait()
+            self._param_gather = None
 
-    def _publish(self) -> None:
+    def _start_param_gather(self) -> None:
         if self.sharded:
-            self.finish_publishing()
-            self._gathering = start_all_gather(self.weights[self.own], self.group, out=self.weights)
+            self.finish_param_gather()
+            self._param_gather = start_all_gather(self.weights[self.owned_slice], self.group, out=self.weights)
 
-    def _attach(self, number: int, placed: Placed, fill: Fill) -> GradSink:
-        """Move a parameter to its place in the bucket, with its values or, where it had no memory, initial ones. Give it a sink."""
-        entry, view = placed.entry, self._view(self.weights, placed)
+    def _attach_param(self, index: int, bucket_param: BucketParam, fill: FillFunction) -> GradSink:
+        """Replace a parameter by a view of the bucket's buffer and give it a gradient sink.
+
+        The view receives the parameter's values, or initial values if the parameter is on the meta device.
+        """
+        entry, view = bucket_param.entry, self._param_view(self.weights, bucket_param)
         if not entry.param.is_meta:
             view.copy_(entry.param.detach())
         elif not view.is_meta:
-            fill(view.view(-1), entry.record, entry.record.boxes(FlatPiece(0, placed.numel), self.context))
+            fill(view.view(-1), entry.record, entry.record.slices(FlatRange(0, bucket_param.numel), self.context))
         param = nn.Parameter(view)
         entry.replace(param)
-        sink = GradSink(self.dtype, partial(self._wrote, number), partial(self._provide_for, number))
+        sink = GradSink(self.dtype, partial(self._on_grad_written, index), partial(self._provide_main_grad, index))
         param.grad_sink = sink  # type: ignore[attr-defined]
         return sink
 
-    def _wrote(self, number: int) -> None:
-        if self._count.writes[number] == self._count.uses[number] * self._microbatches:
-            self._count.writes[number] += 1
-            self._check_writes()
-        completes = self._count.add(number)
+    def _on_grad_written(self, index: int) -> None:
+        if self._grad_counter.writes[index] == self._grad_counter.uses[index] * self._num_microbatches:
+            self._grad_counter.writes[index] += 1
+            self._check_grad_counts()
+        completes_microbatch = self._grad_counter.count_write(index)
         if self._inspect is not None:
-            sink = self._sinks[number]
-            grad, sink.main_grad, sink.written = sink.main_grad, None, False
+            sink = self._sinks[index]
+            grad, sink.main_grad, sink.is_written = sink.main_grad, None, False
             assert grad is not None
-            self._inspect(self.plan.params[number].entry, grad)
-        elif completes:
-            self._complete(self._count.rounds)
+            self._inspect(self.plan.params[index].entry, grad)
+        elif completes_microbatch:
+            self._on_microbatch_complete(self._grad_counter.num_complete)
 
-    def _provide_for(self, number: int) -> torch.Tensor:
+    def _provide_main_grad(self, index: int) -> torch.Tensor:
         if self._inspect is not None:
-            return torch.empty(self.plan.params[number].entry.param.shape, dtype=self.dtype, device=self.context.device)
-        self._provide()
-        found = self._sinks[number].main_grad
-        assert found is not None
-        return found
+            return torch.empty(self.plan.params[index].entry.param.shape, dtype=self.dtype, device=self.context.device)
+        self._allocate_grads()
+        main_grad = self._sinks[index].main_grad
+        assert main_grad is not None
+        return main_grad
 
-    def _check_writes(self) -> None:
-        counts = zip(self.plan.params, self._count.writes, self._count.uses, strict=True)
-        check_writes(
-            self.context.rank, [(placed.entry.record.name, found, uses * self._microbatches) for placed, found, uses in counts]
+    def _check_grad_counts(self) -> None:
+        counts = zip(self.plan.params, self._grad_counter.writes, self._grad_counter.uses, strict=True)
+        check_grad_counts(
+            self.context.rank,
+            [
+                (bucket_param.entry.record.name, num_written, uses * self._num_microbatches)
+                for bucket_param, num_written, uses in counts
+            ],
         )
 
     @staticmethod
-    def _view(buffer: torch.Tensor, placed: Placed) -> torch.Tensor:
-        return buffer[placed.start : placed.start + placed.numel].view(placed.entry.param.shape)
+    def _param_view(buffer: torch.Tensor, bucket_param: BucketParam) -> torch.Tensor:
+        return buffer[bucket_param.offset : bucket_param.offset + bucket_param.numel].view(bucket_param.entry.param.shape)
 
 
-class WholeBucket(Bucket):
-    """A bucket that keeps the gradients of all its parameters through the step (no_shard, optim).
+class FullGradBucket(Bucket):
+    """Bucket that keeps the gradients of all its parameters through the step (strategies no_shard and optim).
 
     Args:
-        narrow: buffers for copies in which gradients travel, if they do so in fewer bits.
+        reduce_pool: buffers for low-precision copies of the gradients, which are reduced instead; None to reduce the gradients
+            themselves.
     """
 
     def __init__(
-        self, plan: BucketPlan, context: ParallelContext, *, sharded: bool, fill: Fill, narrow: BufferPool | None = None
+        self,
+        plan: BucketPlan,
+        context: ParallelContext,
+        *,
+        sharded: bool,
+        fill: FillFunction,
+        reduce_pool: BufferPool | None = None,
     ) -> None:
         super().__init__(plan, context, sharded=sharded, fill=fill)
-        self._narrow = narrow
+        self._reduce_pool = reduce_pool
         self.grads = torch.zeros(plan.size, dtype=self.dtype, device=context.device)
-        self._views = [self._view(self.grads, placed) for placed in plan.params]
-        self._provide()
-        self._reducing: Pending | None = None
+        self._views = [self._param_view(self.grads, bucket_param) for bucket_param in plan.params]
+        self._allocate_grads()
+        self._reduction: Pending | None = None
 
     @property
-    def own_grads(self) -> torch.Tensor:
-        """This rank's elements: a view of the buffer."""
-        return self.grads[self.own]
+    def owned_grads(self) -> torch.Tensor:
+        """Gradients of the elements that this rank updates: a view of the gradient buffer."""
+        return self.grads[self.owned_slice]
 
-    def close_step(self) -> None:
-        """Start the reduction, unless it has started already."""
-        super().close_step()
-        if self._reducing is None:
-            self._reduce()
+    def finish_backward(self) -> None:
+        """Start the reduction, unless it has started during backward."""
+        super().finish_backward()
+        if self._reduction is None:
+            self._start_reduction()
 
-    def finish(self) -> None:
-        """Wait for the reduction."""
-        assert self._reducing is not None
-        self._reducing.wait()
-        self._reducing = None
+    def finish_reduction(self) -> None:
+        """Wait until this rank's gradients are reduced over the bucket's group."""
+        assert self._reduction is not None
+        self._reduction.wait()
+        self._reduction = None
 
-    def _provide(self) -> None:
+    def _allocate_grads(self) -> None:
         for view, sink in zip(self._views, self._sinks, strict=True):
             sink.main_grad = view
 
-    def _complete(self, microbatches: int) -> None:
-        if self._early and microbatches == self._microbatches:
-            self._reduce()
+    def _on_microbatch_complete(self, num_complete: int) -> None:
+        if self._overlaps_backward and num_complete == self._num_microbatches:
+            self._start_reduction()
 
-    def _reduce(self) -> None:
-        if self._narrow is None:
-            self._reducing = self._start(self.grads)
+    def _start_reduction(self) -> None:
+        if self._reduce_pool is None:
+            self._reduction = self._start_collective(self.grads)
         else:
-            buffer = self._narrow.take(self.plan.size)
-            self._reducing = Narrowed(self._start(buffer[: self.plan.size].copy_(self.grads)), self.own_grads)
-            self._narrow.give_back(buffer, self._reducing.wait)
+            buffer = self._reduce_pool.acquire(self.plan.size)
+            self._reduction = LowPrecisionReduction(
+                self._start_collective(buffer[: self.plan.size].copy_(self.grads)), self.owned_grads
+            )
+            self._reduce_pool.release_after(buffer, self._reduction.wait)
         if self.shard_group.on_reduced and not self.plan.tied:
-            self.shard_group.announce(self._reducing)
+            self.shard_group.notify_reduced(self._reduction)
 
-    def _start(self, grads: torch.Tensor) -> Pending:
+    def _start_collective(self, grads: torch.Tensor) -> Pending:
         if self.sharded:
-            return start_reduce_scatter(grads, self.group, out=grads[self.own])
+            return start_reduce_scatter(grads, self.group, out=grads[self.owned_slice])
         return start_all_reduce(grads, self.group)
 
 
-class SlicedBucket(Bucket):
-    """A bucket that keeps only this rank's slice of the gradients (optim_grads): it reduces after each microbatch.
+class ShardedGradBucket(Bucket):
+    """Bucket that keeps only this rank's slice of the gradients (strategy optim_grads) and reduces after each microbatch.
 
     Args:
-        pool: buffers for gradients until they are reduced.
-        narrow: buffers for copies in which they travel, if they do so in fewer bits.
+        grad_pool: buffers for gradients until they are reduced.
+        reduce_pool: buffers for low-precision copies of the gradients, which are reduced instead; None to reduce the gradients
+            themselves.
     """
 
     def __init__(
-        self, plan: BucketPlan, context: ParallelContext, *, fill: Fill, pool: BufferPool, narrow: BufferPool | None = None
+        self,
+        plan: BucketPlan,
+        context: ParallelContext,
+        *,
+        fill: FillFunction,
+        grad_pool: BufferPool,
+        reduce_pool: BufferPool | None = None,
     ) -> None:
         super().__init__(plan, context, sharded=True, fill=fill)
         assert self.sharded, "with one rank there is nothing to slice"
-        self._pool, self._narrow = pool, narrow
+        self._grad_pool, self._reduce_pool = grad_pool, reduce_pool
         self._grads = torch.zeros(plan.slice_size, dtype=self.dtype, device=context.device)
-        self._borrowed: torch.Tensor | None = None
-        self._reducing: Pending | None = None
-        self._reduced_once = False
+        self._grad_buffer: torch.Tensor | None = None
+        self._reduction: Pending | None = None
+        self._has_partial_sum = False
 
     @property
-    def own_grads(self) -> torch.Tensor:
-        """This rank's slice."""
+    def owned_grads(self) -> torch.Tensor:
+        """Gradients of the elements that this rank updates: its slice of the bucket."""
         return self._grads
 
-    def start_step(self, num_microbatches: int, *, early: bool, inspect: Inspect | None) -> None:
-        """Begin a step: forget the last one's gradients, and what a failed step has left."""
-        super().start_step(num_microbatches, early=early, inspect=inspect)
-        self.finish()
-        self._reduced_once = False
-        if self._borrowed is not None:
-            self._return(Pending(self._borrowed))
+    def start_step(self, num_microbatches: int, *, overlaps_backward: bool, inspect: GradInspector | None) -> None:
+        """Start a step: discard the gradients of the last step, including those of a step that failed."""
+        super().start_step(num_microbatches, overlaps_backward=overlaps_backward, inspect=inspect)
+        self.finish_reduction()
+        self._has_partial_sum = False
+        if self._grad_buffer is not None:
+            self._release_grad_buffer(Pending(self._grad_buffer))
 
-    def finish(self) -> None:
-        """Wait for the last reduction, if there is one."""
-        if self._reducing is not None:
-            self._reducing.wait()
-            self._reducing = None
+    def finish_reduction(self) -> None:
+        """Wait for the reduction of the last microbatch's gradients, if one is running."""
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
 
-    def _provide(self) -> None:
-        self._borrowed = self._pool.take(self.plan.size)
-        for placed, sink in zip(self.plan.params, self._sinks, strict=True):
-            sink.main_grad = self._view(self._borrowed, placed)
+    def _allocate_grads(self) -> None:
+        self._grad_buffer = self._grad_pool.acquire(self.plan.size)
+        for bucket_param, sink in zip(self.plan.params, self._sinks, strict=True):
+            sink.main_grad = self._param_view(self._grad_buffer, bucket_param)
 
-    def _complete(self, microbatches: int) -> None:
-        buffer = self._borrowed
+    def _on_microbatch_complete(self, num_complete: int) -> None:
+        buffer = self._grad_buffer
         assert buffer is not None
-        for placed, sink in zip(self.plan.params, self._sinks, strict=True):
-            if not sink.written:  # this parameter was a microbatch ahead
-                self._view(buffer, placed).zero_()
-        self.finish()
-        if self._narrow is not None:
-            self._reduce_narrow(buffer[: self.plan.size])
+        for bucket_param, sink in zip(self.plan.params, self._sinks, strict=True):
+            if not sink.is_written:  # the parameter's gradient of this microbatch came with an earlier one
+                self._param_view(buffer, bucket_param).zero_()
+        self.finish_reduction()
+        if self._reduce_pool is not None:
+            self._reduce_in_low_precision(buffer[: self.plan.size])
         else:
-            if self._reduced_once:  # this rank's own summand carries the sum of the microbatches before
-                buffer[self.own].add_(self._grads)
-            self._reducing = start_reduce_scatter(buffer[: self.plan.size], self.group, out=self._grads)
-            self._return(self._reducing)
-        self._reduced_once = True
-        assert self._reducing is not None
-        if self.shard_group.on_reduced and microbatches == self._microbatches and not self.plan.tied:
-            self.shard_group.announce(self._reducing)
-        if not self._early:
-            (self._narrow or self._pool).settle()
+            if self._has_partial_sum:  # add the sum of the previous microbatches to this rank's summand
+                buffer[self.owned_slice].add_(self._grads)
+            self._reduction = start_reduce_scatter(buffer[: self.plan.size], self.group, out=self._grads)
+            self._release_grad_buffer(self._reduction)
+        self._has_partial_sum = True
+        assert self._reduction is not None
+        if self.shard_group.on_reduced and num_complete == self._num_microbatches and not self.plan.tied:
+            self.shard_group.notify_reduced(self._reduction)
+        if not self._overlaps_backward:
+            (self._reduce_pool or self._grad_pool).wait_all()
 
-    def _reduce_narrow(self, grads: torch.Tensor) -> None:
-        """Send a copy, whose sum is added to those of the microbatches before; nobody reads the gradients any more."""
-        assert self._narrow is not None and self._borrowed is not None
-        buffer = self._narrow.take(self.plan.size)
-        sent = buffer[: self.plan.size].copy_(grads)
-        reduction = start_reduce_scatter(sent, self.group, out=sent[self.own])
-        self._reducing = Narrowed(reduction, self._grads, adds=self._reduced_once)
-        self._narrow.give_back(buffer, self._reducing.wait)
-        self._pool.free(self._borrowed)
-        self._forget()
+    def _reduce_in_low_precision(self, grads: torch.Tensor) -> None:
+        """Reduce a low-precision copy of the gradients, and add the result to the sum over the previous microbatches.
 
-    def _return(self, pending: Pending) -> None:
-        assert self._borrowed is not None
-        self._pool.give_back(self._borrowed, pending.wait)
-        self._forget()
+        The gradient buffer is free after the copy.
+        """
+        assert self._reduce_pool is not None and self._grad_buffer is not None
+        buffer = self._reduce_pool.acquire(self.plan.size)
+        reduce_buffer = buffer[: self.plan.size].copy_(grads)
+        reduction = start_reduce_scatter(reduce_buffer, self.group, out=reduce_buffer[self.owned_slice])
+        self._reduction = LowPrecisionReduction(reduction, self._grads, accumulates=self._has_partial_sum)
+        self._reduce_pool.release_after(buffer, self._reduction.wait)
+        self._grad_pool.release(self._grad_buffer)
+        self._detach_grad_buffer()
 
-    def _forget(self) -> None:
-        self._borrowed = None
+    def _release_grad_buffer(self, pending: Pending) -> None:
+        assert self._grad_buffer is not None
+        self._grad_pool.release_after(self._grad_buffer, pending.wait)
+        self._detach_grad_buffer()
+
+    def _detach_grad_buffer(self) -> None:
+        self._grad_buffer = None
         for sink in self._sinks:
-            sink.main_grad, sink.written = None, False
+            sink.main_grad, sink.is_written = None, False

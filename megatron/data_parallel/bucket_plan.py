@@ -1,8 +1,9 @@
-"""Which parameters lie where in which bucket, and how a bucket is cut into one slice for each rank of its group. Pure arithmetic.
+"""Plan of buckets: the parameters of each bucket, their offsets, and the slice of each rank. Pure arithmetic.
 
 Parameters are packed in the reverse order of their declaration, which is about the order in which backward completes them. A bucket
-holds parameters of one pipeline chunk whose gradients are partial over the same axes. Vectors have buckets of their own, since some
-schedules defer the gradients of matrices. The layout is the same whatever is sharded and scheduled, so that neither changes a sum.
+holds parameters of one pipeline chunk whose gradients are partial over the same axes. Vectors have separate buckets, since some
+schedules defer the gradients of matrices. The plan does not depend on the sharding strategy or on the schedule, so neither changes
+the order of a summation.
 """
 
 from __future__ import annotations
@@ -12,36 +13,40 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.parallel.boxes import FlatPiece, aligned
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam, ParamEntry
+from megatron.parallel.params import ParamEntry, ParamPartition
+from megatron.parallel.tensor_slice import FlatRange, align_numel
 
 
 def default_bucket_size(data_size: int) -> int:
-    """The default number of elements in a bucket. Many ranks then still send long messages: it grows with the data ranks until each
-    of 1,024 sends 0.6 MB. No more, since a bucket that holds most of a model cannot be reduced while backward goes on."""
+    """Return the default number of elements in a bucket.
+
+    The size grows with the number of data ranks, so that messages stay long, until each of 1,024 ranks sends 0.6 MB. It grows no
+    further, since a bucket that holds most of a model cannot be reduced while backward continues.
+    """
     return min(max(40_000_000, 1_000_000 * data_size), 160_000_000)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A parameter's place in a bucket."""
+class BucketParam:
+    """Parameter of a bucket, and its position in the bucket's flat buffer (offset and size in elements)."""
 
     entry: ParamEntry
-    start: int
+    offset: int
     numel: int
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters that are reduced and gathered together, in one contiguous buffer of equal slices."""
+    """Plan of a bucket: which parameters are reduced and gathered together, and their offsets in one contiguous buffer. The buffer
+    is divided into slices of equal size."""
 
     axes: tuple[str, ...]
-    """Axes over which the gradients are summed. The ranks along them hold a slice each, if the bucket is sharded."""
+    """Axes over which the gradients are summed. If the bucket is sharded, each rank along these axes owns one slice."""
     num_slices: int
     tied: bool
     """Whether the first and the last pipeline stage both hold the parameters, so that their gradients are added."""
-    params: tuple[Placed, ...]
+    params: tuple[BucketParam, ...]
     slice_size: int
 
     @property
@@ -49,32 +54,41 @@ class BucketPlan:
         """Number of elements of the buffer, padding included."""
         return self.num_slices * self.slice_size
 
-    def pieces(self, index: int) -> list[tuple[Placed, FlatPiece]]:
-        """The content of slice `index`: its parameters, and which of their elements."""
-        low, high = index * self.slice_size, (index + 1) * self.slice_size
-        found = []
-        for placed in self.params:
-            start, stop = max(low, placed.start), min(high, placed.start + placed.numel)
+    def params_in_slice(self, slice_index: int) -> list[tuple[BucketParam, FlatRange]]:
+        """Return the parameters that overlap a slice, each with the range of its elements in the slice."""
+        slice_start, slice_end = slice_index * self.slice_size, (slice_index + 1) * self.slice_size
+        ranges = []
+        for bucket_param in self.params:
+            start, stop = max(slice_start, bucket_param.offset), min(slice_end, bucket_param.offset + bucket_param.numel)
             if start < stop:
-                found.append((placed, FlatPiece(start - placed.start, stop - placed.start)))
-        return found
+                ranges.append((bucket_param, FlatRange(start - bucket_param.offset, stop - bucket_param.offset)))
+        return ranges
 
-    def divided(self, main_dtype: torch.dtype, *, sharded: bool) -> list[DividedParam]:
-        """Its parameters, as slices cut them if they do.
+    def param_partitions(self, main_dtype: torch.dtype, *, sharded: bool) -> list[ParamPartition]:
+        """Return for each parameter how its elements are divided among the ranks.
 
         Args:
             main_dtype: dtype of the main parameters.
-            sharded: whether each rank updates its slice only.
+            sharded: whether each rank updates only its slice.
         """
-        found = []
-        for placed in self.params:
-            inside = range(placed.start // self.slice_size + 1, -(-(placed.start + placed.numel) // self.slice_size))
+        partitions = []
+        for bucket_param in self.params:
+            inner_slices = range(
+                bucket_param.offset // self.slice_size + 1, -(-(bucket_param.offset + bucket_param.numel) // self.slice_size)
+            )
             if not sharded:
-                found.append(DividedParam(placed.entry.record, main_dtype, tied_apart=self.tied))
+                partitions.append(ParamPartition(bucket_param.entry.record, main_dtype, is_tied_across_stages=self.tied))
                 continue
-            cuts, first = tuple(index * self.slice_size - placed.start for index in inside), placed.start // self.slice_size
-            found.append(DividedParam(placed.entry.record, main_dtype, cuts, self.axes, self.num_slices, first, self.tied))
-        return found
+            boundaries, first_slice = (
+                tuple(index * self.slice_size - bucket_param.offset for index in inner_slices),
+                bucket_param.offset // self.slice_size,
+            )
+            partitions.append(
+                ParamPartition(
+                    bucket_param.entry.record, main_dtype, boundaries, self.axes, self.num_slices, first_slice, self.tied
+                )
+            )
+        return partitions
 
 
 def plan_buckets(
@@ -83,45 +97,55 @@ def plan_buckets(
     *,
     bucket_size: int | None,
 ) -> list[BucketPlan]:
-    """Plan buckets, in the order in which backward completes them. Parameters may be on the meta device.
+    """Divide parameters into buckets, in the order in which backward completes the buckets. Parameters may be on the meta device.
 
     Args:
-        bucket_size: most elements in a bucket, unless one parameter has more; None for a default that grows with the data group.
+        bucket_size: maximum number of elements in a bucket, unless one parameter has more; None for a default that grows with the
+            data group.
     """
-    limit = bucket_size or default_bucket_size(context.topology.dp)
+    max_numel = bucket_size or default_bucket_size(context.topology.dp)
     open_buckets: dict[tuple[object, ...], list[ParamEntry]] = {}
-    planned: list[list[ParamEntry]] = []
+    buckets: list[list[ParamEntry]] = []
     for entry in reversed(list(entries)):
         record = entry.record
-        kind = (
-            *(context.group(*record.partial_over).ranks, entry.chunk, is_tied_apart(entry, context), record.kind == "vector"),
-            record.by_counts is None,  # of another dtype
+        key = (
+            *(
+                context.group(*record.partial_axes).ranks,
+                entry.chunk,
+                is_tied_across_stages(entry, context),
+                record.param_type == "vector",
+            ),
+            record.count_update is None,  # parameters with count updates have another dtype
         )
-        held = open_buckets.get(kind)
-        if held is None or sum(e.param.numel() for e in held) + entry.param.numel() > limit:
-            held = open_buckets[kind] = []
-            planned.append(held)
-        held.append(entry)
-    return [_lay_out(held, context) for held in planned]
+        bucket = open_buckets.get(key)
+        if bucket is None or sum(e.param.numel() for e in bucket) + entry.param.numel() > max_numel:
+            bucket = open_buckets[key] = []
+            buckets.append(bucket)
+        bucket.append(entry)
+    return [_plan_bucket(bucket, context) for bucket in buckets]
 
 
-def is_tied_apart(entry: ParamEntry, context: ParallelContext) -> bool:
-    """Whether another pipeline stage holds the parameter too."""
-    return entry.record.tied and entry.held_elsewhere and context.pipeline_ends.size > 1
+def is_tied_across_stages(entry: ParamEntry, context: ParallelContext) -> bool:
+    """Return whether another pipeline stage holds the parameter too, as with a tied embedding."""
+    return entry.record.tied and entry.is_shared_across_stages and context.pipeline_ends.size > 1
 
 
-def _lay_out(entries: Sequence[ParamEntry], context: ParallelContext) -> BucketPlan:
-    axes = entries[0].record.partial_over
-    ranks = context.group(*axes).size
-    placed, slice_size = _in_a_row(entries, ranks)
-    return BucketPlan(axes, ranks, is_tied_apart(entries[0], context), tuple(placed), slice_size)
+def _plan_bucket(entries: Sequence[ParamEntry], context: ParallelContext) -> BucketPlan:
+    axes = entries[0].record.partial_axes
+    num_ranks = context.group(*axes).size
+    params, slice_size = _pack_params(entries, num_ranks)
+    return BucketPlan(axes, num_ranks, is_tied_across_stages(entries[0], context), tuple(params), slice_size)
 
 
-def _in_a_row(entries: Sequence[ParamEntry], ranks: int) -> tuple[list[Placed], int]:
-    """Place parameters one after the other; slices may cut them anywhere."""
-    placed, end = [], 0
+def _pack_params(entries: Sequence[ParamEntry], num_ranks: int) -> tuple[list[BucketParam], int]:
+    """Pack parameters one after the other into a buffer of `num_ranks` slices. A slice boundary may lie inside a parameter.
+
+    Returns:
+        the parameters with their offsets, and the size of a slice in elements.
+    """
+    params, end = [], 0
     for entry in entries:
-        start = aligned(end)
+        start = align_numel(end)
         end = start + entry.param.numel()
-        placed.append(Placed(entry, start, entry.param.numel()))
-    return placed, aligned(-(-end // ranks))
+        params.append(BucketParam(entry, start, entry.param.numel()))
+    return params, align_numel(-(-end // num_ranks))

@@ -1,8 +1,9 @@
-"""The provider of shards whose parameters every data rank holds whole: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2).
+"""Data parallelism with parameters that every data rank holds in full: no_shard, optim (ZeRO-1), optim_grads (ZeRO-2).
 
-ZeRO: Rajbhandari et al. 2019, sections 5.1 and 5.2. Buckets are laid out in the same way under every strategy, with overlap on and
-off. So no_shard and optim give the same sums, bit for bit, if the communication library's reduce-scatter sums in the order of its
-all-reduce. So does optim_grads with one microbatch; with several, it adds them after the sum over ranks, the others before.
+ZeRO: Rajbhandari et al. 2019, sections 5.1 and 5.2. Bucket plans are equal under every strategy, with and without overlap. So
+no_shard and optim give bitwise equal sums, if the communication library's reduce-scatter adds in the order of its all-reduce. With
+one microbatch, optim_grads gives the same sums too. With several microbatches it adds them after the sum over ranks, whereas the
+other strategies add them before.
 """
 
 from __future__ import annotations
@@ -15,23 +16,31 @@ import torch
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel.bucket import Bucket, BufferPool, Fill, SlicedBucket, WholeBucket, main_grad_dtype, travel_dtype
-from megatron.data_parallel.bucket_plan import BucketPlan, is_tied_apart, plan_buckets
-from megatron.data_parallel.fsdp_plan import own_modules
-from megatron.data_parallel.provider import HeldTensors, Inspect, Provider
+from megatron.data_parallel.bucket import (
+    Bucket,
+    BufferPool,
+    FillFunction,
+    FullGradBucket,
+    ShardedGradBucket,
+    main_grad_dtype,
+    select_reduce_dtype,
+)
+from megatron.data_parallel.bucket_plan import BucketPlan, is_tied_across_stages, plan_buckets
+from megatron.data_parallel.fsdp_plan import find_exclusive_modules
+from megatron.data_parallel.provider import GradInspector, PersistentTensors, ShardProvider
 from megatron.parallel.accumulate import GradSink
-from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup
+from megatron.parallel.tensor_slice import FlatRange
 
 
-class Buckets(Provider):
-    """Buckets of parameters and gradients.
+class BucketedParams(ShardProvider):
+    """Shard provider for the strategies no_shard, optim and optim_grads: keeps parameters and gradients in buckets.
 
     Args:
-        entries: the parameters, on the meta device or with values.
-        units: modules that use parameters, in the order of the forward; with --overlap-param-gather each waits for its own.
-        fill: initial values of parameters on the meta device.
+        entries: parameters, on the meta device or with values.
+        units: modules that use parameters, in forward order. With --overlap-param-gather each module waits for its parameters.
+        fill: writes initial values of parameters on the meta device.
         sharding: no_shard, optim or optim_grads.
     """
 
@@ -41,7 +50,7 @@ class Buckets(Provider):
         units: Sequence[nn.Module],
         context: ParallelContext,
         config: ParallelConfig,
-        fill: Fill,
+        fill: FillFunction,
         *,
         sharding: str,
     ) -> None:
@@ -50,115 +59,125 @@ class Buckets(Provider):
         self._overlap_reduce, self._overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
         self._in_bf16 = config.grad_reduce_in_bf16
         self._pools: dict[tuple[torch.dtype, bool], BufferPool] = {}
-        self.buckets = [self._make(plan, context, fill, sharding) for plan in plans]
-        # In the order of the forward: the weights that are needed first are updated and sent first.
-        place = {entry.record.name: number for number, entry in enumerate(entries)}
-        needed = sorted(self.buckets, key=lambda b: min(place[placed.entry.record.name] for placed in b.plan.params))
-        self.groups: list[ShardGroup] = [bucket.make_group() for bucket in needed]
+        self.buckets = [self._build_bucket(plan, context, fill, sharding) for plan in plans]
+        # In forward order: the parameters that forward needs first are updated and gathered first.
+        declaration_index = {entry.record.name: index for index, entry in enumerate(entries)}
+        forward_order = sorted(
+            self.buckets, key=lambda b: min(declaration_index[param.entry.record.name] for param in b.plan.params)
+        )
+        self.groups: list[ShardGroup] = [bucket.build_shard_group() for bucket in forward_order]
         if self._overlap_gather:
-            self._wait_in(units)
+            self._register_gather_waits(units)
 
-    def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
-        """See `Provider`."""
+    def start_step(self, num_microbatches: int, *, inspect: GradInspector | None = None) -> None:
+        """Start a step of `num_microbatches` microbatches in all buckets: discard the gradients of the last step.
+
+        Args:
+            inspect: receives each gradient as it is written. Nothing is then summed or reduced.
+        """
         for bucket in self.buckets:
-            bucket.start_step(num_microbatches, early=self._overlap_reduce, inspect=inspect)
+            bucket.start_step(num_microbatches, overlaps_backward=self._overlap_reduce, inspect=inspect)
 
     def finish_gradients(self) -> None:
-        """See `Provider`. With overlap most reductions have started, or ended, before."""
+        """Complete the gradients of all shards. With --overlap-grad-reduce most reductions have already started or ended."""
         for bucket in self.buckets:
-            bucket.close_step()
+            bucket.finish_backward()
         for bucket in self.buckets:
-            bucket.finish()
+            bucket.finish_reduction()
         for pool in self._pools.values():
-            pool.settle()
+            pool.wait_all()
         for bucket in self.buckets:
-            bucket.join_ends()
+            bucket.reduce_tied_grads()
 
-    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """See `Provider`."""
-        return (one for bucket in self.buckets for one in bucket.sinks())
+    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
+        return (named_sink for bucket in self.buckets for named_sink in bucket.grad_sinks())
 
-    def held(self) -> HeldTensors:
-        """See `Provider`."""
-        passing = [buffer for pool in self._pools.values() for buffer in pool.buffers]
-        return HeldTensors([bucket.weights for bucket in self.buckets], [bucket.own_grads for bucket in self.buckets], passing)
+    def persistent_tensors(self) -> PersistentTensors:
+        """Return the parameters, the gradients and the pool buffers. Their memory stays allocated between steps."""
+        pool_buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]
+        return PersistentTensors(
+            [bucket.weights for bucket in self.buckets], [bucket.owned_grads for bucket in self.buckets], pool_buffers
+        )
 
-    def finish_publishing(self) -> None:
-        """See `Provider`."""
+    def finish_param_gather(self) -> None:
+        """Wait until the parameters that other ranks updated have arrived in all buckets."""
         for bucket in self.buckets:
-            bucket.finish_publishing()
+            bucket.finish_param_gather()
 
-    def _make(self, plan: BucketPlan, context: ParallelContext, fill: Fill, sharding: str) -> Bucket:
-        narrower = travel_dtype(plan, context, in_bf16=self._in_bf16)
-        narrow = None if narrower is None else self._pool(narrower, context, narrow=True)
+    def _build_bucket(self, plan: BucketPlan, context: ParallelContext, fill: FillFunction, sharding: str) -> Bucket:
+        reduce_dtype = select_reduce_dtype(plan, context, in_bf16=self._in_bf16)
+        reduce_pool = None if reduce_dtype is None else self._get_pool(reduce_dtype, context, for_reduction=True)
         if sharding != "optim_grads" or plan.num_slices == 1:
-            return WholeBucket(plan, context, sharded=sharding != "no_shard", fill=fill, narrow=narrow)
-        pool = self._pool(main_grad_dtype(plan.params[0].entry.param.dtype), context)
-        return SlicedBucket(plan, context, fill=fill, pool=pool, narrow=narrow)
+            return FullGradBucket(plan, context, sharded=sharding != "no_shard", fill=fill, reduce_pool=reduce_pool)
+        grad_pool = self._get_pool(main_grad_dtype(plan.params[0].entry.param.dtype), context)
+        return ShardedGradBucket(plan, context, fill=fill, grad_pool=grad_pool, reduce_pool=reduce_pool)
 
-    def _pool(self, dtype: torch.dtype, context: ParallelContext, *, narrow: bool = False) -> BufferPool:
-        return self._pools.setdefault((dtype, narrow), BufferPool(dtype, context.device))
+    def _get_pool(self, dtype: torch.dtype, context: ParallelContext, *, for_reduction: bool = False) -> BufferPool:
+        return self._pools.setdefault((dtype, for_reduction), BufferPool(dtype, context.device))
 
-    def _wait_in(self, units: Sequence[nn.Module]) -> None:
-        """Let each unit wait, before its forward, for its own parameters."""
-        for unit, modules in zip(units, own_modules(units), strict=True):
-            needed = [
+    def _register_gather_waits(self, units: Sequence[nn.Module]) -> None:
+        """Register a hook on each unit that waits for the all-gather of its parameters before its forward."""
+        for unit, modules in zip(units, find_exclusive_modules(units), strict=True):
+            unit_buckets = [
                 bucket
                 for bucket in self.buckets
-                if bucket.sharded and any(module in modules for placed in bucket.plan.params for module, _ in placed.entry.holders)
+                if bucket.sharded and any(module in modules for param in bucket.plan.params for module, _ in param.entry.owners)
             ]
-            if needed:
-                unit.register_forward_pre_hook(partial(_finish_publishing, needed))
+            if unit_buckets:
+                unit.register_forward_pre_hook(partial(_finish_param_gathers, unit_buckets))
 
 
-def _finish_publishing(buckets: Sequence[Bucket], module: nn.Module, args: Any) -> None:
+def _finish_param_gathers(buckets: Sequence[Bucket], module: nn.Module, args: Any) -> None:
     for bucket in buckets:
-        bucket.finish_publishing()
+        bucket.finish_param_gather()
 
 
-# ---- The provider of what no step changes: the model's own weights beside LoRA's adapters.
+# ---- Frozen parameters: the weights of the pretrained model when LoRA adapters are trained.
 #
-# Every data rank holds them whole, in the model's dtype. They have no gradient, no main parameters and no state of an optimizer, so
-# nothing of them is sent.
+# Every data rank holds the full parameters, in the model's dtype. They have no gradients, main parameters or optimizer state, so
+# they need no communication.
 
 
-class FrozenParams(Provider):
-    """Parameters that stay as they are.
+class FrozenParams(ShardProvider):
+    """Shard provider of frozen parameters, which the optimizer does not update.
 
     Args:
-        entries: the parameters, on the meta device or with values.
-        fill: initial values of parameters on the meta device.
+        entries: parameters, on the meta device or with values.
+        fill: writes initial values of parameters on the meta device.
     """
 
-    def __init__(self, entries: Iterable[ParamEntry], context: ParallelContext, fill: Fill) -> None:
+    def __init__(self, entries: Iterable[ParamEntry], context: ParallelContext, fill: FillFunction) -> None:
         self._context, self.groups = context, []
-        self.frozen = [self._give(entry, fill) for entry in entries]
+        self.frozen = [self._build_shard(entry, fill) for entry in entries]
 
-    def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
-        """See `Provider`: nothing is written."""
+    def start_step(self, num_microbatches: int, *, inspect: GradInspector | None = None) -> None:
+        """Do nothing: frozen parameters have no gradients."""
 
     def finish_gradients(self) -> None:
-        """See `Provider`: nothing is summed."""
+        """Do nothing: frozen parameters have no gradients."""
 
-    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """See `Provider`."""
+    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield nothing: frozen parameters have no gradient sinks."""
         return iter(())
 
-    def held(self) -> HeldTensors:
-        """See `Provider`."""
-        return HeldTensors([shard.weights for shard in self.frozen], [], [])
+    def persistent_tensors(self) -> PersistentTensors:
+        """Return the tensors that stay allocated between steps: only the parameters, since frozen parameters have no gradients."""
+        return PersistentTensors([shard.weights for shard in self.frozen], [], [])
 
-    def _give(self, entry: ParamEntry, fill: Fill) -> Shard:
-        """Memory for a parameter, with its values or, where it had none, initial ones."""
+    def _build_shard(self, entry: ParamEntry, fill: FillFunction) -> Shard:
+        """Allocate a parameter with its values, or with initial values if it is on the meta device, and return its shard."""
         values = torch.empty(entry.param.shape, dtype=entry.param.dtype, device=self._context.device)
         if not entry.param.is_meta:
             values.copy_(entry.param.detach())
         elif not values.is_meta:
-            fill(values.view(-1), entry.record, entry.record.boxes(FlatPiece(0, values.numel()), self._context))
+            fill(values.view(-1), entry.record, entry.record.slices(FlatRange(0, values.numel()), self._context))
         entry.replace(nn.Parameter(values, requires_grad=False))
-        piece, context = FlatPiece(0, values.numel()), self._context
-        first = context.gradient_group.index == 0 and not (is_tied_apart(entry, context) and context.pipeline_ends.index > 0)
-        counted = range(values.numel()) if first and entry.record.counts_at(context) else range(0)
-        shard = Shard(entry.record, piece, values.view(-1), values.new_empty(0), counted)
-        shard.main, shard.moments = shard.weights, {}
+        flat_range, context = FlatRange(0, values.numel()), self._context
+        is_first_copy = context.gradient_group.rank == 0 and not (
+            is_tied_across_stages(entry, context) and context.pipeline_ends.rank > 0
+        )
+        norm_range = range(values.numel()) if is_first_copy and entry.record.is_counted_at(context) else range(0)
+        shard = Shard(entry.record, flat_range, values.view(-1), values.new_empty(0), norm_range)
+        shard.main_param, shard.moments = shard.weights, {}
         return shard

@@ -1,4 +1,4 @@
-"""Which parameters `fully_shard` takes, which are gathered together, and which part of each a rank keeps. Pure arithmetic."""
+"""Plan of `fully_shard`: which parameters it shards, which units are gathered together, and each rank's shard. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,134 +10,142 @@ import torch
 from torch import nn
 
 from megatron.config.parallel import FsdpReshard, ParallelConfig
-from megatron.parallel.boxes import FlatPiece
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.params import DividedParam, ParamEntry
+from megatron.parallel.params import ParamEntry, ParamPartition
+from megatron.parallel.tensor_slice import FlatRange
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES
 
 
 @dataclass(frozen=True)
 class FsdpPolicy:
-    """What `fully_shard` keeps, when and where. See the settings of the same names."""
+    """Memory and communication options of `fully_shard`. Each field has the value of the flag --fsdp-... of the same name."""
 
     reshard: FsdpReshard = "always"
     reduce_once: bool = False
     params_cpu: bool = False
 
     @classmethod
-    def of(cls, config: ParallelConfig) -> FsdpPolicy:
-        """That of the settings."""
+    def from_config(cls, config: ParallelConfig) -> FsdpPolicy:
+        """Build the options from the settings."""
         return cls(config.fsdp_reshard_after_forward, config.fsdp_reduce_once, config.fsdp_params_cpu)
 
 
 def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
-    """Whether `fully_shard` takes the parameter. It does not take:
+    """Return whether `fully_shard` shards the parameter. It does not shard:
 
-    - tied parameters: one that two modules share would silently become two when they are wrapped separately;
-    - those whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
-      biases), because FSDP reduces over the data ranks alone, or those with the same experts;
-    - experts of which the ranks that share a copy of the model have one copy;
+    - tied parameters: a parameter that two modules share would silently become two when they are wrapped separately;
+    - parameters whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
+      biases), because FSDP reduces only over the data ranks, or over the data ranks with the same experts;
+    - experts, if the ranks that share one copy of the model hold each expert only once, so there is nothing to divide;
     - any parameter, if there is only one data rank.
     """
-    axes = entry.record.partial_over
-    if context.fsdp_shard().size == 1 or entry.record.tied or axes not in (GRADIENT_AXES, EXPERT_AXES[-1:]):
+    axes = entry.record.partial_axes
+    if context.fsdp_shard_group().size == 1 or entry.record.tied or axes not in (GRADIENT_AXES, EXPERT_AXES[-1:]):
         return False
-    return context.fsdp_shard(axes).size > 1
+    return context.fsdp_shard_group(axes).size > 1
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Modules whose parameters are gathered, freed and reduced together."""
+    """Plan of a unit: modules whose parameters are gathered, freed and reduced together."""
 
     modules: tuple[nn.Module, ...]
     entries: tuple[ParamEntry, ...]
-    encloses: int = 0
-    """How many of the next units lie inside it, and run while it is gathered."""
+    num_nested: int = 0
+    """How many of the units that directly follow this unit in the list are nested in it. They run while this unit's parameters are
+    gathered."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Over which their gradients are summed: all lie in one grid of ranks."""
-        return self.entries[0].record.partial_over
+        """Axes over which the gradients of the unit are summed, equal for all its parameters."""
+        return self.entries[0].record.partial_axes
 
 
 def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> list[UnitPlan]:
-    """Plan the units of one chunk, in the order of its forward.
+    """Divide the modules of one model chunk into units, in forward order.
 
-    A module that holds only vectors (the final norm) joins the one after it: a message of its own would be latency alone.
+    A module that holds only vectors (the final norm) joins the unit after it, because a separate small message would be pure
+    latency.
 
     Args:
-        modules: modules of the chunk, in the order of the forward; some may lie inside one before them.
-        entries: the parameters that are sharded.
+        modules: modules of the chunk, in forward order. A module may be nested in an earlier one.
+        entries: the fully sharded parameters.
     """
-    inside = own_modules(modules)
-    found = [[e for e in entries if e.holders[0][0] in members] for members in inside]
-    assert sum(map(len, found)) == len(entries), "a parameter outside of all units"
+    exclusive_modules = find_exclusive_modules(modules)
+    entries_per_module = [[e for e in entries if e.owners[0][0] in members] for members in exclusive_modules]
+    assert sum(map(len, entries_per_module)) == len(entries), "a parameter outside of all units"
     units: list[UnitPlan] = []
-    joins = False
-    for module, held in zip(modules, found, strict=True):
-        if not held:
+    joins_previous = False
+    for module, module_entries in zip(modules, entries_per_module, strict=True):
+        if not module_entries:
             continue
-        before = units.pop() if joins else UnitPlan((), ())
-        units.append(UnitPlan((*before.modules, module), (*before.entries, *held)))
-        joins = all(entry.record.kind == "vector" for entry in units[-1].entries) and not _encloses(module, modules)
-    return [replace(unit, encloses=sum(_encloses(unit.modules[0], other.modules) for other in units)) for unit in units]
+        previous = units.pop() if joins_previous else UnitPlan((), ())
+        units.append(UnitPlan((*previous.modules, module), (*previous.entries, *module_entries)))
+        joins_previous = all(entry.record.param_type == "vector" for entry in units[-1].entries) and not _contains_any(
+            module, modules
+        )
+    return [replace(unit, num_nested=sum(_contains_any(unit.modules[0], inner.modules) for inner in units)) for unit in units]
 
 
-def own_modules(modules: Sequence[nn.Module]) -> list[set[nn.Module]]:
-    """All modules inside each of these, without those that are inside another one which lies within it."""
-    inside = [set(module.modules()) for module in modules]
+def find_exclusive_modules(modules: Sequence[nn.Module]) -> list[set[nn.Module]]:
+    """Return for each module in `modules` the set of the module itself and its submodules, without those inside another listed
+    module that is nested in it."""
+    all_submodules = [set(module.modules()) for module in modules]
     return [
-        members.difference(*(others for module, others in zip(modules, inside, strict=True) if others < members))
-        for members in inside
+        submodules.difference(*(inner for module, inner in zip(modules, all_submodules, strict=True) if inner < submodules))
+        for submodules in all_submodules
     ]
 
 
-def _encloses(module: nn.Module, others: Sequence[nn.Module]) -> bool:
-    """Whether one of the others lies inside a module."""
-    inside = set(module.modules()) - {module}
-    return any(other in inside for other in others)
+def _contains_any(module: nn.Module, candidates: Sequence[nn.Module]) -> bool:
+    """Return whether any of the candidates is a submodule of `module`."""
+    submodules = set(module.modules()) - {module}
+    return any(candidate in submodules for candidate in candidates)
 
 
 Unit = TypeVar("Unit")
 
 
-def in_backward(units: Sequence[Unit], encloses: Sequence[int]) -> list[Unit]:
-    """Units in the order in which backward enters them, each that encloses others before these.
+def order_for_backward(units: Sequence[Unit], num_nested: Sequence[int]) -> list[Unit]:
+    """Return units in the order in which backward enters them. A unit precedes the units that are nested in it.
 
     Args:
-        units: in the order of the forward.
-        encloses: how many of the next units lie inside each.
+        units: units in forward order.
+        num_nested: for each unit, how many of the units that directly follow it are nested in it.
     """
     order: list[Unit] = []
-    for unit, inside in zip(reversed(units), reversed(encloses), strict=True):
-        order.insert(len(order) - inside, unit)
+    for unit, nested_count in zip(reversed(units), reversed(num_nested), strict=True):
+        order.insert(len(order) - nested_count, unit)
     return order
 
 
-def divided(entry: ParamEntry) -> tuple[int, int]:
-    """How a rank's parameter is seen where it is divided: (rows, elements of a row).
+def sharded_view_shape(entry: ParamEntry) -> tuple[int, int]:
+    """Return the 2-dimensional shape in which a rank's local parameter is sharded along rows: (rows, elements per row).
 
-    A matrix or table has its outputs or entries for rows, all leading dimensions flattened; of vectors each element is a row.
+    The rows of a matrix or table are its outputs or entries, with all leading dimensions flattened. In a vector each element is a
+    row.
     """
-    length = 1 if entry.record.kind == "vector" else entry.param.shape[-1]
-    return entry.param.numel() // length, length
+    row_length = 1 if entry.record.param_type == "vector" else entry.param.shape[-1]
+    return entry.param.numel() // row_length, row_length
 
 
-def own_piece(entry: ParamEntry, group: Group) -> FlatPiece:
-    """The part of a local parameter that this rank keeps. As in `torch.chunk`, the last ranks may have fewer rows, or none."""
-    rows, length = divided(entry)
-    most = -(-rows // group.size)
-    return FlatPiece(min(group.index * most, rows) * length, min((group.index + 1) * most, rows) * length)
+def compute_owned_range(entry: ParamEntry, group: Group) -> FlatRange:
+    """Return the range of a local parameter that this rank owns. As in `torch.chunk`, the last ranks may own fewer rows."""
+    num_rows, row_length = sharded_view_shape(entry)
+    rows_per_rank = -(-num_rows // group.size)
+    return FlatRange(
+        min(group.rank * rows_per_rank, num_rows) * row_length, min((group.rank + 1) * rows_per_rank, num_rows) * row_length
+    )
 
 
-def divided_param(entry: ParamEntry, group: Group, main_dtype: torch.dtype) -> DividedParam:
-    """A parameter as the ranks of a group divide it."""
-    ends = {own_piece(entry, replace(group, index=index)).stop for index in range(group.size)}
-    cuts = tuple(sorted(ends - {entry.param.numel()}))
-    return DividedParam(entry.record, main_dtype, cuts, entry.record.partial_over, group.size)
+def build_param_partition(entry: ParamEntry, group: Group, main_dtype: torch.dtype) -> ParamPartition:
+    """Describe how a parameter's elements are divided among the ranks of a group."""
+    ends = {compute_owned_range(entry, replace(group, rank=index)).stop for index in range(group.size)}
+    boundaries = tuple(sorted(ends - {entry.param.numel()}))
+    return ParamPartition(entry.record, main_dtype, boundaries, entry.record.partial_axes, group.size)
 
 
-def padded_part(entry: ParamEntry, ranks: int) -> int:
-    """Elements of a parameter that each of `ranks` ranks has room for: as many as the first rank keeps."""
-    rows, length = divided(entry)
-    return -(-rows // ranks) * length
+def padded_shard_numel(entry: ParamEntry, num_ranks: int) -> int:
+    """Return the number of elements that each of `num_ranks` ranks allocates for a parameter: the shard size of the first rank."""
+    num_rows, row_length = sharded_view_shape(entry)
+    return -(-num_rows // num_ranks) * row_length

@@ -1,4 +1,8 @@
-"""The training step's view of data parallelism: a provider of shards. There are two, buckets and `fully_shard`."""
+"""Interface between the training step and data parallelism: shard providers, which store parameters and gradients and communicate
+them.
+
+The implementations are `BucketedParams`, `FrozenParams` and `FullyShardedParams`.
+"""
 
 from __future__ import annotations
 
@@ -12,73 +16,78 @@ from torch import nn
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup
 
-Inspect = Callable[[ParamEntry, torch.Tensor], None]
-"""Receives a parameter and one gradient of it on this rank: that of one use in one microbatch, in the parameter's local shape."""
+GradInspector = Callable[[ParamEntry, torch.Tensor], None]
+"""Function that receives a parameter and one of its local gradients: the gradient of one use in one microbatch, in the parameter's
+local shape."""
 
 
 @dataclass(frozen=True)
-class HeldTensors:
-    """Tensors that keep memory, by what it is for. Several may share a storage."""
+class PersistentTensors:
+    """Tensors that stay allocated between steps, by purpose, for the memory report. Several tensors may share a storage."""
 
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     buffers: list[torch.Tensor]
-    """Memory that gradients pass through."""
+    """Buffers that hold gradients temporarily, until they are reduced."""
     on_host: bool = False
-    """Whether parameters and gradients are in host memory, which on the CPU is the device's too."""
+    """Whether parameters and gradients are in host memory. (On the CPU, host memory is also the device's memory.)"""
 
 
-class Provider(ABC):
-    """Divides the state of some of the model's parameters over the data ranks, and moves gradients and weights between them.
+class ShardProvider(ABC):
+    """Interface that shards the state of some parameters over the data ranks, and communicates their gradients and values.
 
-    Order of calls in each step: `start_step`; forwards, with `before_backward` before each backward; `finish_gradients`; then the
-    optimizer updates the shards of one group after another and calls the group's `publish`; `finish_publishing`.
+    Calls in each step, in this order: `start_step`; forwards, with `before_backward` before each backward; `finish_gradients`; for
+    one shard group after another, the optimizer's update and `ShardGroup.gather_params`; `finish_param_gather`.
     """
 
     groups: list[ShardGroup]
-    """This rank's shards, in about the order in which the forward needs them. The optimizer updates and publishes in this order."""
+    """Shards of this rank, in approximately the order in which forward needs their parameters. The optimizer updates and gathers
+    one group after the other."""
     frozen: Sequence[Shard] = ()
-    """Parameters that no step changes: shards that are in no group, whose weights are all there is of them."""
-    follows_backward = False
-    """Whether it is told of each backward. Otherwise the gradients that arrive are enough to follow a step."""
+    """Shards of frozen parameters: they have values, but no gradient and no optimizer state, and are in no group."""
+    uses_before_backward = False
+    """Whether `before_backward` must be called. Providers that do not need it follow a step by the gradients that they receive."""
 
     @abstractmethod
-    def start_step(self, num_microbatches: int, *, inspect: Inspect | None = None) -> None:
-        """Begin a step: forget the last one's gradients and expect this many microbatches.
+    def start_step(self, num_microbatches: int, *, inspect: GradInspector | None = None) -> None:
+        """Start a step of `num_microbatches` microbatches: discard the gradients of the last step.
 
         Args:
-            inspect: receives each gradient as it is written. Nothing is summed or reduced then; shards keep their gradients.
+            inspect: receives each gradient as it is written. Nothing is then summed or reduced, and shards keep their gradients.
         """
 
     def before_backward(self, chunk: int) -> None:  # noqa: B027
-        """Called before each backward of this chunk, if the provider `follows_backward`."""
+        """Prepare the parameters for a backward of the model chunk with index `chunk`. Called before each backward if
+        `uses_before_backward`."""
 
-    def before_remake(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027
-        """Called before these modules run again in backward. Does nothing where their parameters always have memory."""
+    def before_recompute(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027
+        """Make the parameters of these modules available for the recomputation of the modules in backward. Does nothing if their
+        parameters always have memory."""
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Complete the gradients of all shards. (Not after a step that inspects.)
+        """Complete the gradients of all shards. Not called after a step with `inspect`.
 
         Raises:
-            RuntimeError: a parameter got no gradient, or one too many.
+            RuntimeError: a parameter received too few or too many gradients.
         """
 
     @abstractmethod
-    def sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Where the gradient of each parameter is written."""
+    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
 
     @abstractmethod
-    def held(self) -> HeldTensors:
-        """The memory that it keeps between two steps."""
+    def persistent_tensors(self) -> PersistentTensors:
+        """Return the tensors that stay allocated between steps."""
 
-    def nonfinite(self) -> set[str]:
-        """Names of parameters whose gradient, this rank's part of the sum, is not finite."""
+    def find_nonfinite_params(self) -> set[str]:
+        """Return the names of parameters whose gradient is not finite in this rank's shard."""
         shards = [shard for group in self.groups for shard in group.shards]
         return {shard.record.name for shard in shards if not torch.isfinite(shard.grad).all()}
 
-    def finish_publishing(self) -> None:  # noqa: B027
-        """Wait until every parameter holds its new values. Does nothing where parameters are gathered before their use."""
+    def finish_param_gather(self) -> None:  # noqa: B027
+        """Wait until every parameter holds its new values. Does nothing if parameters are gathered before their use."""
 
     def finish_evaluation(self) -> None:  # noqa: B027
-        """After forwards without backwards: free what is kept for a backward, if anything is."""
+        """Free the memory that forwards keep for a backward, such as gathered parameters. Called after evaluation, which has no
+        backward."""

@@ -1,8 +1,8 @@
-"""What one rank sends in a step to reduce gradients and to gather parameters, by arithmetic.
+"""Communication volume of one rank in a step, for gradient reduction and parameter gathering. Computed from sizes, not measured.
 
-Counted as in a ring: of n ranks, each sends (n - 1)/n of the tensor in a reduce-scatter and in an all-gather, and twice that in an
-all-reduce, which is one after the other (Rajbhandari et al. 2019, section 7). In elements of the model, over N data ranks and for M
-microbatches:
+The volume is that of ring algorithms. With n ranks, each rank sends (n - 1)/n of the tensor in a reduce-scatter and in an
+all-gather, and twice that in an all-reduce, which is one after the other (Rajbhandari et al. 2019, section 7). In elements of the
+model, over N data ranks and for M microbatches:
 
 ========================== ============== ============ ===================
 strategy                   gradients      parameters   together
@@ -14,9 +14,10 @@ optim_grads_params, always M (N - 1)/N    2M (N - 1)/N 3M (N - 1)/N
 optim_grads_params, never  M (N - 1)/N    (N - 1)/N    (M + 1) (N - 1)/N
 ========================== ============== ============ ===================
 
-With --fsdp-reduce-once gradients are sent once instead of M times. With R replicas of N ranks, optim_grads_params sums each rank's
-part of the gradient, 1/N, over them once a step: 2 (R - 1)/R of it. Gradients travel in the dtype of the main parameters (with
---grad-reduce-in-bf16 in the model's), parameters in the model's.
+"always" and "never" are the values of --fsdp-reshard-after-forward. With --fsdp-reduce-once gradients are sent once instead of M
+times. With R replicas of N ranks, optim_grads_params sums each rank's gradient shard, 1/N of the gradient, over the replicas once
+per step: 2 (R - 1)/R of the shard. Gradients are sent in the dtype of the main parameters (with --grad-reduce-in-bf16 in the
+model's dtype), parameters in the model's dtype.
 """
 
 from __future__ import annotations
@@ -29,65 +30,77 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron.data_parallel.bucket import main_grad_dtype, travel_dtype
+from megatron.data_parallel.bucket import main_grad_dtype, select_reduce_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_part
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_shard_numel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 
-Kind = Literal["gradients", "parameters", "matrices", "numbers", "noise"]
-"""matrices: what an update rule that sees whole matrices exchanges; of the rank that sends most. numbers: what one puts together of
-whole parameters, such as sums over rows. noise: gradients of the first microbatch, which the context ranks of the first data rank
-add up to measure their noise."""
+TrafficKind = Literal["gradients", "parameters", "matrices", "numbers", "noise"]
+"""Content of messages:
+
+- gradients, parameters: of the model;
+- matrices: full matrices that an update rule needs, such as Muon; counted for the rank that sends most;
+- numbers: sums over full parameters that an update rule needs, such as row sums;
+- noise: gradients of the first microbatch, which the context ranks of the first data rank sum to measure the gradient noise.
+"""
 
 
-class StepSums(NamedTuple):
-    """What a step sums over the world at its end, in one reduction of float64."""
+class StepTotals(NamedTuple):
+    """Values that all ranks sum at the end of a step, in one float64 all-reduce."""
 
     loss: float
+    """Sum over tokens of mask x cross entropy."""
     z_loss: float
+    """Sum over tokens of mask x z-loss."""
     mtp_loss: float
-    mask: float
-    squares: float
-    """Squares of the gradient; not finite if any element of any copy is not."""
-    zeros: float
-    """Zeros in the gradient, if they are counted."""
-    asked_to_exit: float
-    """Ranks that a signal asked to exit."""
-    out_of_time: float
-    """Ranks whose time is up."""
-    attended: float
-    """How many samples of one document each need as much attention."""
+    mask_sum: float
+    """Sum of the loss mask."""
+    grad_sq_sum: float
+    """Sum of squares of the gradient. Not finite if any element on any rank is not finite."""
+    num_zero_grads: float
+    """Number of zeros in the gradient, if they are counted (--log-num-zeros-in-grad)."""
+    num_exit_requests: float
+    """Number of ranks that received a signal to exit."""
+    num_out_of_time: float
+    """Number of ranks whose time limit is reached."""
+    attention_samples: float
+    """Number of samples with a single document whose attention would cost as much as that of the step's packed samples."""
     context_imbalance: float
-    """Sum over microbatches of what the busiest context rank attends to, as a multiple of the mean over these."""
-    first_squares: float
-    """Squares of the first microbatch's gradient of the parameters of which its noise is measured, if it is."""
-    whole_squares: float
-    """Squares of the whole gradient of these."""
-    first_mask: float
-    """The loss mask of the first microbatch."""
+    """Sum over microbatches of the attention work of the busiest context rank, as a multiple of the mean over the context ranks."""
+    first_grad_sq_sum: float
+    """Sum of squares of the first microbatch's gradient, over the parameters whose gradient noise is measured
+    (`ParamRecord.measures_noise`)."""
+    full_grad_sq_sum: float
+    """Sum of squares of the gradient over all microbatches, over the parameters whose gradient noise is measured."""
+    first_mask_sum: float
+    """Sum of the loss mask of the first microbatch."""
     max_logit: float
-    """The largest score of attention, if it is asked for; all ranks know it, and one gives it."""
-    of_experts: tuple[float, ...] = ()
-    """What is said of the balance of experts, where there are some; all ranks know it, and one gives it."""
+    """Largest attention logit, if it is requested. All ranks have the value, and only one rank contributes it to the sum."""
+    expert_balance: tuple[float, ...] = ()
+    """Load and losses of the routers, if the model has experts. All ranks have the values, and only one rank contributes them to
+    the sum."""
 
 
-NUM_SCALARS = len(StepSums._fields)
-"""Numbers that a step sums over the world: before these the mask, which the first backward needs."""
+NUM_SCALARS = len(StepTotals._fields)
+"""Number of scalars that a step sums over all ranks.
+
+These are the fields of `StepTotals` without `expert_balance`, and the sum of the mask once more, which the first backward needs.
+"""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What one rank sends in one step."""
+class GroupTraffic:
+    """Number of bytes that one rank sends in one step, for one process group and one type of content."""
 
     over: str
-    """The group, named by its axes."""
-    kind: Kind
+    """Name of the process group, such as "tp x dp"."""
+    kind: TrafficKind
     bytes: int
-    """Padding included."""
+    """Number of bytes, padding included."""
 
 
-def bucket_traffic(
+def count_bucket_traffic(
     plans: Sequence[BucketPlan],
     context: ParallelContext,
     sharding: str,
@@ -95,84 +108,92 @@ def bucket_traffic(
     reductions: Sequence[int],
     *,
     in_bf16: bool = False,
-) -> list[Sent]:
-    """What is sent for the parameters in buckets.
+) -> list[GroupTraffic]:
+    """Return the bytes that one rank sends in a step to reduce and gather the parameters in buckets, by process group and type of
+    content.
 
     Args:
         sharding: no_shard, optim or optim_grads.
         dtype: dtype of the parameters.
         reductions: number of reductions of each bucket in a step.
-        in_bf16: gradients travel in bfloat16 where they may.
+        in_bf16: whether gradients are reduced in bfloat16 where possible (--grad-reduce-in-bf16).
     """
-    sent = []
-    for plan, times in zip(plans, reductions, strict=True):
-        over, others = axes_in_words(plan.axes, context), plan.num_slices - 1
-        once = others * plan.slice_size  # a reduce-scatter or an all-gather
-        travels = travel_dtype(plan, context, in_bf16=in_bf16)
+    traffic = []
+    for plan, num_reductions in zip(plans, reductions, strict=True):
+        group_name, num_peers = format_axes(plan.axes, context), plan.num_slices - 1
+        ring_elements = num_peers * plan.slice_size  # elements that a rank sends in a reduce-scatter or an all-gather
+        reduce_dtype = select_reduce_dtype(plan, context, in_bf16=in_bf16)
         if sharding == "no_shard":
-            sent.append(_gradients(over, 2 * times * once, dtype, travels))
+            traffic.append(_gradient_traffic(group_name, 2 * num_reductions * ring_elements, dtype, reduce_dtype))
         else:
-            sent.append(_gradients(over, times * once, dtype, travels))
-            sent.append(Sent(over, "parameters", once * dtype.itemsize))
+            traffic.append(_gradient_traffic(group_name, num_reductions * ring_elements, dtype, reduce_dtype))
+            traffic.append(GroupTraffic(group_name, "parameters", ring_elements * dtype.itemsize))
         if plan.tied:  # an all-reduce over two ranks
-            sent.append(_gradients("pipeline ends", plan.size if sharding == "no_shard" else plan.slice_size, dtype))
-    return joined(sent)
+            traffic.append(_gradient_traffic("pipeline ends", plan.size if sharding == "no_shard" else plan.slice_size, dtype))
+    return merge_traffic(traffic)
 
 
-def fsdp_traffic(
+def count_fsdp_traffic(
     units: Iterable[UnitPlan], context: ParallelContext, policy: FsdpPolicy, dtype: torch.dtype, num_microbatches: int
-) -> list[Sent]:
-    """What is sent for parameters under `fully_shard`.
+) -> list[GroupTraffic]:
+    """Return the bytes that one rank sends in a step for parameters under `fully_shard`, by process group and type of content.
 
     Args:
-        dtype: dtype in which they are gathered.
+        dtype: dtype in which parameters are gathered.
     """
-    sent, entries = [], [entry for unit in units for entry in unit.entries]
-    for axes in dict.fromkeys(entry.record.partial_over for entry in entries):
-        ranks, replicas = context.fsdp_shard(axes).size, context.fsdp_replica(axes).size
-        part = sum(padded_part(entry, ranks) for entry in entries if entry.record.partial_over == axes)
-        once = (ranks - 1) * part
-        gathered = (2 * num_microbatches if policy.reshard == "always" else 1) * once
-        within, across = parts_in_words(axes, context)
-        sent += [
-            _gradients(within, (1 if policy.reduce_once else num_microbatches) * once, dtype),
-            Sent(within, "parameters", gathered * dtype.itemsize),
-            _gradients(across, 2 * (replicas - 1) * part // replicas, dtype),
+    traffic, entries = [], [entry for unit in units for entry in unit.entries]
+    for axes in dict.fromkeys(entry.record.partial_axes for entry in entries):
+        num_ranks, num_replicas = context.fsdp_shard_group(axes).size, context.fsdp_replica_group(axes).size
+        shard_numel = sum(padded_shard_numel(entry, num_ranks) for entry in entries if entry.record.partial_axes == axes)
+        ring_elements = (num_ranks - 1) * shard_numel
+        gathered_elements = (2 * num_microbatches if policy.reshard == "always" else 1) * ring_elements
+        shard_group_name, replica_group_name = format_fsdp_groups(axes, context)
+        traffic += [
+            _gradient_traffic(shard_group_name, (1 if policy.reduce_once else num_microbatches) * ring_elements, dtype),
+            GroupTraffic(shard_group_name, "parameters", gathered_elements * dtype.itemsize),
+            _gradient_traffic(replica_group_name, 2 * (num_replicas - 1) * shard_numel // num_replicas, dtype),
         ]
-    return joined(sent)
+    return merge_traffic(traffic)
 
 
-def noise_traffic(params: Iterable[ParamEntry], context: ParallelContext, dtype: torch.dtype) -> Sent:
-    """What --log-gradient-noise sends beside a step's sums.
+def count_noise_traffic(params: Iterable[ParamEntry], context: ParallelContext, dtype: torch.dtype) -> GroupTraffic:
+    """Return the bytes that one rank sends in a step for --log-gradient-noise, without the values in `StepTotals`.
 
     Args:
         dtype: dtype of the parameters.
     """
-    ranks, records = context.topology.cp, (entry.record for entry in params)
-    sizes = (math.prod(record.local_shape(context.axis_sizes)) for record in records if record.tells_noise)
-    elements = sum(-(-size // ranks) * (ranks - 1) for size in sizes)  # a part of each goes to every other rank
-    return Sent(axes_in_words(("cp",), context), "noise", elements * main_grad_dtype(dtype).itemsize)
+    num_ranks, records = context.topology.cp, (entry.record for entry in params)
+    sizes = (math.prod(record.local_shape(context.axis_sizes)) for record in records if record.measures_noise)
+    elements = sum(-(-size // num_ranks) * (num_ranks - 1) for size in sizes)  # each rank sends a shard to every other rank
+    return GroupTraffic(format_axes(("cp",), context), "noise", elements * main_grad_dtype(dtype).itemsize)
 
 
-def joined(sent: Iterable[Sent]) -> list[Sent]:
-    """Sum up: one entry for each group and kind over which anything is sent."""
-    totals: Counter[tuple[str, Kind]] = Counter()
-    for one in sent:
-        totals[one.over, one.kind] += one.bytes
-    return [Sent(over, kind, total) for (over, kind), total in totals.items() if total]
+def merge_traffic(entries: Iterable[GroupTraffic]) -> list[GroupTraffic]:
+    """Add up the bytes of the entries that have the same process group and type of content (gradients, parameters), and drop
+    entries without bytes."""
+    totals: Counter[tuple[str, TrafficKind]] = Counter()
+    for entry in entries:
+        totals[entry.over, entry.kind] += entry.bytes
+    return [GroupTraffic(over, kind, total) for (over, kind), total in totals.items() if total]
 
 
-def axes_in_words(axes: tuple[str, ...], context: ParallelContext) -> str:
-    """A group's axes in words, such as "dp" or "tp x dp"; axes of one rank are left out."""
+def format_axes(axes: tuple[str, ...], context: ParallelContext) -> str:
+    """Format a group's axes as text, such as "dp" or "tp x dp"; axes of one rank are left out."""
     return " x ".join(axis for axis in axes if context.topology.size(axis) > 1)
 
 
-def parts_in_words(axes: tuple[str, ...], context: ParallelContext) -> tuple[str, str]:
-    """The groups in words over which `fully_shard` gathers and reduces, and sums up replicas, of parameters of a grid."""
-    over, replicas = axes_in_words(axes, context), context.fsdp_replica(axes).size
-    within = over if replicas == 1 else f"{context.fsdp_shard(axes).size} ranks of {over}"
-    return within, f"{replicas} replicas in {over}"
+def format_fsdp_groups(axes: tuple[str, ...], context: ParallelContext) -> tuple[str, str]:
+    """Return the names of the group over which `fully_shard` gathers and reduces, and of the group over which it sums replicas.
+
+    Args:
+        axes: axes over which the gradients are summed.
+    """
+    group_name, num_replicas = format_axes(axes, context), context.fsdp_replica_group(axes).size
+    shard_group_name = group_name if num_replicas == 1 else f"{context.fsdp_shard_group(axes).size} ranks of {group_name}"
+    return shard_group_name, f"{num_replicas} replicas in {group_name}"
 
 
-def _gradients(over: str, elements: int, dtype: torch.dtype, travels: torch.dtype | None = None) -> Sent:
-    return Sent(over, "gradients", elements * (travels or main_grad_dtype(dtype)).itemsize)
+def _gradient_traffic(
+    group_name: str, num_elements: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
+) -> GroupTraffic:
+    return GroupTraffic(group_name, "gradients", num_elements * (reduce_dtype or main_grad_dtype(dtype)).itemsize)
