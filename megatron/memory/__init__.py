@@ -1,4 +1,4 @@
-"""What a microbatch keeps between forward and backward, where it is not simply what autograd saves."""
+"""Activation memory: recomputation in backward, and offloading of saved tensors to host memory."""
 
 from megatron.moved import find_moved
 

@@ -1,10 +1,11 @@
-"""Buffers in host memory for activations, and the copies to them and back.
+"""Pool of host buffers for activations, with asynchronous copies to the host and back to the device.
 
-Each way has a stream of its own, and neither the host nor the other way waits for it. On a CPU the same calls copy at once, from
-one place of the same memory to another.
+Each direction has its own stream. Neither the host nor the other direction waits for it. On a CPU the same methods copy
+synchronously within host memory.
 
-Buffers are allocated at their first use and kept. Their sizes are powers of two: torch rounds pinned memory up to these anyway
-(c10's CachingHostAllocator), and with documents, sizes differ from microbatch to microbatch.
+Buffers are allocated at their first use and never freed. Their sizes are powers of two, for two reasons. Torch rounds pinned memory
+up to powers of two anyway (CachingHostAllocator in c10). And the sizes of tensors differ between microbatches if documents have
+different lengths.
 """
 
 from __future__ import annotations
@@ -16,100 +17,110 @@ from typing import Any
 
 import torch
 
-Mark = Any
-"""A place in a stream, as an event of the device's type; None on the CPU, where everything before it has been done."""
+StreamEvent = Any
+"""Event recorded on a stream of the device. None on a CPU, where earlier operations are already complete."""
 
 
-def buffer_size(num_bytes: int) -> int:
-    """Bytes of the buffer that takes so many."""
+def get_buffer_size(num_bytes: int) -> int:
+    """Return the size in bytes of the host buffer for a tensor of `num_bytes` bytes: the next power of two."""
     return 1 << (num_bytes - 1).bit_length()
 
 
 class HostBuffer:
-    """A buffer in use, or free for its next one."""
+    """Buffer in host memory, either in use or free for the next use."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        """uint8."""
-        self.read: Mark = None
-        """After this its last content has been read."""
+        """uint8, one-dimensional."""
+        self.read_event: StreamEvent = None
+        """Event after which the last copy to the device has read the buffer; None before the first use."""
 
 
-class HostMemory:
-    """The buffers of one rank."""
+class HostBufferPool:
+    """Pool of reusable buffers in host memory, with methods that copy tensors to the host and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_bytes = 0
-        """Bytes of all buffers."""
+        """Total size of all buffers in bytes."""
         self._device = device
-        self._free: defaultdict[int, list[HostBuffer]] = defaultdict(list)
+        self._free_buffers: defaultdict[int, list[HostBuffer]] = defaultdict(list)
 
     @functools.cached_property
-    def streams(self) -> Any:
-        """The device's module with streams and events."""
+    def device_module(self) -> Any:
+        """Torch's module for streams and events of the device, such as torch.cuda."""
         return torch.get_device_module(self._device)
 
     @functools.cached_property
-    def _down(self) -> Any:
-        return self.streams.Stream(self._device)
+    def _to_host_stream(self) -> Any:
+        return self.device_module.Stream(self._device)
 
     @functools.cached_property
-    def _up(self) -> Any:
-        return self.streams.Stream(self._device)
+    def _to_device_stream(self) -> Any:
+        return self.device_module.Stream(self._device)
 
-    def move(self, source: torch.Tensor) -> HostBuffer:
-        """Begin to copy bytes to the host, once they are computed. The source must live until `moved()`.
+    def start_copy_to_host(self, source: torch.Tensor) -> HostBuffer:
+        """Start to copy a tensor to a host buffer, after the operations queued so far on the current stream.
+
+        The caller must keep `source` alive until its stream has waited for the event that `record_copies_to_host` returns.
 
         Args:
             source: uint8, one-dimensional.
         """
-        size = buffer_size(len(source))
-        buffer = self._free[size].pop() if self._free[size] else self._make(size)
-        self._down.wait_stream(self.streams.current_stream(self._device))
-        with self.streams.stream(self._down):
-            if buffer.read is not None:
-                self._down.wait_event(buffer.read)
+        size = get_buffer_size(len(source))
+        buffer = self._free_buffers[size].pop() if self._free_buffers[size] else self._new_buffer(size)
+        self._to_host_stream.wait_stream(self.device_module.current_stream(self._device))
+        with self.device_module.stream(self._to_host_stream):
+            if buffer.read_event is not None:
+                self._to_host_stream.wait_event(buffer.read_event)
             self.copy(buffer.memory[: len(source)], source)
         return buffer
 
-    def moved(self) -> Mark:
-        """The end of all copies to the host that have begun."""
-        return self._down.record_event()
+    def record_copies_to_host(self) -> StreamEvent:
+        """Return an event that completes when all copies to the host that have started so far are complete."""
+        return self._to_host_stream.record_event()
 
-    def bring(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> tuple[list[torch.Tensor], Mark]:
-        """Begin to copy back, into new memory of the device; then the buffers are free. Computation has waited for `moved()`.
+    def start_copy_to_device(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> tuple[list[torch.Tensor], StreamEvent]:
+        """Start to copy buffers to new tensors on the device, and mark the buffers as free.
+
+        Before this call, the current stream must have waited for the event of `record_copies_to_host`.
 
         Args:
-            sizes: bytes in each buffer.
+            sizes: number of bytes in each buffer.
 
         Returns:
-            the bytes, and the end of the copies: `wait` for it before the bytes are read or given free.
+            The uint8 tensors, and an event for the end of the copies. Pass the event to `wait` before the tensors are read or
+                freed.
         """
-        bytes_back = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-        # What was computed so far may still read the memory that the new tensors got; and it has waited for the copies away.
-        self._up.wait_stream(self.streams.current_stream(self._device))
-        with self.streams.stream(self._up):
-            for tensor, buffer in zip(bytes_back, buffers, strict=True):
+        tensors = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        # Operations queued so far may still read the memory that the allocator reuses for the new tensors. They also have waited
+        # for the copies to the host.
+        self._to_device_stream.wait_stream(self.device_module.current_stream(self._device))
+        with self.device_module.stream(self._to_device_stream):
+            for tensor, buffer in zip(tensors, buffers, strict=True):
                 self.copy(tensor, buffer.memory[: len(tensor)])
-            brought = self._up.record_event()
+            read_event = self._to_device_stream.record_event()
         for buffer in buffers:
-            buffer.read = brought
-            self._free[len(buffer.memory)].append(buffer)
-        return bytes_back, brought
+            buffer.read_event = read_event
+            self._free_buffers[len(buffer.memory)].append(buffer)
+        return tensors, read_event
 
-    def wait(self, mark: Mark) -> None:
-        """Whatever is computed from now on waits for a mark."""
-        if mark is not None:
-            self.streams.current_stream(self._device).wait_event(mark)
+    def wait(self, event: StreamEvent) -> None:
+        """Let the current stream wait for an event."""
+        if event is not None:
+            self.device_module.current_stream(self._device).wait_event(event)
 
-    def _make(self, size: int) -> HostBuffer:
+    def _new_buffer(self, size: int) -> HostBuffer:
         self.num_bytes += size
         return HostBuffer(self.allocate(size))
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy on the current stream."""
-        to.copy_(source, non_blocking=True)
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start to copy `source` to `target` on the current stream."""
+        target.copy_(source, non_blocking=True)
 
     def allocate(self, size: int) -> torch.Tensor:
-        """New memory of so many bytes."""
+        """Allocate host memory, pinned unless the device is a CPU.
+
+        Args:
+            size: number of bytes.
+        """
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type != "cpu")

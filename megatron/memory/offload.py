@@ -1,19 +1,22 @@
-"""Saved tensors of chosen layers in host memory between forward and backward, as `--cpu-offload-activations` asks for.
+"""Offloading of layers' saved tensors to host memory between forward and backward (`--cpu-offload-activations`).
 
-Autograd hands over each tensor that a layer saves (`torch.autograd.graph.saved_tensors_hooks`). Its storage begins to leave at
-once, on a stream of its own, while the layer goes on. Storages are moved, not tensors: two views, or one tensor saved twice, go
-once. Of a layer that runs again in backward (`recompute`), the input is moved. Not moved is what would free nothing or little:
+Autograd passes each tensor that a layer saves to a hook (`torch.autograd.graph.saved_tensors_hooks`). The hook starts to copy the
+tensor's storage on a separate stream, while the layer continues. Storages are copied and not tensors, so two views of a storage, or
+a tensor that is saved twice, are copied only once. For a layer that is recomputed in backward (`megatron.memory.recompute`), the
+input is offloaded. Tensors are not offloaded where that would free little or no memory:
 
-- what lives anyway: parameters, the chunk's received input, tables that layers share;
-- integers: places of documents, which belong to the batch, and seeds of kernels;
-- storages of less than a sixteenth of the layer's input, such as statistics of norms.
+- tensors that exist anyway: parameters, the received input of the chunk, tables that layers share;
+- tensors of integers: positions of documents, which belong to the batch, and seeds of kernels;
+- storages smaller than a sixteenth of the layer's input, such as statistics of norms.
 
-The device copies of a layer are given free when the next chosen layer has run, those of the last when the next operation of the
-stage has: until then copies hide behind computation, then computation waits for them. So at any time one layer is on its way.
+The device copies of a layer are freed after the forward of the next offloaded layer; those of the last layer after the next
+operation of the stage. Until then the copies overlap with computation, and then computation waits for them. So at any time only one
+layer is being copied to the host.
 
-A layer comes back while backward goes through the chosen layer after it; the last one while the stage's operation before the
-microbatch's first backward operation computes (`Kept.fetch`). Where it would have to return before it has gone, it stays
-(`megatron.pipeline_parallel.executor`). The device's memory is given to it when its copy begins.
+In backward, a layer is copied back to the device during the backward of the offloaded layer that follows it in the model. The last
+layer is copied back during the operation that the stage runs before the microbatch's first backward operation
+(`ActivationStore.fetch`). If that operation precedes the end of the copy to the host, the last layer is not offloaded
+(`megatron.pipeline_parallel.executor`). Device memory for a layer is allocated when its copy to the device starts.
 """
 
 from __future__ import annotations
@@ -25,143 +28,164 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.memory.host import HostBuffer, HostMemory, Mark
-from megatron.memory.recompute import Kept, current, storage_key
+from megatron.memory.host import HostBuffer, HostBufferPool, StreamEvent
+from megatron.memory.recompute import ActivationStore, current_store, get_storage_key
 
-_LEAST_SHARE = 1 / 16
-"""A storage is moved if it is larger than this share of the layer's input."""
+_MIN_RELATIVE_SIZE = 1 / 16
+"""A storage is offloaded if it is larger than the layer's input times this factor."""
 
 
-class _Storage:
-    """A storage that is moved."""
+class _OffloadedStorage:
+    """Storage that is copied to a host buffer."""
 
     def __init__(self, source: torch.Tensor, buffer: HostBuffer) -> None:
         self.num_bytes, self.buffer = len(source), buffer
-        self.on_device: torch.Tensor | None = source
-        """uint8; None while it is only in the buffer."""
+        self.device_bytes: torch.Tensor | None = source
+        """Content on the device as uint8; None while it is only in the host buffer."""
 
 
-class _View(NamedTuple):
-    """A saved tensor, in place of which autograd keeps this."""
+class _OffloadedTensor(NamedTuple):
+    """Placeholder that autograd saves in place of an offloaded tensor. It describes the tensor as a view of its storage."""
 
-    storage: _Storage
+    storage: _OffloadedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    storage_offset: int
 
 
-class LayerOnHost:
-    """One forward of a chosen layer (or of several that run again together), until its backward.
+class LayerOffloader:
+    """Offloader for one forward and backward of a layer, or of several layers that are recomputed together.
 
     Args:
-        kept: that of the microbatch; the layer joins it.
-        x: the layer's input.
-        shared: tensors that it saves and that others hold as long.
-        stays: nothing is moved, but that its backward begins is noted.
-        remade_ahead: it runs again in an operation of its own, before backward.
+        store: activations of the microbatch. The offloader adds itself to it.
+        x: input of the layer.
+        shared: saved tensors that are kept alive elsewhere until backward, so offloading them would free no memory.
+        stays_on_device: do not offload any tensor. The offloader then only starts the copies of the previous layer in backward.
+        is_recomputed_ahead: the layer may be recomputed in a separate operation before its backward.
     """
 
     def __init__(
-        self, kept: Kept, host: HostMemory, x: torch.Tensor, shared: Iterable[torch.Tensor], *, stays: bool, remade_ahead: bool
+        self,
+        store: ActivationStore,
+        pool: HostBufferPool,
+        x: torch.Tensor,
+        shared: Iterable[torch.Tensor],
+        *,
+        stays_on_device: bool,
+        is_recomputed_ahead: bool,
     ) -> None:
-        self.remade_ahead = remade_ahead
-        self._kept, self._host, self._stays, self._least = kept, host, stays, _LEAST_SHARE * x.nbytes
-        self._living = {*kept.living, *map(storage_key, shared)}
-        self._before = kept.layers[-1] if kept.layers else None
-        kept.layers.append(self)
-        self._storages: dict[int, _Storage] = {}
-        """By storage, as long as the device copies live."""
-        self._to_fetch: list[_Storage] = []
-        self._moved: Mark = None
-        self._brought: Mark = None
-        self._entered = False
+        self.is_recomputed_ahead = is_recomputed_ahead
+        self._store, self._pool, self._stays_on_device, self._min_bytes = (
+            store,
+            pool,
+            stays_on_device,
+            _MIN_RELATIVE_SIZE * x.nbytes,
+        )
+        self._live_storages = {*store.live_storages, *map(get_storage_key, shared)}
+        self._previous = store.offloaders[-1] if store.offloaders else None
+        store.offloaders.append(self)
+        self._storages_on_device: dict[int, _OffloadedStorage] = {}
+        """Offloaded storages by key, until their device copies are freed."""
+        self._storages_to_fetch: list[_OffloadedStorage] = []
+        self._offload_end: StreamEvent = None
+        self._fetch_end: StreamEvent = None
+        self._has_entered_backward = False
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of each storage that is in host memory and not asked back yet."""
-        return [storage.num_bytes for storage in self._to_fetch]
+    def offloaded_sizes(self) -> list[int]:
+        """Number of bytes of each storage in host memory whose copy back to the device has not started."""
+        return [storage.num_bytes for storage in self._storages_to_fetch]
 
     def run(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        """Run the layer's forward."""
-        self._kept.on_host = self
+        """Run the forward of the layer and offload the tensors that it saves."""
+        self._store.running_offloader = self
         with saved_tensors_hooks(self.pack, self.unpack):
             y = function(*inputs)
-        self._kept.on_host = None
-        self._moved = self._host.moved()
-        if self._before is not None:
-            self._before.settle()
+        self._store.running_offloader = None
+        self._offload_end = self._pool.record_copies_to_host()
+        if self._previous is not None:
+            self._previous.release_device_copies()
         return y
 
-    def settle(self) -> None:
-        """Give the device copies free. Whatever is computed from now on waits until they have been copied."""
-        if self._storages:
-            self._host.wait(self._moved)
-            for storage in self._storages.values():
-                storage.on_device = None
-            self._storages.clear()
+    def release_device_copies(self) -> None:
+        """Free the device copies of the offloaded storages. The current stream first waits for the copies to the host."""
+        if self._storages_on_device:
+            self._pool.wait(self._offload_end)
+            for storage in self._storages_on_device.values():
+                storage.device_bytes = None
+            self._storages_on_device.clear()
 
     def fetch(self) -> None:
-        """Begin to bring back what was moved."""
-        assert not self._storages or not self._to_fetch, "it is asked back before it has gone"
-        if self._to_fetch:
-            storages, self._to_fetch = self._to_fetch, []
-            found, self._brought = self._host.bring([one.buffer for one in storages], [one.num_bytes for one in storages])
-            for storage, tensor in zip(storages, found, strict=True):
-                storage.on_device = tensor
+        """Start to copy the offloaded storages back to the device."""
+        assert not self._storages_on_device or not self._storages_to_fetch, "fetched before the copy to the host was complete"
+        if self._storages_to_fetch:
+            storages, self._storages_to_fetch = self._storages_to_fetch, []
+            copies, self._fetch_end = self._pool.start_copy_to_device([s.buffer for s in storages], [s.num_bytes for s in storages])
+            for storage, tensor in zip(storages, copies, strict=True):
+                storage.device_bytes = tensor
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        """Begin to move a tensor, if that is worth it. The result takes its place."""
-        if self._stays or not self._is_worth_it(tensor):
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor:
+        """Start to offload a saved tensor if that frees enough memory. Return the object that autograd saves in its place."""
+        if self._stays_on_device or not self._should_offload(tensor):
             return tensor.detach()
-        key = storage_key(tensor)
-        storage = self._storages.get(key)
+        key = get_storage_key(tensor)
+        storage = self._storages_on_device.get(key)
         if storage is None:
-            whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
-            storage = self._storages[key] = _Storage(whole, self._host.move(whole))
-            self._to_fetch.append(storage)
-        return _View(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            storage_bytes = (
+                tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
+            )
+            storage = self._storages_on_device[key] = _OffloadedStorage(storage_bytes, self._pool.start_copy_to_host(storage_bytes))
+            self._storages_to_fetch.append(storage)
+        return _OffloadedTensor(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, packed: torch.Tensor | _View) -> torch.Tensor:
-        """The tensor. The first one that backward takes of this layer lets the one before come back."""
-        if not self._entered:
-            self._enter()
+    def unpack(self, packed: torch.Tensor | _OffloadedTensor) -> torch.Tensor:
+        """Return the tensor for an object that `pack` returned. The first call also starts to fetch the previous layer."""
+        if not self._has_entered_backward:
+            self._enter_backward()
         if isinstance(packed, torch.Tensor):
             return packed
-        found = packed.storage.on_device
-        assert found is not None
-        return found.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        storage_bytes = packed.storage.device_bytes
+        assert storage_bytes is not None
+        return storage_bytes.view(packed.dtype).as_strided(packed.size, packed.stride, packed.storage_offset)
 
-    def _enter(self) -> None:
-        self._entered = True
+    def _enter_backward(self) -> None:
+        self._has_entered_backward = True
         self.fetch()
-        self._host.wait(self._brought)
-        if self._before is not None:
-            self._before.fetch()
-            self._before = None
+        self._pool.wait(self._fetch_end)
+        if self._previous is not None:
+            self._previous.fetch()
+            self._previous = None
 
-    def _is_worth_it(self, tensor: torch.Tensor) -> bool:
+    def _should_offload(self, tensor: torch.Tensor) -> bool:
         owner = tensor if tensor._base is None else tensor._base
         return (
             (tensor.is_floating_point() or tensor.dtype is torch.bool)
-            and tensor.untyped_storage().nbytes() > self._least
+            and tensor.untyped_storage().nbytes() > self._min_bytes
             and not isinstance(owner, nn.Parameter)
-            and storage_key(tensor) not in self._living
+            and get_storage_key(tensor) not in self._live_storages
         )
 
 
-def chosen_layer(
-    x: torch.Tensor, *, shared: Iterable[torch.Tensor] = (), last: bool = False, remade_ahead: bool = False
-) -> LayerOnHost | None:
-    """A layer that is chosen to have its saved tensors in host memory begins its forward; None where nothing is kept for backward.
+def create_offloader(
+    x: torch.Tensor, *, shared: Iterable[torch.Tensor] = (), is_last: bool = False, is_recomputed_ahead: bool = False
+) -> LayerOffloader | None:
+    """Return an offloader for a layer if its saved tensors should be in host memory. Return None if offloading or autograd is off.
 
     Args:
-        x: its input.
-        shared: tensors that it saves and that others hold as long.
-        last: it is the last one of the chunk that is chosen.
-        remade_ahead: it runs again in an operation of its own, before backward.
+        x: input of the layer.
+        shared: saved tensors that are kept alive elsewhere until backward, so offloading them would free no memory.
+        is_last: the layer is the last offloaded layer of the chunk.
+        is_recomputed_ahead: the layer may be recomputed in a separate operation before its backward.
     """
-    kept = current()
-    if kept is None or kept.host is None or not torch.is_grad_enabled():
+    store = current_store()
+    if store is None or store.host_pool is None or not torch.is_grad_enabled():
         return None
-    return LayerOnHost(kept, kept.host, x, shared, stays=last and kept.back_soon, remade_ahead=remade_ahead)
+    return LayerOffloader(
+        store,
+        store.host_pool,
+        x,
+        shared,
+        stays_on_device=is_last and store.is_backward_next,
+        is_recomputed_ahead=is_recomputed_ahead,
+    )

@@ -1,14 +1,17 @@
-"""Regions of the model that are run again in backward, so that of their forward only the input is kept (Chen et al. 2016).
+"""Recomputation of regions of the model in backward: only the input of a region is saved in forward (Chen et al. 2016).
 
-Autograd records a region's forward as any other, but in place of each tensor that it saves it gets a number. Before backward needs
-the first of them, the region runs again from its input (a *remake*), and the tensors that its operations save are kept under these
-numbers until backward takes them. So there is one graph, made by the first forward: what hangs on it, such as the hooks of
-`fully_shard`, acts once. The remake ends as soon as the last tensor is there: the region's last product is not computed again.
+Autograd records the forward of a region as usual, but saves an index in place of each tensor. Before backward needs the first
+tensor of the region, the region is recomputed from its input. The tensors that its operations save are stored by index until
+backward takes them. So the graph is built only once, by the first forward. Hooks attached to it, such as those of `fully_shard`,
+run only once. Recomputation stops as soon as the last tensor is saved, so the last matrix product of a region is not computed
+again.
 
-A remake gives the same bits: dropout masks follow from keys (`megatron.parallel.random`), and nothing else is drawn.
+Recomputation gives the same bits: dropout masks follow from seeds (`megatron.parallel.random`), and regions use no other random
+numbers.
 
-The schedule decides when the last region of a chunk is remade (`OpKind.RECOMPUTE`): before its gradient has arrived. The others
-are remade within backward, each when backward enters it, so that only one is held at a time.
+The schedule decides when the last region of a chunk is recomputed (`OpType.RECOMPUTE`): possibly before the gradient of its output
+arrives. All other regions are recomputed within the backward, when it reaches them. So the tensors of only one region are in memory
+at a time.
 """
 
 from __future__ import annotations
@@ -22,238 +25,258 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.memory.host import HostMemory
+from megatron.memory.host import HostBufferPool
 
-# ---- What one microbatch of a chunk keeps in ways of its own: regions that run again, and layers whose tensors are in host memory.
+# ---- Activations of one microbatch that autograd does not store itself: regions to recompute, and offloaded layers.
 #
-# Set around its forward, so that the model's parts find it; the executor holds it until its backward.
+# The store is set during the microbatch's forward, where the layers find it. The executor keeps it until the microbatch's backward.
 
-BeforeRemake = Callable[[Sequence[nn.Module]], None]
-"""Is called with the modules of a region before it runs again: their parameters must have memory then."""
+BeforeRecompute = Callable[[Sequence[nn.Module]], None]
+"""Callback before a region is recomputed. It receives the modules of the region, and must make sure that their parameters are
+allocated."""
 
 
-class MovedLayer(Protocol):
-    """A layer whose saved tensors are in host memory between its forward and its backward (`megatron.memory.offload`)."""
+class Offloader(Protocol):
+    """Interface of an offloader, which keeps the saved tensors of a layer in host memory between forward and backward.
 
-    remade_ahead: bool
-    """Whether it runs again in an operation of its own, before backward."""
+    `megatron.memory.offload` implements the interface.
+    """
+
+    is_recomputed_ahead: bool
+    """Whether the layer may be recomputed in a separate operation before its backward."""
 
     @property
-    def sizes(self) -> list[int]:
-        """Bytes of each storage that is in host memory and not asked back yet."""
+    def offloaded_sizes(self) -> list[int]:
+        """Number of bytes of each storage in host memory whose copy back to the device has not started."""
 
-    def settle(self) -> None:
-        """Give the device copies free. Whatever is computed from now on waits until they have been copied."""
+    def release_device_copies(self) -> None:
+        """Free the device copies of the offloaded storages. The current stream first waits for the copies to the host."""
 
     def fetch(self) -> None:
-        """Begin to bring back what was moved."""
+        """Start to copy the offloaded storages back to the device."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Begin to move a tensor, if that is worth it. The result takes its place."""
+        """Start to offload a saved tensor if that frees enough memory. Return the object that autograd saves in its place."""
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """The tensor of which `pack` gave this."""
+        """Return the tensor for an object that `pack` returned."""
 
 
-class Kept:
-    """What one microbatch of a chunk keeps.
+class ActivationStore:
+    """Activations of one microbatch in one model chunk that autograd does not store itself: the inputs of regions to recompute, and
+    offloaded layers.
 
     Args:
-        before_remake: called before each remake of a region.
-        host: where saved tensors go that are moved; without it, none is.
-        back_soon: the first of its backward operations comes so soon that the last chosen layer stays on the device.
-        living: tensors that live until its backward whatever is saved, such as a received input.
+        before_recompute: called before each recomputation of a region.
+        host_pool: host buffers for offloaded tensors; None without offloading.
+        is_backward_next: the first backward operation of the microbatch follows so soon that the last layer is not offloaded.
+        live_tensors: tensors that exist until the microbatch's backward anyway, such as a received input.
     """
 
     def __init__(
         self,
-        before_remake: BeforeRemake | None = None,
-        host: HostMemory | None = None,
+        before_recompute: BeforeRecompute | None = None,
+        host_pool: HostBufferPool | None = None,
         *,
-        back_soon: bool = False,
-        living: Iterable[torch.Tensor] = (),
+        is_backward_next: bool = False,
+        live_tensors: Iterable[torch.Tensor] = (),
     ) -> None:
-        self.before_remake, self.host, self.back_soon = before_remake, host, back_soon
-        self.living = {storage_key(tensor) for tensor in living}
-        self.remakes: list[Callable[[], None]] = []
-        """Runs a region again: one for each that the schedule may remake, in the order of the forward."""
-        self.layers: list[MovedLayer] = []
-        """Those chosen to have their tensors in host memory, in the order of the forward."""
-        self.on_host: MovedLayer | None = None
-        """The one of them that runs its forward now."""
+        self.before_recompute, self.host_pool, self.is_backward_next = before_recompute, host_pool, is_backward_next
+        self.live_storages = {get_storage_key(tensor) for tensor in live_tensors}
+        self.recomputations: list[Callable[[], None]] = []
+        """Functions that recompute the regions which the schedule may recompute ahead, in the order of the forward."""
+        self.offloaders: list[Offloader] = []
+        """Offloaders of the layers, in the order of the forward."""
+        self.running_offloader: Offloader | None = None
+        """Offloader of the layer whose forward is running; None outside of offloaded layers."""
 
-    def remake_last(self) -> None:
-        """Run the region again that backward enters first."""
-        self.remakes.pop()()
-        self.remakes.clear()  # the others live as long as the graph needs them
+    def recompute_last(self) -> None:
+        """Recompute the last region of the model chunk, which is the region that backward enters first."""
+        self.recomputations.pop()()
+        self.recomputations.clear()  # all other regions are recomputed within backward, and the graph keeps them alive
 
-    def settle(self) -> None:
-        """Give the device memory free of what the forward has moved last; whatever is computed from now on waits for the copy."""
-        if self.layers:
-            self.layers[-1].settle()
+    def release_device_copies(self) -> None:
+        """Free the device copies of the last offloaded layer. The current stream first waits for the copies to the host."""
+        if self.offloaders:
+            self.offloaders[-1].release_device_copies()
 
-    def fetch(self, *, for_remake: bool) -> None:
-        """Begin to bring back what the next operation needs first.
+    def fetch(self, *, for_recompute: bool) -> None:
+        """Start to copy an offloaded layer back to the device: the layer that the microbatch's next operation needs first.
 
         Args:
-            for_remake: it runs the last region again; otherwise it is a backward.
+            for_recompute: the next operation recomputes the last region; otherwise it is a backward.
         """
-        if self.layers and (self.layers[-1].remade_ahead or not for_remake):
-            self.layers[-1].fetch()
+        if self.offloaders and (self.offloaders[-1].is_recomputed_ahead or not for_recompute):
+            self.offloaders[-1].fetch()
 
 
-# Set around one forward. A plain global, as in `megatron.parallel.accumulate`.
-_kept: Kept | None = None
+# Set during one forward. A plain global, as in `megatron.parallel.accumulate`.
+_current_store: ActivationStore | None = None
 
 
-def current() -> Kept | None:
-    """That of the forward that runs now, if the executor (or a plan) runs it."""
-    return _kept
+def current_store() -> ActivationStore | None:
+    """Return the activation store of the running forward, or None if no executor or planner has set one."""
+    return _current_store
 
 
 @contextmanager
-def keeping(kept: Kept | None = None) -> Iterator[Kept]:
-    """Around the forward of one microbatch of a chunk: note what it keeps."""
-    global _kept
-    assert _kept is None, "keeping() does not nest"
-    _kept = kept = kept or Kept()
+def storing_activations(store: ActivationStore | None = None) -> Iterator[ActivationStore]:
+    """Set the activation store that `current_store` returns, for the forward of one microbatch in one model chunk.
+
+    Args:
+        store: activation store to use; None for a new one.
+    """
+    global _current_store
+    assert _current_store is None, "storing_activations() does not nest"
+    _current_store = store = store or ActivationStore()
     try:
-        yield kept
+        yield store
     finally:
-        _kept = None
+        _current_store = None
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors of one storage, as long as it lives. (Addresses would do, but a plan's tensors have none.)"""
+def get_storage_key(tensor: torch.Tensor) -> int:
+    """Return a key that identifies the storage of a tensor: equal for all tensors that share the storage, while the storage exists.
+
+    Unlike an address, the key also exists on the meta device.
+    """
     return tensor.untyped_storage()._cdata
 
 
-Decision = TypeVar("Decision")
+Result = TypeVar("Result")
 RegionFunction = Callable[..., torch.Tensor]
-"""Computes a region from its inputs. Its argument `again` is set in a remake, which must call no hooks of modules: they have
-acted."""
+"""Function that computes a region from its inputs. Its argument `is_recompute` is true in recomputation. Then the function must not
+call module hooks, because they have already run."""
 
 
-class _Complete(Exception):
-    """Every tensor that backward needs is there."""
+class _AllTensorsSaved(Exception):
+    """Raised to stop recomputation when all tensors that backward needs are saved."""
 
 
 class _Region:
-    """One forward of a region, until its backward has taken all tensors."""
+    """State of one forward of a recomputed region, until backward has taken all of its saved tensors."""
 
     def __init__(self, function: RegionFunction, inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> None:
         self._function, self._modules = function, modules
-        kept = current()
-        self._before_remake = None if kept is None else kept.before_remake
-        self._on_host = None if kept is None else kept.on_host
-        self._with_gradient = [x.requires_grad for x in inputs]
-        self._inputs: Sequence[Any] = [x.detach() if self._on_host is None else self._on_host.pack(x) for x in inputs]
-        self._count = 0
-        self.decisions: deque[Any] = deque()
-        """What the first forward decided, and the remake must not decide again; see `decided`."""
-        self._saved: list[torch.Tensor | None] | None = None
+        store = current_store()
+        self._before_recompute = None if store is None else store.before_recompute
+        self._offloader = None if store is None else store.running_offloader
+        self._requires_grad = [x.requires_grad for x in inputs]
+        self._packed_inputs: Sequence[Any] = [x.detach() if self._offloader is None else self._offloader.pack(x) for x in inputs]
+        self._num_saved = 0
+        self.results: deque[Any] = deque()
+        """Results of the first forward that recomputation reuses, in order. See `reuse_in_recompute`."""
+        self._recomputed: list[torch.Tensor | None] | None = None
 
     def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The first forward."""
-        global _running
-        _running = self
+        """Run the first forward, and save an index in place of each tensor."""
+        global _running_region
+        _running_region = self
         try:
-            with saved_tensors_hooks(self._number, self._take):
-                return self._function(*inputs, again=False)
+            with saved_tensors_hooks(self._count_saved, self._take_saved):
+                return self._function(*inputs, is_recompute=False)
         finally:
-            _running = None
+            _running_region = None
 
-    def remake(self) -> None:
-        """Run the region again, up to the last tensor that backward needs. Does nothing the second time."""
-        global remaking
-        if self._saved is not None:
+    def recompute(self) -> None:
+        """Recompute the region up to the last tensor that backward needs. Further calls do nothing."""
+        global recomputing_region
+        if self._recomputed is not None:
             return
-        if self._before_remake is not None:
-            self._before_remake(self._modules)
-        self._saved, remaking = [], self
-        inputs = [self._input(*one) for one in zip(self._inputs, self._with_gradient, strict=True)]
-        self._inputs = ()
+        if self._before_recompute is not None:
+            self._before_recompute(self._modules)
+        self._recomputed, recomputing_region = [], self
+        inputs = [self._unpack_input(*row) for row in zip(self._packed_inputs, self._requires_grad, strict=True)]
+        self._packed_inputs = ()
         try:
-            if self._count:
-                with torch.enable_grad(), saved_tensors_hooks(self._save, _never):
-                    self._function(*inputs, again=True)
-        except _Complete:
+            if self._num_saved:
+                with torch.enable_grad(), saved_tensors_hooks(self._save, _unpack_never):
+                    self._function(*inputs, is_recompute=True)
+        except _AllTensorsSaved:
             pass
         finally:
-            remaking = None
-        assert len(self._saved) == self._count, "a remake saves what the forward did"
+            recomputing_region = None
+        assert len(self._recomputed) == self._num_saved, "recomputation saved another number of tensors than the forward"
 
     def offer(self, x: torch.Tensor) -> None:
-        """Take what an operation is about to save, if it is the last tensor."""
-        assert self._saved is not None
-        if len(self._saved) == self._count - 1:
+        """Check whether a tensor that an operation is about to save is the last tensor that backward needs. If so, save it and stop
+        the recomputation."""
+        assert self._recomputed is not None
+        if len(self._recomputed) == self._num_saved - 1:
             self._save(x)
 
-    def _input(self, kept: Any, with_gradient: bool) -> torch.Tensor:
-        x: torch.Tensor = kept if self._on_host is None else self._on_host.unpack(kept)
+    def _unpack_input(self, packed: Any, with_gradient: bool) -> torch.Tensor:
+        x: torch.Tensor = packed if self._offloader is None else self._offloader.unpack(packed)
         return x.requires_grad_(with_gradient)
 
-    def _number(self, tensor: torch.Tensor) -> int:
-        self._count += 1
-        return self._count - 1
+    def _count_saved(self, tensor: torch.Tensor) -> int:
+        self._num_saved += 1
+        return self._num_saved - 1
 
     def _save(self, tensor: torch.Tensor) -> None:
-        assert self._saved is not None
-        self._saved.append(tensor.detach())
-        if len(self._saved) == self._count:
-            raise _Complete
+        assert self._recomputed is not None
+        self._recomputed.append(tensor.detach())
+        if len(self._recomputed) == self._num_saved:
+            raise _AllTensorsSaved
 
-    def _take(self, number: int) -> torch.Tensor:
-        self.remake()
-        assert self._saved is not None
-        tensor, self._saved[number] = self._saved[number], None
-        assert tensor is not None, "backward takes each tensor once"
+    def _take_saved(self, index: int) -> torch.Tensor:
+        self.recompute()
+        assert self._recomputed is not None
+        tensor, self._recomputed[index] = self._recomputed[index], None
+        assert tensor is not None, "backward takes each saved tensor only once"
         return tensor
 
 
-def _never(saved: None) -> torch.Tensor:
-    raise AssertionError("nothing goes backward through a remake")
+def _unpack_never(saved: None) -> torch.Tensor:
+    raise AssertionError(
+        "internal error: backward reached an operation of a recomputation, whose results should have been detached from autograd"
+    )
 
 
-# Set around one forward or remake. Plain globals, as in `megatron.parallel.accumulate`.
-_running: _Region | None = None
-remaking: _Region | None = None
-"""The region that runs again now. An operation that saves one tensor for its backward, and nothing else, offers it before it
-computes (`_Region.offer`), so that a remake which needs no more ends there."""
+# Set during the forward or recomputation of a region. Plain globals, as in `megatron.parallel.accumulate`.
+_running_region: _Region | None = None
+recomputing_region: _Region | None = None
+"""The region that is being recomputed; None otherwise. An operation that saves only one tensor for backward calls `offer` of the
+region before it computes its output. If backward needs no further tensor, recomputation stops without computing the output."""
 
 
-def recomputed(
-    function: RegionFunction, *inputs: torch.Tensor, modules: Sequence[nn.Module] = (), ahead: bool = False
+def run_with_recompute(
+    function: RegionFunction, *inputs: torch.Tensor, modules: Sequence[nn.Module] = (), is_recomputed_ahead: bool = False
 ) -> torch.Tensor:
-    """Run a region, and again in backward. Where there is no backward it simply runs. Regions do not lie in each other.
+    """Run a region of the model's forward, and recompute it in backward instead of keeping the tensors that its operations save.
+    Without autograd, nothing is recomputed. Regions must not be nested.
 
     Args:
-        function: computes the region; it may read tensors without gradient (positions, masks) that outlive the microbatch.
-        inputs: all tensors with a gradient that it reads, but for parameters.
-        modules: those whose parameters it uses.
-        ahead: whether the schedule may remake it before backward.
+        function: computes the region. It may read tensors without gradient (positions, masks) that exist longer than the
+            microbatch.
+        inputs: all tensors with gradient that the region reads, except for parameters.
+        modules: modules whose parameters the region uses.
+        is_recomputed_ahead: the schedule may recompute the region in a separate operation before backward.
     """
     if not torch.is_grad_enabled():
-        return function(*inputs, again=False)
-    assert remaking is None, "a region in a region"
-    region, kept = _Region(function, inputs, modules), current()
-    if ahead and kept is not None:
-        kept.remakes.append(region.remake)
+        return function(*inputs, is_recompute=False)
+    assert recomputing_region is None, "regions to recompute must not be nested"
+    region, store = _Region(function, inputs, modules), current_store()
+    if is_recomputed_ahead and store is not None:
+        store.recomputations.append(region.recompute)
     return region.run(inputs)
 
 
-def decided(make: Callable[[], Decision]) -> Decision:
-    """What `make` gives, which has no gradient: in a remake that of the first forward. For choices that must not fall otherwise,
-    and for what the ranks tell each other."""
-    if remaking is not None:
-        found: Decision = remaking.decisions.popleft()
-        return found
-    made = make()
-    if _running is not None:
-        _running.decisions.append(made)
-    return made
+def reuse_in_recompute(compute: Callable[[], Result]) -> Result:
+    """Return the result of `compute`. In recomputation, return the result of the first forward instead of calling `compute` again.
+
+    For decisions that must not change between forward and recomputation, and for results of communication. The result has no
+    gradient.
+    """
+    if recomputing_region is not None:
+        stored_result: Result = recomputing_region.results.popleft()
+        return stored_result
+    result = compute()
+    if _running_region is not None:
+        _running_region.results.append(result)
+    return result
 
 
-def is_remade() -> bool:
-    """Whether what runs now has run before, in the forward."""
-    return remaking is not None
+def is_recomputing() -> bool:
+    """Return whether a region is being recomputed."""
+    return recomputing_region is not None
