@@ -1,4 +1,4 @@
-"""What a run reports of itself: FLOPs, device peaks, timers, loggers."""
+"""Metrics of a run: log lines, the run's history file, peak rates of devices, timers."""
 
 from megatron.moved import find_moved
 

@@ -1,29 +1,29 @@
-"""The record of a run: `history.jsonl` in its folder, from the first start to the last. Needs neither torch nor numpy.
+"""History of a run: `history.jsonl` in its folder, from the first start to the last. The module needs neither torch nor numpy.
 
-The folder is --save, or without one on a file system --tensorboard-dir (`run_folder` of `megatron/config/outputs.py`). A start adds
-to the file and removes nothing. Each line is a JSON object with `kind`, `time` (seconds since 1970) and `iteration` (steps done
-since the run began); NaN and infinity are null. The kinds, with what else they have:
+The folder is --save, or --tensorboard-dir if --save is no local folder (`get_run_folder` in `megatron/config/outputs.py`). A start
+appends to the file and removes nothing. Each line is a JSON object with `kind`, `time` (seconds since 1970) and `iteration`
+(completed steps of the run); NaN and infinity are null. The kinds and their other keys:
 
-    start       first line of every start. `iteration` is the one from which it goes on. `format` (1), `consumed_samples`, `tokens`
-                (read so far), `total_iterations`, `total_samples`, `seq_length`, `parameters`, `world_size`, `layout` (sizes by
-                axis), `device` (name), `peak_flops` (FLOP/s of one device, or null), `attention`
-                (`kernel`, with `milliseconds` and `failures` by kernel; null where none was measured), `config` (all settings by
-                topic), `command`, `versions`
-    steps       consecutive steps, each with its numbers; `iteration` is the last of them. `consumed_samples` and `tokens` after it,
-                `batch` (sequences of each of the steps), `seq_length`. Lists, an entry a step: `lm_loss`, `grad_norm` (null where
-                no update was made), `learning_rate`, `seconds`
-    log         what a log line tells, as --metrics-file has it (names in `megatron_lab/monitoring/loggers.py`), without what is of
-                single layers; means and sums are over the steps since the line before. Also `memory_bytes` (the most that rank 0
-                has held: on CUDA on its device, else of the process), `host_bytes`, `spent` (seconds of the run up to now by use,
-                whose sum is the run's time: `megatron/training/progress.py`), and with --timing-log-level `timers_ms` (the slowest
-                rank's)
-    evaluation  `validation_loss` or `test_loss`, and the like with `_mtp_loss`
-    measured    other numbers: memory of ranks by --log-memory, stragglers, ...
-    event       `event` and `words`, what the log says of it. Events: warning, spike, rewind (`iteration` is the one that the run
-                went back to, `left` the one that it came from), save, end
+    start       first line of every start. `iteration` is the one that the run continues from. `format` (1), `consumed_samples`,
+                `tokens` (read so far), `total_iterations`, `total_samples`, `seq_length`, `parameters`, `world_size`, `layout`
+                (sizes by axis), `device` (name), `peak_flops` (FLOP/s of one device, or null), `attention` (`kernel`, with
+                `milliseconds` and `failures` by kernel; null without a measurement), `config` (all settings by topic),
+                `command`, `versions`
+    steps       consecutive steps with their metrics; `iteration` is the last of them. `consumed_samples` and `tokens` after it,
+                `batch` (sequences of each of the steps), `seq_length`. Lists with one entry per step: `lm_loss`, `grad_norm`
+                (null for a skipped update), `learning_rate`, `seconds`
+    log         the values of a log line, as in --metrics-file (names in `megatron_lab/monitoring/loggers.py`), without values of
+                single layers; means and sums are over the steps since the previous line. Also `memory_bytes` (peak memory of
+                rank 0: on its device with CUDA, else of the process), `host_bytes`, `spent` (seconds of the run so far by use,
+                which sum to the run's time: `megatron/training/progress.py`), and with --timing-log-level `timers_ms` (the
+                slowest rank's)
+    evaluation  `validation_loss` or `test_loss`, and the same with suffix `_mtp_loss`
+    measured    other measurements: memory of ranks by --log-memory, stragglers, ...
+    event       `event` and `words`, the log's message about it. Events: warning, spike, rewind (`iteration` is the one that the
+                run went back to, `left` the one that it came from), save, end
 
-`read_history` leaves out what does not count: steps that a later start or a rewind made again. Lines that are no JSON (of a process
-that was killed while it wrote) are left out too, and so are kinds that a reader does not know.
+`read_history` omits steps that a later start or a rewind repeats. It also skips lines that are not valid JSON, because the process
+was killed while it wrote them, and lines of unknown kinds.
 """
 
 from __future__ import annotations
@@ -38,111 +38,117 @@ from typing import Any, NamedTuple
 
 from megatron.metrics.log_line import LineFile
 
-HISTORY = "history.jsonl"
-FORMAT = 1
+HISTORY_FILE = "history.jsonl"
+FORMAT_VERSION = 1
 _FLUSH_AFTER_S, _FLUSH_AFTER_STEPS = 30.0, 1000
-_DIGITS = {"lm_loss": 8, "grad_norm": 6, "learning_rate": 6, "seconds": 5}
-"""The lists of a line of steps, and significant digits of their numbers."""
-_RUN_COUNTS = ("steps", "log", "evaluation", "measured")
-"""Kinds whose lines do not count any more where a run went back behind them."""
+_SIGNIFICANT_DIGITS = {"lm_loss": 8, "grad_norm": 6, "learning_rate": 6, "seconds": 5}
+"""Lists of a `steps` line, and the significant digits of their values."""
+_REVOCABLE_TYPES = ("steps", "log", "evaluation", "measured")
+"""Line types that a return to an earlier iteration invalidates."""
 
 
 class HistoryFile:
-    """Writes the record. What cannot be written is lost, and told once.
+    """Writer of a run's history file, `history.jsonl`. If a line cannot be written, it is lost, and the error is reported once.
 
     Args:
-        folder: of the run.
-        seq_length: tokens of a sample.
-        clock: seconds since 1970.
+        folder: folder of the run.
+        seq_length: tokens per sample.
+        clock: returns seconds since 1970.
 
     Raises:
         ValueError: the file cannot be opened.
     """
 
     def __init__(self, folder: str | Path, seq_length: int, clock: Callable[[], float] = time.time) -> None:
-        self._file = LineFile("the record of the run,", Path(folder) / HISTORY, append=True)
+        self._file = LineFile("the record of the run,", Path(folder) / HISTORY_FILE, append=True)
         self._seq_length, self._clock = seq_length, clock
-        self._base = (0, 0)
+        self._start_counts = (0, 0)
         self._steps: dict[str, list[float | None]] = {}
-        self._place = (0, 0, 0)
+        self._last_step = (0, 0, 0)
         self._flushed = clock()
 
-    def start(self, iteration: int, consumed_samples: int, tokens: int, facts: Mapping[str, Any]) -> None:
-        """A start begins here.
+    def write_start(self, iteration: int, consumed_samples: int, tokens: int, fields: Mapping[str, Any]) -> None:
+        """Write the line of a new start of the run (kind `start`).
 
         Args:
-            tokens: read so far, by samples that may have been of another length.
-            facts: what else the line has.
+            iteration: the iteration that the run continues from.
+            consumed_samples: samples read so far.
+            tokens: tokens read so far. Earlier samples may have had another sequence length.
+            fields: other fields of the line.
         """
         self.flush()
-        self._base = (consumed_samples, tokens)
-        self._write("start", iteration, {"format": FORMAT, **self._consumed(consumed_samples), **facts})
+        self._start_counts = (consumed_samples, tokens)
+        self._write("start", iteration, {"format": FORMAT_VERSION, **self._count_consumed(consumed_samples), **fields})
 
-    def step(self, iteration: int, consumed_samples: int, batch: int, **numbers: float | None) -> None:
-        """Add a step. It is written with others, a little later.
+    def add_step(self, iteration: int, consumed_samples: int, batch: int, **metrics: float | None) -> None:
+        """Add the metrics of a step. Steps are buffered, and several are written as one line.
 
         Args:
-            numbers: lm_loss, grad_norm, learning_rate and seconds.
+            batch: number of sequences of the step.
+            metrics: lm_loss, grad_norm, learning_rate and seconds.
         """
-        if self._steps and self._place[2] != batch:
+        if self._steps and self._last_step[2] != batch:
             self.flush()
-        for name, digits in _DIGITS.items():
-            value = numbers[name]
-            kept = None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
-            self._steps.setdefault(name, []).append(kept)
-        self._place = (iteration, consumed_samples, batch)
+        for name, digits in _SIGNIFICANT_DIGITS.items():
+            value = metrics[name]
+            rounded = None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+            self._steps.setdefault(name, []).append(rounded)
+        self._last_step = (iteration, consumed_samples, batch)
         if len(self._steps["lm_loss"]) >= _FLUSH_AFTER_STEPS or self._clock() - self._flushed > _FLUSH_AFTER_S:
             self.flush()
 
-    def line(self, kind: str, iteration: int, consumed_samples: int, values: Mapping[str, Any]) -> None:
-        """Write a line of any kind, behind the steps that were made."""
+    def write_line(self, line_type: str, iteration: int, consumed_samples: int, fields: Mapping[str, Any]) -> None:
+        """Write a line of the given type (see the module docstring). Buffered steps are written before it."""
         self.flush()
-        self._write(kind, iteration, {**self._consumed(consumed_samples), **values})
+        self._write(line_type, iteration, {**self._count_consumed(consumed_samples), **fields})
 
     def flush(self) -> None:
-        """Write the steps that are kept."""
+        """Write the buffered steps."""
         self._flushed = self._clock()
         if not self._steps:
             return
-        iteration, consumed_samples, batch = self._place
+        iteration, consumed_samples, batch = self._last_step
         steps, self._steps = self._steps, {}
         self._write(
-            "steps", iteration, {**self._consumed(consumed_samples), "batch": batch, "seq_length": self._seq_length, **steps}
+            "steps", iteration, {**self._count_consumed(consumed_samples), "batch": batch, "seq_length": self._seq_length, **steps}
         )
 
     def close(self) -> None:
-        """Write what is kept, and close the file."""
+        """Write the buffered steps and close the file."""
         self.flush()
         self._file.close()
 
-    def _consumed(self, samples: int) -> dict[str, int]:
-        samples_before, tokens_before = self._base
-        return {"consumed_samples": samples, "tokens": tokens_before + (samples - samples_before) * self._seq_length}
+    def _count_consumed(self, consumed_samples: int) -> dict[str, int]:
+        start_samples, start_tokens = self._start_counts
+        return {
+            "consumed_samples": consumed_samples,
+            "tokens": start_tokens + (consumed_samples - start_samples) * self._seq_length,
+        }
 
-    def _write(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
-        line = {"kind": kind, "time": round(self._clock(), 3), "iteration": iteration, **values}
-        self._file.write(json.dumps(_finite(line), allow_nan=False))
+    def _write(self, line_type: str, iteration: int, fields: Mapping[str, Any]) -> None:
+        record = {"kind": line_type, "time": round(self._clock(), 3), "iteration": iteration, **fields}
+        self._file.write(json.dumps(_replace_non_finite(record), allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
-    """With null for numbers that JSON has not."""
+def _replace_non_finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot represent (NaN and infinity) by None, recursively."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(name): _replace_non_finite(item) for name, item in value.items()}
+    return [_replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class StepRecord(NamedTuple):
-    """One step."""
+    """Metrics of one step, as read from the history file."""
 
     iteration: int
     tokens: int
-    """Read so far, those of the step included."""
+    """Tokens read so far, including those of the step."""
     batch: int
-    """Sequences."""
+    """Number of sequences of the step."""
     lm_loss: float | None
-    """None for a step that was left out, or whose loss is not finite."""
+    """Language-model loss; None for a skipped step, or if the loss is not finite."""
     grad_norm: float | None
     learning_rate: float | None
     seconds: float | None
@@ -150,96 +156,100 @@ class StepRecord(NamedTuple):
 
 @dataclass
 class History:
-    """The record of a run, in order. Lines are as in the file."""
+    """Content of a run's history file, in order. Each dictionary is one line of the file, with the keys that the module docstring
+    lists."""
 
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """All of them."""
+    """One line of the file for each start of the run (the first start and each resume)."""
     steps: list[StepRecord] = field(default_factory=list)
-    """Those that count, ascending."""
+    """Valid steps (not repeated by a later start or rewind), in ascending order."""
     logs: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    measured: list[dict[str, Any]] = field(default_factory=list)
+    measurements: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """All of them, those of steps that do not count too."""
-    unreadable: int = 0
-    """Lines that were passed over."""
+    """All events, including those of repeated steps."""
+    num_unreadable: int = 0
+    """Number of lines that were skipped because they are not valid JSON or lack an entry."""
 
-    def go_back(self, iteration: int) -> None:
-        """What lies behind an iteration does not count any more."""
+    def discard_after(self, iteration: int) -> None:
+        """Discard steps, log lines, evaluations and measurements after `iteration`, because the run has gone back to this
+        iteration. Events are kept."""
         while self.steps and self.steps[-1].iteration > iteration:
             self.steps.pop()
-        for lines in (self.logs, self.evaluations, self.measured):
-            while lines and lines[-1]["iteration"] > iteration:
-                lines.pop()
+        for records in (self.logs, self.evaluations, self.measurements):
+            while records and records[-1]["iteration"] > iteration:
+                records.pop()
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line of the file.
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a line of the history file, as a parsed JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not as a run writes it.
+            KeyError, TypeError, ValueError: the line does not have the format that a run writes.
         """
-        kind, iteration = line["kind"], int(line["iteration"])
-        if kind == "start":
-            self.starts.append(dict(line))
-            self.go_back(iteration)
-        elif kind == "event":
-            self.events.append(dict(line))
-            if line["event"] == "rewind":
-                self.go_back(iteration)
-        elif kind == "steps":
-            self.steps += _steps_of(line)
-        elif kind in _RUN_COUNTS:
-            {"log": self.logs, "evaluation": self.evaluations, "measured": self.measured}[kind].append(dict(line))
+        line_type, iteration = record["kind"], int(record["iteration"])
+        if line_type == "start":
+            self.starts.append(dict(record))
+            self.discard_after(iteration)
+        elif line_type == "event":
+            self.events.append(dict(record))
+            if record["event"] == "rewind":
+                self.discard_after(iteration)
+        elif line_type == "steps":
+            self.steps += _parse_steps(record)
+        elif line_type in _REVOCABLE_TYPES:
+            {"log": self.logs, "evaluation": self.evaluations, "measured": self.measurements}[line_type].append(dict(record))
 
 
-def _steps_of(line: Mapping[str, Any]) -> list[StepRecord]:
-    batch, last, lists = int(line["batch"]), int(line["iteration"]), [line[name] for name in _DIGITS]
-    a_step = batch * int(line["seq_length"])
-    places = range(len(lists[0]) - 1, -1, -1)
+def _parse_steps(record: Mapping[str, Any]) -> list[StepRecord]:
+    batch, last, lists = int(record["batch"]), int(record["iteration"]), [record[name] for name in _SIGNIFICANT_DIGITS]
+    tokens_per_step = batch * int(record["seq_length"])
+    steps_back = range(len(lists[0]) - 1, -1, -1)
     return [
-        StepRecord(last - back, int(line["tokens"]) - back * a_step, batch, *numbers)
-        for back, *numbers in zip(places, *lists, strict=True)
+        StepRecord(last - back, int(record["tokens"]) - back * tokens_per_step, batch, *metrics)
+        for back, *metrics in zip(steps_back, *lists, strict=True)
     ]
 
 
-def first_losses(folder: str | Path, count: int) -> list[float]:
-    """The losses of the first steps of the run in a folder, without reading all of a long record; none if it has no record.
+def read_first_losses(folder: str | Path, max_losses: int) -> list[float]:
+    """Return the losses of the run's first steps; an empty list if the folder has no history.
+
+    Later lines of a long history are not parsed.
 
     Args:
-        count: at most so many.
+        max_losses: maximal number of losses.
     """
-    found: list[float] = []
+    losses: list[float] = []
     try:
-        with (Path(folder) / HISTORY).open(encoding="utf-8", errors="replace") as file:
-            for text in file:
-                begins = text.startswith('{"kind": "start"')
-                if begins and json.loads(text)["iteration"] == 0:
-                    found = []  # a run that began anew in the folder
-                elif text.startswith('{"kind": "steps"') and len(found) < count:
-                    found += [loss for loss in json.loads(text)["lm_loss"] if loss is not None]
+        with (Path(folder) / HISTORY_FILE).open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                is_start = line.startswith('{"kind": "start"')
+                if is_start and json.loads(line)["iteration"] == 0:
+                    losses = []  # a new run started in the folder
+                elif line.startswith('{"kind": "steps"') and len(losses) < max_losses:
+                    losses += [loss for loss in json.loads(line)["lm_loss"] if loss is not None]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return found[:count]
+    return losses[:max_losses]
 
 
 def read_history(folder: str | Path) -> History:
-    """The record of the run in a folder.
+    """Read the history of a run.
 
     Args:
-        folder: the run's, or the path of the file itself.
+        folder: folder of the run, or path of its history file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no history file.
     """
     path = Path(folder)
-    path = path / HISTORY if path.is_dir() else path
-    found = History()
+    path = path / HISTORY_FILE if path.is_dir() else path
+    history = History()
     if not path.is_file():
-        raise ValueError(f"{path} is no file. A run keeps its record in the folder of --save, or of --tensorboard-dir.")
+        raise ValueError(f"{path} is not a file. A run writes its history to the folder of --save, or of --tensorboard-dir.")
     with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
+        for line in file:
             try:
-                found.add(json.loads(text))
+                history.add(json.loads(line))
             except (ValueError, KeyError, TypeError):
-                found.unreadable += 1
-    return found
+                history.num_unreadable += 1
+    return history

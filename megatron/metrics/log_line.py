@@ -1,4 +1,4 @@
-"""The lines that training prints: for people, or byte for byte as Megatron-LM does, for programs that parse them."""
+"""Log lines of training: in a short format for people, or byte for byte in Megatron-LM's format for programs that parse them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Literal, Protocol, TextIO
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), cut off at exp(20) so that a bad loss does not overflow."""
+    """Return the perplexity exp(loss). The loss is limited to 20 to avoid an overflow."""
     return math.exp(min(20.0, loss))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineNumbers:
-    """The numbers of a log line. Where one is None, it is not in the line."""
+class LogLineValues:
+    """Values of a log line. A value of None is omitted from the line."""
 
     time: datetime
-    """When the line is printed."""
+    """Time at which the line is printed, with date."""
     iteration: int
-    """The step just made; the first is 1."""
+    """Last completed step; the first step is 1."""
     train_iterations: int
-    """Steps of the whole run."""
+    """Total number of steps of the run."""
     consumed_samples: int
     """Sequences read so far."""
     elapsed_ms: float
@@ -38,223 +38,237 @@ class LineNumbers:
     global_batch_size: int
     """Sequences of the last step."""
     lm_loss: float | None
-    """Mean over the interval; None when no step of it had a loss."""
+    """Mean language-model loss over the interval; None if no step of the interval had a loss."""
     z_loss: float | None = None
-    """Mean over the interval of what --z-loss-coeff adds to what is minimised."""
+    """Mean over the interval of the z-loss term (--z-loss-coeff) in the training loss."""
     mtp_loss: float | None = None
-    """Mean over the interval of the loss of --mtp-num-layers, without its factor."""
+    """Mean over the interval of the multi-token-prediction loss (--mtp-num-layers), without its coefficient."""
     load_balancing_loss: float | None = None
-    """Mean over the interval and the layers with experts, without its coefficient."""
+    """Mean over the interval and the layers with experts of the load-balancing loss, without its coefficient."""
     moe_z_loss: float | None = None
-    """Such a mean of the routers' z-loss."""
+    """Mean over the interval and the layers with experts of the router z-loss, without its coefficient."""
     busiest_expert: float | None = None
-    """What the busiest expert gets, as a multiple of the mean of its layer; the largest of the interval."""
+    """Tokens of the busiest expert, as a multiple of the mean over the experts of its layer; maximum over the interval."""
     dropped_share: float | None = None
-    """Share of the experts' choices that were dropped."""
+    """Share of the (token, expert) assignments that were dropped."""
     loss_scale: float
-    """Scale of the loss."""
-    skipped: int
+    """Loss scale of the last step."""
+    num_skipped: int
     """Steps of the interval without an update."""
-    nans: int
-    """Steps of the interval with a NaN."""
+    num_nans: int
+    """Steps of the interval whose loss was NaN."""
     tflops_per_device: float | None = None
-    """Throughput, with --log-throughput."""
+    """Throughput in TFLOP/s per device, with --log-throughput."""
     grad_norm: float | None = None
-    """Global gradient norm of the last update; None when there was none."""
+    """Global gradient norm of the last update; None if there was no update."""
     num_zeros: float | None = None
-    """Zeros in the gradient, with --log-num-zeros-in-grad."""
+    """Number of zeros in the gradient, with --log-num-zeros-in-grad."""
     params_norm: float | None = None
     """Norm of all parameters, with --log-params-norm."""
     context_imbalance: float | None = None
-    """What the busiest context rank attends to, as a multiple of the mean; shown where documents make it uneven."""
+    """Attention computation of the busiest context rank, as a multiple of the mean over the context ranks. Logged if it is above
+    1."""
     gradient_noise: float | None = None
-    """Noise scale of the gradient over the interval in sequences, with --log-gradient-noise."""
+    """Gradient noise scale over the interval, in sequences, with --log-gradient-noise."""
     max_attention_logit: float | None = None
-    """Largest score of attention over the interval, with --log-max-attention-logit."""
+    """Largest attention score over the interval, with --log-max-attention-logit."""
     tokens_per_s: float | None = None
-    """Tokens of all ranks in a second; in the short line alone."""
+    """Tokens per second over all ranks. Only in the short line."""
     mfu: float | None = None
-    """Share of the devices' peak, where that is known; in the short line alone."""
-    seconds_left: float | None = None
-    """Time to the end of the run, once it can be told; in the short line alone."""
-    own: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the user's own, by name."""
+    """Model FLOPs utilization, if the devices' peak rate is known. Only in the short line."""
+    remaining_s: float | None = None
+    """Estimated seconds until the end of the run, once an estimate exists. Only in the short line."""
+    custom: Mapping[str, float] = field(default_factory=dict)
+    """Values of custom metrics, by name."""
 
     @property
-    def shown_imbalance(self) -> float | None:
-        """The imbalance, where there is one."""
+    def logged_context_imbalance(self) -> float | None:
+        """The context imbalance if it is greater than 1 and therefore logged, else None."""
         return self.context_imbalance if self.context_imbalance is not None and self.context_imbalance > 1.0 else None
 
 
-def megatron_line(line: LineNumbers) -> str:
-    """One line of progress as Megatron-LM prints it, without a newline."""
+def format_megatron_line(values: LogLineValues) -> str:
+    """Format a progress line as Megatron-LM prints it, without a newline."""
     optional = [
-        (line.lm_loss, "lm loss: {:.6E}"),
-        (line.z_loss, "z loss: {:.6E}"),
-        (line.mtp_loss, "mtp loss: {:.6E}"),
-        (line.load_balancing_loss, "load_balancing_loss: {:.6E}"),
-        (line.moe_z_loss, "router z loss: {:.6E}"),
-        (line.busiest_expert, "busiest expert: {:.3f}"),
-        (line.dropped_share, "dropped: {:.1%}"),
-        (line.loss_scale, "loss scale: {:.1f}"),
-        (line.grad_norm, "grad norm: {:.3f}"),
-        (line.num_zeros, "num zeros: {:.1f}"),
-        (line.params_norm, "params norm: {:.3f}"),
-        (line.gradient_noise, "gradient noise scale: {:.1f}"),
-        (line.shown_imbalance, "context imbalance: {:.3f}"),
-        (line.max_attention_logit, "max attention logit: {:.3f}"),
+        (values.lm_loss, "lm loss: {:.6E}"),
+        (values.z_loss, "z loss: {:.6E}"),
+        (values.mtp_loss, "mtp loss: {:.6E}"),
+        (values.load_balancing_loss, "load_balancing_loss: {:.6E}"),
+        (values.moe_z_loss, "router z loss: {:.6E}"),
+        (values.busiest_expert, "busiest expert: {:.3f}"),
+        (values.dropped_share, "dropped: {:.1%}"),
+        (values.loss_scale, "loss scale: {:.1f}"),
+        (values.grad_norm, "grad norm: {:.3f}"),
+        (values.num_zeros, "num zeros: {:.1f}"),
+        (values.params_norm, "params norm: {:.3f}"),
+        (values.gradient_noise, "gradient noise scale: {:.1f}"),
+        (values.logged_context_imbalance, "context imbalance: {:.3f}"),
+        (values.max_attention_logit, "max attention logit: {:.3f}"),
     ]
     fields = [
-        f" [{line.time:%Y-%m-%d %H:%M:%S.%f}] iteration {line.iteration:8d}/{line.train_iterations:8d}",
-        f"consumed samples: {line.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {line.elapsed_ms:.1f}",
+        f" [{values.time:%Y-%m-%d %H:%M:%S.%f}] iteration {values.iteration:8d}/{values.train_iterations:8d}",
+        f"consumed samples: {values.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {values.elapsed_ms:.1f}",
     ]
-    if line.tflops_per_device is not None:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {line.tflops_per_device:.1f}")
-    fields += [f"learning rate: {line.learning_rate:.6E}", f"global batch size: {line.global_batch_size:5d}"]
-    fields += [form.format(value) for value, form in optional if value is not None]
-    fields += [f"{name}: {value:.6E}" for name, value in line.own.items()]
-    fields += [f"number of skipped iterations: {line.skipped:3d}", f"number of nan iterations: {line.nans:3d}"]
+    if values.tflops_per_device is not None:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {values.tflops_per_device:.1f}")
+    fields += [f"learning rate: {values.learning_rate:.6E}", f"global batch size: {values.global_batch_size:5d}"]
+    fields += [template.format(value) for value, template in optional if value is not None]
+    fields += [f"{name}: {value:.6E}" for name, value in values.custom.items()]
+    fields += [f"number of skipped iterations: {values.num_skipped:3d}", f"number of nan iterations: {values.num_nans:3d}"]
     return " | ".join(fields) + " |"
 
 
-def short_line(line: LineNumbers) -> str:
-    """One line of progress for people: `it 120/5000 | loss 3.41 | norm 0.82 | lr 3e-4 | 41k tok/s | 38 % MFU | 2 h 14 min left`."""
-    flops = None if line.tflops_per_device is None else 1e12 * line.tflops_per_device
+def format_short_line(values: LogLineValues) -> str:
+    """Format a progress line for people.
+
+    Example: `it 120/5000 | loss 3.41 | norm 0.82 | lr 3e-4 | 41k tok/s | 38 % MFU | 2 h 14 min left`.
+    """
+    flops = None if values.tflops_per_device is None else 1e12 * values.tflops_per_device
     optional = [
-        (line.lm_loss, "loss {:.3f}"),
-        (line.z_loss, "z loss {:.2g}"),
-        (line.mtp_loss, "mtp loss {:.3f}"),
-        (line.load_balancing_loss, "balance loss {:.4g}"),
-        (line.moe_z_loss, "router z loss {:.3g}"),
-        (line.busiest_expert, "busiest expert {:.2f}"),
-        (line.dropped_share, "{:.1%} dropped"),
-        (line.loss_scale if line.loss_scale != 1.0 else None, "loss scale {:.0f}"),
-        (line.grad_norm, "norm {:.3g}"),
-        (line.num_zeros, "{:.0f} zeros"),
-        (line.params_norm, "weights' norm {:.4g}"),
-        (line.gradient_noise, "noise scale {:.4g}"),
-        (line.shown_imbalance, "imbalance {:.2f}"),
-        (line.max_attention_logit, "logit {:.3g}"),
+        (values.lm_loss, "loss {:.3f}"),
+        (values.z_loss, "z loss {:.2g}"),
+        (values.mtp_loss, "mtp loss {:.3f}"),
+        (values.load_balancing_loss, "balance loss {:.4g}"),
+        (values.moe_z_loss, "router z loss {:.3g}"),
+        (values.busiest_expert, "busiest expert {:.2f}"),
+        (values.dropped_share, "{:.1%} dropped"),
+        (values.loss_scale if values.loss_scale != 1.0 else None, "loss scale {:.0f}"),
+        (values.grad_norm, "norm {:.3g}"),
+        (values.num_zeros, "{:.0f} zeros"),
+        (values.params_norm, "weights' norm {:.4g}"),
+        (values.gradient_noise, "noise scale {:.4g}"),
+        (values.logged_context_imbalance, "imbalance {:.2f}"),
+        (values.max_attention_logit, "logit {:.3g}"),
     ]
-    fields = [f"it {line.iteration:{len(str(line.train_iterations))}d}/{line.train_iterations}"]
-    fields += [form.format(value) for value, form in optional if value is not None]
-    fields += [f"{name} {value:.4g}" for name, value in line.own.items()]
-    fields.append(f"lr {line.learning_rate:.2e}".replace("e-0", "e-").replace("e+00", ""))
-    if line.tokens_per_s is not None:
-        fields.append(f"{in_short(line.tokens_per_s)} tok/s")
+    fields = [f"it {values.iteration:{len(str(values.train_iterations))}d}/{values.train_iterations}"]
+    fields += [template.format(value) for value, template in optional if value is not None]
+    fields += [f"{name} {value:.4g}" for name, value in values.custom.items()]
+    fields.append(f"lr {values.learning_rate:.2e}".replace("e-0", "e-").replace("e+00", ""))
+    if values.tokens_per_s is not None:
+        fields.append(f"{format_compact(values.tokens_per_s)} tok/s")
     if flops is not None:
-        rate = in_short(flops, "kMGTP")
+        rate = format_compact(flops, "kMGTP")
         fields.append(f"{rate[:-1]} {rate[-1]}FLOP/s" if rate[-1].isalpha() else f"{rate} FLOP/s")
-    if line.mfu is not None:
-        fields.append(f"{100 * line.mfu:.0f} % MFU")
-    fields += [f"{count} {what}" for count, what in ((line.skipped, "skipped"), (line.nans, "NaN")) if count]
-    if line.seconds_left is not None:
-        fields.append(f"{duration(line.seconds_left)} left")
+    if values.mfu is not None:
+        fields.append(f"{100 * values.mfu:.0f} % MFU")
+    fields += [f"{count} {label}" for count, label in ((values.num_skipped, "skipped"), (values.num_nans, "NaN")) if count]
+    if values.remaining_s is not None:
+        fields.append(f"{format_duration(values.remaining_s)} left")
     return " | ".join(fields)
 
 
-def in_short(number: float, units: str = "kMBT") -> str:
-    """A number with three digits and a unit for each factor of 1,000: 41.2k, 1.5M, 300B."""
+def format_compact(value: float, units: str = "kMBT") -> str:
+    """Format a value with three significant digits and a unit per factor of 1,000: 41.2k, 1.5M, 300B."""
     power = 0
-    while abs(number) >= 999.5 and power < len(units):
-        number, power = number / 1000, power + 1
-    digits = f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
+    while abs(value) >= 999.5 and power < len(units):
+        value, power = value / 1000, power + 1
+    digits = f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
     return digits + ("", *units)[power]
 
 
-def duration(seconds: float) -> str:
-    """A time in its two largest units: 2 h 14 min."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
+def format_duration(seconds: float) -> str:
+    """Format a duration in its two largest units: 2 h 14 min."""
+    rounded = max(0, round(seconds))
+    if rounded < 60:
+        return f"{rounded} s"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"
-    hours, rest = divmod(minutes, 60)
+    hours, minutes_of_hour = divmod(minutes, 60)
     if hours < 24:
-        return f"{hours} h {rest:02d} min"
+        return f"{hours} h {minutes_of_hour:02d} min"
     hours = round(seconds / 3600)
     return f"{hours // 24} d {hours % 24} h"
 
 
-def progress_bar(share: float, width: int, *, plain: bool = False) -> str:
-    """A bar of a share of so many characters, with the share behind it. `plain` takes ASCII alone."""
-    full, empty = "#-" if plain else "━─"
-    room = max(4, width - 7)
-    done = int(room * min(1.0, max(0.0, share)))
-    return f"{full * done}{empty * (room - done)} {100 * share:3.0f} %"
-
-
-def validation_lines(
-    iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
-) -> list[str]:
-    """A rule of dashes, the loss with its perplexity, a rule.
+def format_progress_bar(share: float, width: int, *, ascii_only: bool = False) -> str:
+    """Format a progress bar, followed by the percentage.
 
     Args:
-        iteration: The last step before the evaluation.
-        loss: Mean over the tokens of the evaluation.
-        split: Which part of the data it is; the test split is named in the line.
-        mtp_loss: The loss of --mtp-num-layers, without its factor; None without them.
+        share: completed fraction of the run, 0 to 1.
+        width: characters of the bar and the percentage together.
+        ascii_only: use only ASCII characters.
     """
-    place = f"iteration {iteration}" if split == "validation" else f"iteration {iteration} on test set"
-    line = f" validation loss at {place} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    full, empty = "#-" if ascii_only else "━─"
+    bar_width = max(4, width - 7)
+    num_full = int(bar_width * min(1.0, max(0.0, share)))
+    return f"{full * num_full}{empty * (bar_width - num_full)} {100 * share:3.0f} %"
+
+
+def format_validation_lines(
+    iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
+) -> list[str]:
+    """Format the result of an evaluation as Megatron-LM prints it: a line of dashes, the loss with its perplexity, and another line
+    of dashes.
+
+    Args:
+        iteration: last step before the evaluation.
+        loss: mean over the tokens of the evaluation.
+        split: split of the data. The line names the split only if it is the test split.
+        mtp_loss: loss of multi-token prediction, without its coefficient; None without multi-token prediction.
+    """
+    position = f"iteration {iteration}" if split == "validation" else f"iteration {iteration} on test set"
+    loss_line = f" validation loss at {position} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     if mtp_loss is not None:
-        line += f"mtp loss value: {mtp_loss:.6E} | "
-    rule = "-" * (len(line) + 1)
-    return [rule, line, rule]
+        loss_line += f"mtp loss value: {mtp_loss:.6E} | "
+    rule = "-" * (len(loss_line) + 1)
+    return [rule, loss_line, rule]
 
 
-def short_validation_line(
+def format_short_validation_line(
     iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
 ) -> str:
-    """The same for people, in one line."""
+    """Format the result of an evaluation for people, in one line. `format_validation_lines` describes the arguments."""
     further = "" if mtp_loss is None else f" | mtp loss {mtp_loss:.3f}"
     return f"{split} at it {iteration} | loss {loss:.3f} | perplexity {perplexity(loss):.4g}{further}"
 
 
-# ---- Output of a run that may fail without ending it: a full disk, a closed pipe. What fails is told once, on stderr.
+# ---- Outputs of a run that may fail without ending it (full disk, closed pipe). Failures are reported once, on stderr.
 
 
-class Sink(Protocol):
-    """Takes numbers by name. Only the rank that logs opens one.
+class MetricSink(Protocol):
+    """Destination of metrics, such as a file or TensorBoard. Only the rank that logs opens sinks.
 
     Names are those of the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert, dropped_share,
     grad_norm, learning_rate, loss_scale, skipped, spikes, elapsed_ms, tokens_per_s, tflops_per_device, global_batch_size,
     num_zeros, params_norm, gradient_noise, context_imbalance, max_attention_logit, validation_loss, validation_mtp_loss, test_loss,
-    test_mtp_loss, goodput, and any other.
+    test_mtp_loss, goodput, and those of custom metrics.
     """
 
-    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
-        """Record values of step `iteration`, after `samples` sequences."""
+    def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+        """Record the values of step `iteration`, after `samples` consumed sequences."""
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write all buffered values."""
 
 
-class Output:
-    """Whether one output of the run works.
+class OutputStatus:
+    """Reporter of write errors of one output of the run. It reports on stderr when writing starts to fail, and when it works again.
 
     Args:
-        name: what a user knows it by.
+        name: name of the output in these messages.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._failed = False
 
-    def failed(self, error: Exception) -> None:
-        """Tell that something could not be written, unless it was told before."""
+    def report_failure(self, error: Exception) -> None:
+        """Report on stderr that writing failed, unless the previous write failed too."""
         if self._failed:
             return
         self._failed = True
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         with suppress(OSError, ValueError):  # stderr may be gone too
-            sys.stderr.write(f"{self._name} cannot be written ({reason}): training goes on, what comes meanwhile is lost there\n")
+            sys.stderr.write(
+                f"{self._name} cannot be written ({reason}): "
+                "training continues, but its output there is lost until writing works again\n"
+            )
             sys.stderr.flush()
 
-    def works(self) -> None:
-        """Something was written."""
+    def report_success(self) -> None:
+        """Report on stderr that writing works again, if the previous write failed."""
         if self._failed:
             self._failed = False
             with suppress(OSError, ValueError):
@@ -263,35 +277,37 @@ class Output:
 
 
 class LineFile:
-    """A file of lines, each written at once and whole. A line that cannot be written is lost; those before stay as they are.
+    """Text file to which lines are appended. Each line is written immediately and completely.
+
+    A line that cannot be written is lost; the lines before it stay intact.
 
     Args:
-        flag: the flag that names it.
-        path: its folder is made.
-        append: keep what is there (a resumed run) instead of beginning a new file.
+        flag: flag that names the file, for messages.
+        path: path of the file. Its folder is created.
+        append: keep existing lines (a resumed run) instead of starting a new file.
 
     Raises:
-        ValueError: it cannot be opened.
+        ValueError: the file cannot be opened.
     """
 
     def __init__(self, flag: str, path: str | Path, *, append: bool) -> None:
         path = Path(path)
-        self._output = Output(f"{flag} {path}")
+        self._status = OutputStatus(f"{flag} {path}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            inside_line = append and _ends_inside_line(path)
+            has_partial_line = append and _has_partial_line(path)
             if not append:
                 path.open("wb").close()
-            self._file = path.open("ab", buffering=0)  # so that it goes on at the end, also after what is cut off
+            self._file = path.open("ab", buffering=0)  # append mode, so that writing continues at the end after a truncation
         except OSError as error:
             raise ValueError(
                 f"{flag} {path} cannot be written ({error.strerror}). Give a path in a folder that you may write to."
             ) from error
-        if inside_line:  # a run was killed while it wrote
+        if has_partial_line:  # the previous run was killed while it wrote a line
             self._write(b"\n")
 
     def write(self, line: str) -> None:
-        """Add a line."""
+        """Write a line."""
         self._write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -299,89 +315,94 @@ class LineFile:
         self._file.close()
 
     def _write(self, data: bytes) -> None:
-        written = 0
+        num_written = 0
         try:
-            while written < len(data):
-                written += self._file.write(data[written:])
+            while num_written < len(data):
+                num_written += self._file.write(data[num_written:])
         except OSError as error:
-            if written:
-                with suppress(OSError):  # half a line would make the next one unreadable
-                    self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
-            self._output.failed(error)
+            if num_written:
+                with suppress(OSError):  # a partial line would make the next line unreadable
+                    self._file.truncate(self._file.seek(0, os.SEEK_END) - num_written)
+            self._status.report_failure(error)
         else:
-            self._output.works()
+            self._status.report_success()
 
 
 class Printer:
-    """Prints lines of a run's log, each at once; on a terminal with lines below them that change.
+    """Printer of the run's log to stdout.
 
-    What Python keeps in the buffer of a stream that fails, it would try to write again at the end, and turn the exit code to 120.
-    So a line goes past that buffer.
+    Lines are printed immediately. On a terminal, status lines that change can follow below them.
 
-    The cursor stays before the lines that change. So what others print goes over these, and is not itself printed over.
+    Lines bypass Python's stream buffer. If stdout fails, Python would try to write the buffer again at exit and change the exit
+    code to 120.
+
+    The cursor stays in front of the status lines. So output of other code overwrites the status lines, and is never overwritten
+    itself.
     """
 
     def __init__(self) -> None:
-        self._output = Output("stdout")
-        self._below = ""
+        self._status = OutputStatus("stdout")
+        self._status_text = ""
 
     @property
-    def on_terminal(self) -> bool:
-        """Whether people look at what is printed, on a terminal that can move its cursor."""
+    def is_terminal(self) -> bool:
+        """Whether stdout is a terminal that can move its cursor."""
         try:
             return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        except ValueError:  # it is closed
+        except ValueError:  # stdout is closed
             return False
 
     @property
     def width(self) -> int:
-        """Characters of a line on the terminal."""
+        """Width of the terminal, in characters."""
         try:
             return os.get_terminal_size(sys.stdout.fileno()).columns or 80
         except (OSError, ValueError):
             return 80
 
     @property
-    def plain(self) -> bool:
-        """Whether ASCII alone can be printed."""
+    def is_ascii_only(self) -> bool:
+        """Whether stdout can print only ASCII characters."""
         return "utf" not in (sys.stdout.encoding or "").lower()
 
-    def say(self, line: str) -> None:
-        """Print a line."""
-        self._write(f"{_ERASE}{line}\n{self._below}" if self._below else f"{line}\n")
+    def print_line(self, line: str) -> None:
+        """Print a line, above the status lines."""
+        self._write(f"{_ERASE_TO_SCREEN_END}{line}\n{self._status_text}" if self._status_text else f"{line}\n")
 
-    def show(self, lines: Sequence[str]) -> None:
-        """On a terminal: show these lines below what was printed, in place of those that were shown before."""
-        erase = _ERASE if self._below else ""
-        room = self.width - 1  # a full line would take two
-        self._below = "\n".join(line[:room] for line in lines) + (f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else "") + "\r"
-        self._below = self._below if lines else ""
-        if erase or self._below:
-            self._write(erase + self._below)
+    def show_status(self, lines: Sequence[str]) -> None:
+        """Show status lines below the printed lines, in place of the previous status lines. Call only on a terminal."""
+        erase = _ERASE_TO_SCREEN_END if self._status_text else ""
+        max_width = self.width - 1  # a line of full width would wrap
+        self._status_text = (
+            "\n".join(line[:max_width] for line in lines) + (f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else "") + "\r"
+        )
+        self._status_text = self._status_text if lines else ""
+        if erase or self._status_text:
+            self._write(erase + self._status_text)
 
     def _write(self, text: str) -> None:
         stream: TextIO = sys.stdout
         try:
             stream.flush()
             try:
-                file = stream.fileno()
-            except UnsupportedOperation:  # a stand-in, as in a notebook
+                fd = stream.fileno()
+            except UnsupportedOperation:  # a replacement of stdout without a file descriptor, as in a notebook
                 print(text, end="", flush=True)
                 return
             data = text.encode(stream.encoding or "utf-8", "backslashreplace")
             while data:
-                data = data[os.write(file, data) :]
+                data = data[os.write(fd, data) :]
         except OSError as error:
-            self._output.failed(error)
+            self._status.report_failure(error)
         else:
-            self._output.works()
+            self._status.report_success()
 
 
-_ERASE = "\r\x1b[J"
-"""From the beginning of the cursor's line to the end of the screen (ECMA-48)."""
+_ERASE_TO_SCREEN_END = "\r\x1b[J"
+"""Control sequence that erases from the start of the cursor's line to the end of the screen (ECMA-48)."""
 
 
-def _ends_inside_line(path: Path) -> bool:
+def _has_partial_line(path: Path) -> bool:
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
