@@ -1,9 +1,10 @@
-"""RMSNorm of all query heads as one vector, and of all key heads as another, as in OLMo 2.
+"""RMSNorm over all query heads as one vector and over all key heads as one vector, as in OLMo 2; and key-value heads shared by
+tensor ranks.
 
-Tensor ranks hold some of the heads, so mean squares are sums over the ranks, and so is what backward subtracts. Both norms share
-one message each way: two numbers a token.
+Each tensor rank holds some of the heads. So the mean squares are sums over the ranks, and so is the term that backward subtracts.
+The query norm and the key norm share one all-reduce in forward and one in backward, with two values per token.
 
-Shapes: `s` sequence, `b` microbatch, `g` this rank's key-value heads, `r` query heads of each, `d` head size.
+Shapes: `s` sequence, `b` microbatch, `g` local key-value heads, `r` query heads per key-value head, `d` head size.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ from megatron.tensor_parallel.layers import Norm
 
 
 def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise queries [s, b, g, r, d] and keys [s, b, g, d] over all heads of all ranks of a group; in at least float32."""
-    wide = torch.promote_types(q.dtype, torch.float32) if q_norm.zero_centred else q.dtype
-    weights = _weights(q, q_norm, wide), _weights(k, k_norm, wide)
+    """Apply RMSNorm to queries [s, b, g, r, d] and keys [s, b, g, d], each over the heads of all ranks of a group, in at least
+    float32."""
+    compute_dtype = torch.promote_types(q.dtype, torch.float32) if q_norm.zero_centred else q.dtype
+    weights = _local_weight(q, q_norm, compute_dtype), _local_weight(k, k_norm, compute_dtype)
     sizes = q_norm.shape[0], k_norm.shape[0]
     if torch.compiler.is_compiling():
-        return _traced(q, k, *weights, sizes, q_norm.epsilon, group)
+        return _norm_in_traceable_ops(q, k, *weights, sizes, q_norm.epsilon, group)
     normed: tuple[torch.Tensor, torch.Tensor] = _NormAllHeads.apply(q, k, *weights, sizes, q_norm.epsilon, group)
     return normed
 
 
-def _weights(x: torch.Tensor, norm: Norm, wide: torch.dtype) -> torch.Tensor:
-    """The factors of a rank's heads [..., d]; ones where norms have no weights."""
-    weight, _ = norm.factors(wide)
-    return x.new_ones(x.shape[2:], dtype=wide) if weight is None else weight.view(x.shape[2:])
+def _local_weight(x: torch.Tensor, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
+    """Return the local heads' slice of the norm's weight, in the shape of x without [s, b]; ones if the norm has no weight."""
+    weight, _ = norm.scale_and_offset(dtype)
+    return x.new_ones(x.shape[2:], dtype=dtype) if weight is None else weight.view(x.shape[2:])
 
 
 class _NormAllHeads(torch.autograd.Function):
-    """y = x w / rms(x). Keeps its inputs and one number a row of each."""
+    """Autograd function of y = x w / rms(x) for queries and keys. Saves the inputs and, per token, 1 / rms(x) of each."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -52,29 +54,29 @@ class _NormAllHeads(torch.autograd.Function):
         epsilon: float,
         group: Group,
     ) -> tuple[torch.Tensor, ...]:
-        squares = torch.stack([_per_token(_wide(x).square()) for x in (q, k)])  # [2, s, b]
-        factors = [(square / size + epsilon).rsqrt_() for square, size in zip(all_reduce(squares, group), sizes, strict=True)]
-        ctx.save_for_backward(q, k, q_weight, k_weight, *factors)
+        sq_sums = torch.stack([_sum_per_token(_upcast(x).square()) for x in (q, k)])  # [2, s, b]
+        inverse_rms = [(sq_sum / size + epsilon).rsqrt_() for sq_sum, size in zip(all_reduce(sq_sums, group), sizes, strict=True)]
+        ctx.save_for_backward(q, k, q_weight, k_weight, *inverse_rms)
         ctx.sizes, ctx.group = sizes, group
-        pairs = zip((q, k), (q_weight, k_weight), factors, strict=True)
-        return tuple(_like(factor, x).mul(x).mul_(weight).to(x.dtype) for x, weight, factor in pairs)
+        pairs = zip((q, k), (q_weight, k_weight), inverse_rms, strict=True)
+        return tuple(_view_like_heads(factor, x).mul(x).mul_(weight).to(x.dtype) for x, weight, factor in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, k, q_weight, k_weight, *factors = ctx.saved_tensors
-        each = list(zip((q, k), (q_weight, k_weight), factors, grads, strict=True))
-        dots = torch.stack([_per_token(_wide(grad).mul(weight).mul_(x)) for x, weight, _, grad in each])
+        inputs = list(zip((q, k), (q_weight, k_weight), factors, grads, strict=True))
+        dots = torch.stack([_sum_per_token(_upcast(grad).mul(weight).mul_(x)) for x, weight, _, grad in inputs])
         dots = all_reduce(dots, ctx.group)
         grad_inputs, grad_weights = [], []
-        for (x, weight, factor, grad), dot, size in zip(each, dots, ctx.sizes, strict=True):
-            wide = _wide(grad)
-            shares = _like(dot * factor.pow(3) / size, x) * x
-            grad_inputs.append((_like(factor, x) * wide).mul_(weight).sub_(shares).to(x.dtype))
-            grad_weights.append((wide * x).mul_(_like(factor, x)).sum((0, 1)).to(weight.dtype))
+        for (x, weight, factor, grad), dot, size in zip(inputs, dots, ctx.sizes, strict=True):
+            upcast_grad = _upcast(grad)
+            projection = _view_like_heads(dot * factor.pow(3) / size, x) * x
+            grad_inputs.append((_view_like_heads(factor, x) * upcast_grad).mul_(weight).sub_(projection).to(x.dtype))
+            grad_weights.append((upcast_grad * x).mul_(_view_like_heads(factor, x)).sum((0, 1)).to(weight.dtype))
         return *grad_inputs, *grad_weights, None, None, None
 
 
-def _traced(
+def _norm_in_traceable_ops(
     q: torch.Tensor,
     k: torch.Tensor,
     q_weight: torch.Tensor,
@@ -83,125 +85,133 @@ def _traced(
     epsilon: float,
     group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in operations that a compiler fuses and differentiates."""
-    squares = torch.stack([_per_token(_wide(x).square()) for x in (q, k)])
+    """Compute the same as `_NormAllHeads`, in operations that torch.compile can fuse and differentiate."""
+    sq_sums = torch.stack([_sum_per_token(_upcast(x).square()) for x in (q, k)])
     if group.size > 1:
         assert group.process_group is not None
-        squares = _sum_both_ways(squares, group.process_group.group_name)
+        sq_sums = _all_reduce_both_passes(sq_sums, group.process_group.group_name)
     normed = [
-        (_wide(x) * _like((square / size + epsilon).rsqrt(), x) * weight).to(x.dtype)
-        for x, weight, square, size in zip((q, k), (q_weight, k_weight), squares.unbind(), sizes, strict=True)
+        (_upcast(x) * _view_like_heads((sq_sum / size + epsilon).rsqrt(), x) * weight).to(x.dtype)
+        for x, weight, sq_sum, size in zip((q, k), (q_weight, k_weight), sq_sums.unbind(), sizes, strict=True)
     ]
     return normed[0], normed[1]
 
 
 @torch.library.custom_op("megatron::sum_both_ways", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
-def _sum_both_ways(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Sum over a group, forward and backward: each rank uses the sum for a part of what follows."""
-    total, name = x.clone(), cast("Any", group)  # a str, with a type of torch's own
+def _all_reduce_both_passes(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Sum over a group in forward, and sum the gradients over the group in backward.
+
+    The gradients are partial sums, because every rank uses the sum to compute a part of the later results.
+
+    Args:
+        group: name of the process group.
+    """
+    total, name = x.clone(), cast("Any", group)  # a str; torch declares another type
     dist.all_reduce(total, group=resolve_process_group(name))
     return total
 
 
-@_sum_both_ways.register_fake
+@_all_reduce_both_passes.register_fake
 def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.group = inputs[1]
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _sum_both_ways(grad, ctx.group), None
+def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return _all_reduce_both_passes(grad, ctx.group), None
 
 
-_sum_both_ways.register_autograd(_differentiate, setup_context=_remember)
+_all_reduce_both_passes.register_autograd(_all_reduce_backward, setup_context=_save_group)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _upcast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _per_token(x: torch.Tensor) -> torch.Tensor:
-    """The sum over heads and channels: [s, b, ...] to [s, b]."""
+def _sum_per_token(x: torch.Tensor) -> torch.Tensor:
+    """Sum over heads and channels: [s, b, ...] to [s, b]."""
     return x.flatten(2).sum(-1)
 
 
-def _like(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """[s, b] to [s, b, 1, ...] with as many dimensions as heads."""
+def _view_like_heads(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """View [s, b] as [s, b, 1, ...], with as many dimensions as `heads`."""
     return x.reshape(*x.shape, *(1,) * (heads.dim() - 2))
 
 
-# ---- Key-value heads that several tensor ranks share, where there are fewer of them than ranks.
+# ---- Key-value heads shared by several tensor ranks, for models with fewer key-value heads than tensor ranks.
 #
-# The projection to queries, keys and values is divided evenly over the tensor ranks, as always: m ranks that share a key-value head
-# hold the rows of its group between them, so no weight is held twice, and checkpoints do not know of it. What they compute they
-# give to each other, and each goes on with its own query heads and the shared key and value. Backward sums what they found for
-# these two.
+# The fused QKV projection is divided evenly over the tensor ranks, as always. The m ranks that share a key-value head together hold
+# the rows of its group: its r query heads, the key and the value. So no weight is stored twice, and checkpoints are not affected.
+# The ranks gather the outputs of their rows. Then each rank computes attention for its own query heads with the shared key and
+# value. Backward sums the gradients of key and value over the ranks.
 #
-# Shapes: `s` sequence, `b` microbatch, `r` query heads of a group, `d` head size, `n` tensor ranks.
+# Shapes: `s` sequence, `b` microbatch, `r` query heads of a key-value head, `d` head size, `m` ranks that share a key-value head.
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """The part of a tensor rank."""
+class KVHeadSharing:
+    """Sharing of key-value heads by tensor ranks, for models with fewer key-value heads than tensor ranks. It describes the
+    position of one rank."""
 
     group: Group
     """The tensor group."""
-    ranks: int
-    """Neighbouring ranks that share a key-value head (m)."""
-    queries: int
-    """Query heads of the key-value head, on all of them (r)."""
+    ranks_per_kv_head: int
+    """Number of neighboring ranks that share a key-value head (m)."""
+    heads_per_group: int
+    """Number of query heads that share a key-value head, over all m ranks (r)."""
     head_size: int
 
     @classmethod
-    def of(cls, group: Group, heads: int, kv_heads: int, head_size: int) -> Sharing | None:
-        """The sharing of a layer; None where each rank has key-value heads of its own."""
-        return cls(group, group.size // kv_heads, heads // kv_heads, head_size) if kv_heads < group.size else None
+    def of(cls, group: Group, num_heads: int, num_kv_heads: int, head_size: int) -> KVHeadSharing | None:
+        """Build the description for the attention layers of a model. Return None if every rank has separate key-value heads."""
+        return cls(group, group.size // num_kv_heads, num_heads // num_kv_heads, head_size) if num_kv_heads < group.size else None
 
     @property
-    def members(self) -> slice:
-        """The ranks that share this rank's key-value head."""
-        first = self.group.index // self.ranks * self.ranks
-        return slice(first, first + self.ranks)
+    def sharing_ranks(self) -> slice:
+        """Ranks within the tensor group that share the key-value head of this rank."""
+        start = self.group.rank // self.ranks_per_kv_head * self.ranks_per_kv_head
+        return slice(start, start + self.ranks_per_kv_head)
 
     @property
-    def own_queries(self) -> slice:
-        """This rank's of the r query heads."""
-        count = self.queries // self.ranks
-        first = self.group.index % self.ranks * count
-        return slice(first, first + count)
+    def local_query_heads(self) -> slice:
+        """The slice of the r query heads that this rank computes."""
+        num_local_heads = self.heads_per_group // self.ranks_per_kv_head
+        start = self.group.rank % self.ranks_per_kv_head * num_local_heads
+        return slice(start, start + num_local_heads)
 
 
-def exchanged(qkv: torch.Tensor, sharing: Sharing) -> torch.Tensor:
-    """Give the ranks that share a key-value head what each needs of it.
+def exchange_kv_groups(qkv: torch.Tensor, sharing: KVHeadSharing) -> torch.Tensor:
+    """Gather the rows of the shared key-value head and its query heads from the m ranks that computed them, and select the heads
+    that this rank needs.
 
     Args:
-        qkv: this rank's rows of the projection, [s, b, (r + 2) d / m].
+        qkv: local output of the fused projection, [s, b, (r + 2) d / m].
 
     Returns:
-        its query heads, then the key and the value, [s, b, (r / m + 2) d].
+        the local query heads, then the key and the value, [s, b, (r / m + 2) d].
     """
-    return _Exchange.apply(qkv, sharing)
+    return _ExchangeKVGroups.apply(qkv, sharing)
 
 
-class _Exchange(torch.autograd.Function):
-    """Forward: gather, keep own queries, key and value. Backward: the adjoint, a sum over ranks of what each has for a row."""
+class _ExchangeKVGroups(torch.autograd.Function):
+    """Autograd function of `exchange_kv_groups`. Backward sums the gradients of each row over the ranks (reduce-scatter)."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, sharing: Sharing) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, qkv: torch.Tensor, sharing: KVHeadSharing) -> torch.Tensor:  # type: ignore[override]
         ctx.sharing = sharing
-        rows = all_gather(qkv.contiguous().unsqueeze(0), sharing.group)[sharing.members]  # [m, s, b, (r + 2) d / m]
-        group = rows.permute(1, 2, 0, 3).reshape(*qkv.shape[:2], sharing.queries + 2, sharing.head_size)
-        return torch.cat([group[:, :, sharing.own_queries], group[:, :, -2:]], 2).flatten(2)
+        rows = all_gather(qkv.contiguous().unsqueeze(0), sharing.group)[sharing.sharing_ranks]  # [m, s, b, (r + 2) d / m]
+        kv_group = rows.permute(1, 2, 0, 3).reshape(*qkv.shape[:2], sharing.heads_per_group + 2, sharing.head_size)
+        return torch.cat([kv_group[:, :, sharing.local_query_heads], kv_group[:, :, -2:]], 2).flatten(2)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         sharing, heads = ctx.sharing, grad.unflatten(-1, (-1, ctx.sharing.head_size))
-        group = grad.new_zeros(*grad.shape[:2], sharing.queries + 2, sharing.head_size)
-        group[:, :, sharing.own_queries], group[:, :, -2:] = heads[:, :, :-2], heads[:, :, -2:]
-        rows = group.flatten(2).unflatten(-1, (sharing.ranks, -1)).permute(2, 0, 1, 3)
-        whole = grad.new_zeros(sharing.group.size, *rows.shape[1:])
-        whole[sharing.members] = rows
-        return reduce_scatter(whole, sharing.group).squeeze(0), None
+        kv_group = grad.new_zeros(*grad.shape[:2], sharing.heads_per_group + 2, sharing.head_size)
+        kv_group[:, :, sharing.local_query_heads], kv_group[:, :, -2:] = heads[:, :, :-2], heads[:, :, -2:]
+        rows = kv_group.flatten(2).unflatten(-1, (sharing.ranks_per_kv_head, -1)).permute(2, 0, 1, 3)
+        all_rows = grad.new_zeros(sharing.group.size, *rows.shape[1:])
+        all_rows[sharing.sharing_ranks] = rows
+        return reduce_scatter(all_rows, sharing.group).squeeze(0), None

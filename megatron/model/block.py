@@ -1,4 +1,8 @@
-"""One transformer layer: attention and MLP with their norms, added to the residual stream."""
+"""One transformer layer: attention and MLP (or experts) with their norms, added to the residual stream.
+
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `n` local query heads, `d` size of a value head. In [s/n, b, h], the shape of
+hidden states under sequence parallelism, `n` is the number of tensor ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import ModelConfig
-from megatron.memory.recompute import RegionFunction, recomputed
+from megatron.memory.recompute import RegionFunction, run_with_recompute
 from megatron.model.attention import Attention
 from megatron.model.mlp import MLP
 from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS, Handles
@@ -24,25 +28,26 @@ from megatron.spec.layers import LatentAttentionSpec, LayerSpec
 from megatron.spec.mlps import ExpertsSpec, MLPSpec
 from megatron.spec.segments import Segment
 from megatron.tensor_parallel.layers import Norm
-from megatron.tensor_parallel.linear import Remade
+from megatron.tensor_parallel.linear import RecomputableInput
 
 if TYPE_CHECKING:
     from megatron.attention.documents import Documents
-    from megatron.model.experts import Experts
+    from megatron.model.experts import MoELayer
     from megatron.model.key_value_cache import KeyValueCache
     from megatron.model.latent_attention import LatentAttention
 
 
-# ---- Dropout whose mask follows from a seed of its own, the same in eager and in compiled code.
+# ---- Dropout with one seed per mask, so that eager and compiled code draw the same masks.
 
 Seeds = Sequence[int] | torch.Tensor
-"""Seeds of several masks. A compiled graph gets the handle of a `GraphSeeds`, so that they are not a part of it."""
+"""Seeds of several dropout masks. A compiled graph receives the handle of a `GraphSeeds`, so that the values are not constants
+of the graph."""
 
 
 class GraphSeeds:
-    """The seeds of the dropout masks in one call of a compiled graph. They live as long as that call.
+    """Seeds of the dropout masks in one call of a compiled graph. They are freed after the call.
 
-    The host needs their values, to seed the device with. So they stay in Python, and the graph gets a handle.
+    The host needs the values to seed the device. So the values stay in Python, and the graph receives a handle.
     """
 
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
@@ -53,84 +58,94 @@ class GraphSeeds:
 _GRAPH_SEEDS: Handles[GraphSeeds] = Handles("set of dropout seeds")
 
 
-def dropout(x: torch.Tensor, probability: float, seeds: Seeds | None, number: int = 0) -> torch.Tensor:
-    """Zero elements with a probability and scale up the rest; without seeds, do nothing.
+def dropout(x: torch.Tensor, probability: float, seeds: Seeds | None, seed_index: int = 0) -> torch.Tensor:
+    """Zero elements with the given probability and scale the others by 1 / (1 - probability). Without seeds, return x.
 
     Args:
-        number: that of the seed which the mask follows from.
+        seeds: seeds of several masks, or None (evaluation).
+        seed_index: which of the seeds determines the mask.
     """
     if seeds is None or probability == 0.0:
         return x
     if isinstance(seeds, torch.Tensor):
-        return _dropout(x, probability, seeds, number)[0]
-    seed_device(x.device, seeds[number])
+        return _dropout_with_mask(x, probability, seeds, seed_index)[0]
+    seed_device(x.device, seeds[seed_index])
     return F.dropout(x, probability)
 
 
 @torch.library.custom_op("megatron::dropout", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
-def _dropout(x: torch.Tensor, probability: float, seeds: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and what its backward needs: the kept elements, on CPU with their scale, as torch's dropout does there."""
-    seed_device(x.device, _GRAPH_SEEDS.find(seeds).values[number])
+def _dropout_with_mask(
+    x: torch.Tensor, probability: float, seeds: torch.Tensor, seed_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply dropout and return the result and the mask that backward needs.
+
+    On CUDA the mask is boolean. On CPU it is multiplied by 1 / (1 - probability), as in torch's dropout.
+    """
+    seed_device(x.device, _GRAPH_SEEDS.find(seeds).values[seed_index])
     if x.is_cuda:
         return torch.native_dropout(x, probability, True)
-    kept = torch.empty_like(x).bernoulli_(1.0 - probability).div_(1.0 - probability)
-    return x * kept, kept
+    scaled_mask = torch.empty_like(x).bernoulli_(1.0 - probability).div_(1.0 - probability)
+    return x * scaled_mask, scaled_mask
 
 
-@_dropout.register_fake
-def _(x: torch.Tensor, probability: float, seeds: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+@_dropout_with_mask.register_fake
+def _(x: torch.Tensor, probability: float, seeds: torch.Tensor, seed_index: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool if x.is_cuda else x.dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(output[1])
     ctx.scale = 1.0 / (1.0 - inputs[1])
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    (kept,) = ctx.saved_tensors
+def _dropout_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    (mask,) = ctx.saved_tensors
     if grad.is_cuda:
-        return torch.ops.aten.native_dropout_backward(grad, kept, ctx.scale), None, None, None
-    return grad * kept, None, None, None
+        return torch.ops.aten.native_dropout_backward(grad, mask, ctx.scale), None, None, None
+    return grad * mask, None, None, None
 
 
-_dropout.register_autograd(_differentiate, setup_context=_save)
+_dropout_with_mask.register_autograd(_dropout_backward, setup_context=_save_mask)
 
 
-_SITES = ("attention_output", "mlp_output")
+_DROPOUT_SITES = ("attention_output", "mlp_output")
 
 
-# ---- The layer
+# ---- The transformer layer
 
 
 class Block(nn.Module):
-    """A layer as its spec says. The residual stream keeps its dtype: the model's, or float32 with --fp32-residual-connection.
+    """Transformer layer. The residual stream has the dtype of the model, or float32 with --fp32-residual-connection.
 
     Args:
-        selective: parts that are computed again in backward instead of being kept.
+        selective: modules whose activations are recomputed in backward instead of being stored (--recompute-modules).
     """
 
     def __init__(
         self, scope: Scope, config: ModelConfig, spec: LayerSpec, layer: int, selective: Collection[RecomputeModule] = ()
     ) -> None:
         super().__init__()
-        self.layer, self.probability = layer, config.hidden_dropout
-        self.remakes_norms, self.recomputes_mlp = "layernorm" in selective, "mlp" in selective
-        self.coordinate = scope.tp.index if scope.sequence_parallel else 0
-        self.parallel, self.multiplier, self.dtype = spec.parallel, spec.residual_multiplier, scope.dtype
+        self.layer, self.dropout_probability = layer, config.hidden_dropout
+        self.recomputes_norms, self.recomputes_mlp = "layernorm" in selective, "mlp" in selective
+        self.sequence_parallel_rank = scope.tp.rank if scope.sequence_parallel else 0
+        self.has_parallel_residual, self.residual_multiplier, self.dtype = (
+            spec.parallel_residual,
+            spec.residual_multiplier,
+            scope.dtype,
+        )
 
-        def norm(name: str) -> Norm | None:
-            return Norm(scope.child(name), spec.norm, config.hidden_size) if name in spec.norms else None
+        def build_norm(name: str) -> Norm | None:
+            return Norm(scope.child(name), spec.norm, config.hidden_size) if name in spec.norm_names else None
 
-        self.attention_norm = norm("attention_norm")
-        self.attention = _attention_of(scope.child("attention"), config, spec, layer, selective)
-        self.attention_post_norm = norm("attention_post_norm")
-        self.mlp_norm = norm("mlp_norm")
-        self.mlp = _mlp_of(scope.child("mlp"), spec.mlp, layer, remakes_activation="mlp_act" in selective)
+        self.attention_norm = build_norm("attention_norm")
+        self.attention = _build_attention(scope.child("attention"), config, spec, layer, selective)
+        self.attention_post_norm = build_norm("attention_post_norm")
+        self.mlp_norm = build_norm("mlp_norm")
+        self.mlp = _build_mlp(scope.child("mlp"), spec.mlp, layer, recomputes_activation="mlp_act" in selective)
         self.has_experts = isinstance(spec.mlp, ExpertsSpec)
-        self.mlp_post_norm = norm("mlp_post_norm")
+        self.mlp_post_norm = build_norm("mlp_post_norm")
         self.compiled: Callable[..., torch.Tensor] | None = None
-        """Runs the layer in its place, where there is a backward (`megatron.model.compiled`)."""
+        """Compiled version of the layer, used where gradients are enabled (`megatron.model.compiled`)."""
 
     def forward(
         self,
@@ -141,98 +156,120 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
-        seeds = None if key is None or self.probability == 0.0 else [key.site(self.layer, site, self.coordinate) for site in _SITES]
+        seeds = (
+            None
+            if key is None or self.dropout_probability == 0.0
+            else [key.get_site_seed(self.layer, site, self.sequence_parallel_rank) for site in _DROPOUT_SITES]
+        )
         if self.compiled is not None and torch.is_grad_enabled():
             return self.compiled(x, rotary, key, documents, seeds)
-        attended = self.attention.mixed(self._normed(self.attention_norm, x), rotary, key, documents, cache)
-        return self.after(x, attended, seeds, partial(self.mlp, documents=documents, key=key) if self.has_experts else self.mlp)
+        attention_output = self.attention.attend_hidden_states(
+            self._apply_norm(self.attention_norm, x), rotary, key, documents, cache
+        )
+        return self.residual_and_mlp(
+            x, attention_output, seeds, partial(self.mlp, documents=documents, key=key) if self.has_experts else self.mlp
+        )
 
-    def before(self, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What comes before attention: its queries, keys and values."""
-        return self.attention.split(self._normed(self.attention_norm, x), rotary)
+    def compute_qkv(self, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute queries, keys and values from the layer's input."""
+        return self.attention.project_qkv(self._apply_norm(self.attention_norm, x), rotary)
 
-    def after(
-        self, x: torch.Tensor, attended: torch.Tensor, seeds: Seeds | None, mlp: Callable[..., torch.Tensor] | None = None
+    def residual_and_mlp(
+        self, x: torch.Tensor, attention_output: torch.Tensor, seeds: Seeds | None, mlp: Callable[..., torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """What comes after attention.
+        """Apply everything in the layer after attention: the output projection, the MLP, and both residual connections.
 
         Args:
             x: the layer's input.
-            attended: [s, b, n * d].
-            seeds: of the two dropout masks; None switches dropout off.
-            mlp: the layer's, with what experts are told besides.
+            attention_output: [s, b, n * d].
+            seeds: seeds of the two dropout masks; None switches dropout off.
+            mlp: replaces the MLP of the layer, for example by experts with further arguments bound.
         """
         mlp = mlp or self.mlp
-        with_attention, source = self.until_mlp(x, attended, seeds)
+        residual, mlp_source = self.add_attention(x, attention_output, seeds)
         if self.recomputes_mlp:
-            fed = recomputed(partial(self._norm_and_mlp, mlp), source, modules=[self.mlp])
+            mlp_output = run_with_recompute(partial(self._norm_and_mlp, mlp), mlp_source, modules=[self.mlp])
         else:
-            fed = mlp(self.mlp_input(source))
-        return self.with_mlp(with_attention, fed, seeds)
+            mlp_output = mlp(self.compute_mlp_input(mlp_source))
+        return self.add_mlp(residual, mlp_output, seeds)
 
-    def until_mlp(self, x: torch.Tensor, attended: torch.Tensor, seeds: Seeds | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with what attention gives, and the stream that the MLP is fed from; both of the shape of x."""
-        with_attention = self._added(x, self.attention.output(attended), self.attention_post_norm, seeds, 0)
-        return with_attention, x if self.parallel else with_attention
+    def add_attention(
+        self, x: torch.Tensor, attention_output: torch.Tensor, seeds: Seeds | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the projected attention output to the residual stream.
 
-    def mlp_input(self, source: torch.Tensor) -> torch.Tensor | Remade:
-        """What the MLP gets of the stream that it is fed from."""
-        return self._normed(self.mlp_norm, source)
+        Returns:
+            the new residual stream, and the tensor from which the MLP computes its input; both of the shape of x. With a parallel
+            residual the latter is x.
+        """
+        residual = self._add_to_residual(x, self.attention.output(attention_output), self.attention_post_norm, seeds, 0)
+        return residual, x if self.has_parallel_residual else residual
 
-    def with_mlp(self, x: torch.Tensor, fed: torch.Tensor, seeds: Seeds | None) -> torch.Tensor:
-        """The residual stream with what the MLP gives."""
-        return self._added(x, fed, self.mlp_post_norm, seeds, 1)
+    def compute_mlp_input(self, mlp_source: torch.Tensor) -> torch.Tensor | RecomputableInput:
+        """Compute the input of the MLP: the normalized hidden states. Without a norm before the MLP, it is the hidden states in the
+        dtype of the model."""
+        return self._apply_norm(self.mlp_norm, mlp_source)
 
-    def _norm_and_mlp(self, mlp: Callable[..., torch.Tensor], x: torch.Tensor, *, again: bool) -> torch.Tensor:
+    def add_mlp(self, x: torch.Tensor, mlp_output: torch.Tensor, seeds: Seeds | None) -> torch.Tensor:
+        """Add the MLP's output to the residual stream."""
+        return self._add_to_residual(x, mlp_output, self.mlp_post_norm, seeds, 1)
+
+    def _norm_and_mlp(self, mlp: Callable[..., torch.Tensor], x: torch.Tensor, *, is_recompute: bool) -> torch.Tensor:
         return mlp(x.to(self.dtype) if self.mlp_norm is None else self.mlp_norm(x))
 
-    def _normed(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor | Remade:
+    def _apply_norm(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor | RecomputableInput:
         if norm is None:
             return x.to(self.dtype)
-        return norm.remade(x) if self.remakes_norms else norm(x)
+        return norm.recomputable(x) if self.recomputes_norms else norm(x)
 
-    def _added(self, x: torch.Tensor, given: torch.Tensor, norm: Norm | None, seeds: Seeds | None, number: int) -> torch.Tensor:
-        """The residual stream with what attention or MLP gives."""
-        dropped = dropout(given if norm is None else norm(given), self.probability, seeds, number)
-        return x + dropped if self.multiplier == 1.0 else torch.add(x, dropped, alpha=self.multiplier)
+    def _add_to_residual(
+        self, x: torch.Tensor, branch_output: torch.Tensor, norm: Norm | None, seeds: Seeds | None, seed_index: int
+    ) -> torch.Tensor:
+        """Add the output of attention or MLP to the residual stream x, after norm and dropout."""
+        branch = dropout(branch_output if norm is None else norm(branch_output), self.dropout_probability, seeds, seed_index)
+        return x + branch if self.residual_multiplier == 1.0 else torch.add(x, branch, alpha=self.residual_multiplier)
 
 
-def _mlp_of(scope: Scope, spec: MLPSpec | ExpertsSpec, layer: int, *, remakes_activation: bool) -> MLP | Experts:
-    """An MLP, or experts."""
+def _build_mlp(scope: Scope, spec: MLPSpec | ExpertsSpec, layer: int, *, recomputes_activation: bool) -> MLP | MoELayer:
+    """Build an MLP, or a mixture-of-experts layer."""
     if isinstance(spec, ExpertsSpec):
-        experts: Experts = named("megatron.model.experts:Experts")(scope, spec, layer, remakes_activation=remakes_activation)
+        experts: MoELayer = import_object("megatron.model.experts:MoELayer")(
+            scope, spec, layer, recomputes_activation=recomputes_activation
+        )
         return experts
-    return MLP(scope, spec, remakes_activation=remakes_activation)
+    return MLP(scope, spec, recomputes_activation=recomputes_activation)
 
 
-def _attention_of(
+def _build_attention(
     scope: Scope, config: ModelConfig, spec: LayerSpec, layer: int, selective: Collection[RecomputeModule]
 ) -> Attention | LatentAttention:
-    """The kind of attention that the spec says."""
-    core, dropout = "core_attn" in selective, config.attention_dropout
+    """Build the attention layer: multi-head latent attention, or attention with one fused QKV projection."""
+    recomputes_core, dropout = "core_attn" in selective, config.attention_dropout
     if isinstance(spec.attention, LatentAttentionSpec):
-        remakes = "layernorm" in selective
-        latent: LatentAttention = named("megatron.model.latent_attention:LatentAttention")(
-            scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core, remakes_norms=remakes
+        recomputes_norms = "layernorm" in selective
+        latent: LatentAttention = import_object("megatron.model.latent_attention:LatentAttention")(
+            scope, spec.attention, spec.norm, layer, dropout, recomputes_core=recomputes_core, recomputes_norms=recomputes_norms
         )
         return latent
-    return Attention(scope, spec.attention, spec.norm, layer, dropout, recomputes_core=core)
+    return Attention(scope, spec.attention, spec.norm, layer, dropout, recomputes_core=recomputes_core)
 
 
-# ---- What happens to the tensors of neighbouring layers between forward and backward, as their segment says.
+# ---- How the layers of a segment store their activations between forward and backward.
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """Says how the tensors of one segment are treated between forward and backward."""
+class ActivationPolicy:
+    """Policy for the activations of one segment (consecutive layers) between forward and backward: keep them on the device,
+    recompute them, or offload them."""
 
-    recomputed: bool
-    ahead: bool
-    """Whether the schedule runs the layers again before backward."""
-    offloaded: bool
-    """Whether what they save is moved to host memory until backward."""
-    last_offloaded: bool
-    """Whether they are the last of the chunk of which that is so."""
+    recomputes: bool
+    """Whether backward recomputes the layers of the segment."""
+    recomputes_ahead: bool
+    """Whether the schedule recomputes the layers in a separate operation before the backward operation."""
+    offloads: bool
+    """Whether the saved tensors are moved to host memory until backward."""
+    is_last_offloaded: bool
+    """Whether this is the last offloaded segment of the chunk."""
 
     def run(
         self,
@@ -241,28 +278,34 @@ class Treatment:
         modules: Sequence[nn.Module] = (),
         shared: Iterable[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Run the layers.
+        """Run the layers of the segment under this policy.
 
         Args:
-            function: computes them; see `recomputed`.
-            inputs: all tensors with a gradient that it reads, but for parameters; first the hidden states.
-            modules: those whose parameters it uses.
-            shared: tensors that it saves and that others hold as long.
+            function: computes the layers, from `inputs`.
+            inputs: the hidden states, then all other tensors with a gradient that the function reads, except parameters.
+            modules: modules whose parameters the function uses.
+            shared: tensors that the function saves and that are kept anyway, so offloading them would free no memory.
         """
-        forward = partial(recomputed, function, modules=modules, ahead=self.ahead) if self.recomputed else function
-        on_host = None
-        if self.offloaded:
-            from megatron.memory.offload import chosen_layer
+        forward = (
+            partial(run_with_recompute, function, modules=modules, is_recomputed_ahead=self.recomputes_ahead)
+            if self.recomputes
+            else function
+        )
+        offloader = None
+        if self.offloads:
+            from megatron.memory.offload import create_offloader
 
-            on_host = chosen_layer(inputs[0], shared=shared, last=self.last_offloaded, remade_ahead=self.ahead)
-        return forward(*inputs) if on_host is None else on_host.run(forward, *inputs)
+            offloader = create_offloader(
+                inputs[0], shared=shared, is_last=self.is_last_offloaded, is_recomputed_ahead=self.recomputes_ahead
+            )
+        return forward(*inputs) if offloader is None else offloader.run(forward, *inputs)
 
 
-def treatments(segments: Sequence[Segment]) -> list[Treatment]:
-    """Return the treatments of a chunk's segments, in the order of the forward."""
-    last = max((place for place, segment in enumerate(segments) if segment.recomputed), default=None)
-    last_offloaded = max((place for place, segment in enumerate(segments) if segment.offloaded), default=None)
+def build_activation_policies(segments: Sequence[Segment]) -> list[ActivationPolicy]:
+    """Build the activation policy of each segment of a model chunk, in the order of the forward."""
+    last_recomputed = max((index for index, segment in enumerate(segments) if segment.is_recomputed), default=None)
+    last_offloaded = max((index for index, segment in enumerate(segments) if segment.is_offloaded), default=None)
     return [
-        Treatment(segment.recomputed, place == last, segment.offloaded, place == last_offloaded)
-        for place, segment in enumerate(segments)
+        ActivationPolicy(segment.is_recomputed, index == last_recomputed, segment.is_offloaded, index == last_offloaded)
+        for index, segment in enumerate(segments)
     ]

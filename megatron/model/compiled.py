@@ -1,12 +1,13 @@
-"""Layers through torch's compiler: their operations beside products, attention and communication fused to few kernels.
+"""Compilation of transformer layers by torch.compile, which fuses the operations around matrix products, attention and
+communication.
 
-Compiled is a layer without its hooks. Where attention is one kernel of torch, the whole layer is one graph. Attention with dropout,
-within documents, with a window, a cap or sinks, or whose largest scores are asked for stays as it is, between two graphs: what lies
-before it, and what lies after. So do experts, which get as many tokens as chosen: what lies before them is one graph, and what is
-done with what they give another, if that is more than to add it.
+A layer is compiled without its hooks. If attention is one fused kernel of torch, the whole layer is one graph. Attention that runs
+eagerly is between two graphs, of the operations before and after it: attention with dropout, within documents, with a window, a
+softcap or sinks, with recomputation, or with recorded logits. Experts always run eagerly, because the number of their tokens
+varies. The operations before them are one graph. The operations after them are another graph, unless they are a plain addition.
 
-Equal layers share one compilation: parameters are inputs, linear layers and seeds of dropout masks enter by handles
-(`megatron/parallel/handles.py`). In evaluation and generation, without a backward, layers run as they are.
+Equal layers share one compilation: parameters are inputs of the graph, and linear layers and dropout seeds are passed as handles
+(`megatron/parallel/handles.py`). Without gradients, in evaluation and generation, layers run eagerly.
 """
 
 from __future__ import annotations
@@ -18,127 +19,138 @@ from typing import Any
 
 import torch
 
-from megatron.attention.backends import kernels_in_use
-from megatron.attention.core import one_kernel
+from megatron.attention.backends import get_enabled_kernels
+from megatron.attention.core import has_fused_kernel
 from megatron.attention.documents import Documents
 from megatron.config.precision import CompileBackend, SpeedConfig
 from megatron.model.block import Block, GraphSeeds
 from megatron.parallel.random import DropoutKey
-from megatron.parallel.torch_private import compiler_mode_options, configure_compiler
-from megatron.tensor_parallel.layers import LinearLayer, entered, vector_users
+from megatron.parallel.torch_private import configure_compiler, get_compiler_mode_options
+from megatron.tensor_parallel.layers import LinearLayer, find_vector_modules, vectors_as_graph_inputs
 
-_MOST_COMPILATIONS = 64
-"""Compilations of one function: for layers, lengths and settings that differ. torch would stop at 8."""
-
-
-_Rest = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""What a layer gives; or where it has experts the residual stream, and what these get."""
+_MAX_COMPILATIONS = 64
+"""Limit of compilations per function, for layers, lengths and settings that differ. The limit of torch is 8."""
 
 
-def _whole(block: Block, x: torch.Tensor, rotary: torch.Tensor | None, seeds: torch.Tensor | None) -> _Rest:
-    return _after(block, x, block.attention.attend(*block.before(x, rotary), None, None, None), seeds)
+_LayerOutput = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Output of a layer; or, for a layer with experts, the residual stream and the input of the experts."""
 
 
-def _before(block: Block, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Each by itself, so that attention does not keep what they are parts of.
-    q, k, v = (part.contiguous() for part in block.before(x, rotary))
+def _run_layer(block: Block, x: torch.Tensor, rotary: torch.Tensor | None, seeds: torch.Tensor | None) -> _LayerOutput:
+    return _run_after_attention(block, x, block.attention.attend(*block.compute_qkv(x, rotary), None, None, None), seeds)
+
+
+def _run_before_attention(
+    block: Block, x: torch.Tensor, rotary: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Separate tensors: as views, they would keep the output of the fused projection alive.
+    q, k, v = (heads.contiguous() for heads in block.compute_qkv(x, rotary))
     return q, k, v
 
 
-def _after(block: Block, x: torch.Tensor, attended: torch.Tensor, seeds: torch.Tensor | None) -> _Rest:
+def _run_after_attention(block: Block, x: torch.Tensor, attention_output: torch.Tensor, seeds: torch.Tensor | None) -> _LayerOutput:
     if not block.has_experts:
-        return block.after(x, attended, seeds)
-    with_attention, source = block.until_mlp(x, attended, seeds)
-    fed = block.mlp_input(source)
-    assert isinstance(fed, torch.Tensor), "the compiler remakes norms by itself"
-    return with_attention, fed
+        return block.residual_and_mlp(x, attention_output, seeds)
+    residual, mlp_source = block.add_attention(x, attention_output, seeds)
+    mlp_input = block.compute_mlp_input(mlp_source)
+    assert isinstance(mlp_input, torch.Tensor), "torch.compile decides itself whether to recompute norms"
+    return residual, mlp_input
 
 
-def _added(block: Block, x: torch.Tensor, fed: torch.Tensor, seeds: torch.Tensor | None) -> torch.Tensor:
-    return block.with_mlp(x, fed, seeds)
+def _run_after_experts(block: Block, x: torch.Tensor, mlp_output: torch.Tensor, seeds: torch.Tensor | None) -> torch.Tensor:
+    return block.add_mlp(x, mlp_output, seeds)
 
 
-def cache_tag() -> str:
-    """Return a tag for the keys of cached graphs that names the kernels which attention may use.
+def compute_cache_tag() -> str:
+    """Return a tag for the keys of torch's cache of compiled graphs. It names the attention kernels in use.
 
-    A graph contains the kernel that torch chose when the graph was traced, but torch's key lacks the switches of this choice.
-    Without the tag a run would get the kernel of an earlier run from the cache, and ranks with and without a hit would compute
-    differently.
+    A graph contains the attention kernel that torch chose when it traced the graph, but torch's key does not contain the switches
+    of this choice. Without the tag a run could load a graph with the kernel of an earlier run, and ranks with and without a cache
+    hit would compute different values.
     """
-    return "/".join([os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", ""), *kernels_in_use()])
+    return "/".join([os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", ""), *get_enabled_kernels()])
 
 
-def separate_graphs() -> None:
-    """Take no graph with other kernels of attention, from the cache or from memory. Call it when they have been chosen.
+def discard_stale_graphs() -> None:
+    """Discard compiled graphs that were traced with other attention kernels than those in use. Call it after the kernels are
+    chosen.
 
-    No guard of a graph in memory checks the kernels: a second model in a process, or one that was built before the choice, would
-    run with those of the first.
+    Torch does not check the kernels before it uses a graph in memory. Without this call a second model in the process, or a model
+    that was compiled before the choice, would run with the kernels of the first.
     """
-    if torch.compiler.config.cache_key_tag != (tag := cache_tag()):
+    if torch.compiler.config.cache_key_tag != (tag := compute_cache_tag()):
         torch.compiler.reset()
         torch.compiler.config.cache_key_tag = tag
 
 
 @dataclass(frozen=True)
 class BlockCompiler:
-    """How layers are compiled."""
+    """Compiles transformer layers by torch.compile, with the options of a run."""
 
     backend: CompileBackend = "inductor"
     mode: str = "default"
-    defers: bool = False
-    """Whether the schedule puts weight gradients off."""
+    defers_weight_grads: bool = False
+    """Whether the schedule computes weight gradients in separate operations, after the backward pass."""
 
     @classmethod
-    def of(cls, speed: SpeedConfig, *, defers: bool) -> BlockCompiler | None:
-        """As the settings say; None to compile nothing."""
-        return cls(speed.compile_backend, speed.compile_mode, defers) if speed.compile else None
+    def of(cls, speed: SpeedConfig, *, defers_weight_grads: bool) -> BlockCompiler | None:
+        """Build the compiler from the settings. Return None if layers are not compiled."""
+        return cls(speed.compile_backend, speed.compile_mode, defers_weight_grads) if speed.compile else None
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of a layer, compiled at its first call."""
+    def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of a layer with torch.compile. The function is compiled at its first call."""
         options: dict[str, Any] = {}
         if self.backend == "inductor":
-            # A variable of the environment (TORCHINDUCTOR_CUDAGRAPHS) could ask for CUDA graphs in any mode. They replay no Python,
-            # and what a deferred weight gradient waits with would be overwritten by the next replay.
-            options = {**compiler_mode_options(self.mode), "triton.cudagraphs": False}
+            # The environment variable TORCHINDUCTOR_CUDAGRAPHS could switch CUDA graphs on in any mode. They replay no Python code,
+            # and the next replay would overwrite the inputs of a deferred weight gradient.
+            options = {**get_compiler_mode_options(self.mode), "triton.cudagraphs": False}
             if torch.are_deterministic_algorithms_enabled():
-                # Choose no reduction by its measured time: ranks, and later starts, could choose another order of its sum.
+                # Do not choose reduction kernels by measured time: other ranks or later runs could sum in another order.
                 options["deterministic"] = True
-            if self.defers:
-                # What a weight gradient waits with must not become the memory of something else: the compiler sees its last use in
-                # the operation that puts it off.
+            if self.defers_weight_grads:
+                # The memory of the inputs of a deferred weight gradient must not be reused: the compiler sees their last use in the
+                # operation that defers it.
                 options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
         return torch.compile(function, backend=self.backend, options=options or None, fullgraph=True, dynamic=False)
 
-    def compile(self, blocks: Sequence[Block], device: torch.device) -> None:
-        """Let layers run compiled.
+    def compile_blocks(self, blocks: Sequence[Block], device: torch.device) -> None:
+        """Compile layers: their forward then runs in compiled graphs.
 
         Args:
-            device: that of the parameters in training; they may still be on the meta device.
+            device: device of the parameters in training. They may still be on the meta device now.
         """
-        separate_graphs()
-        configure_compiler(max_recompilations=_MOST_COMPILATIONS, max_recompilations_of_all=4 * _MOST_COMPILATIONS)
-        functions = tuple(self.compiled(function) for function in (_whole, _before, _after, _added))
+        discard_stale_graphs()
+        configure_compiler(max_recompilations=_MAX_COMPILATIONS, max_recompilations_of_all=4 * _MAX_COMPILATIONS)
+        compiled_functions = tuple(
+            self.compile_function(function)
+            for function in (_run_layer, _run_before_attention, _run_after_attention, _run_after_experts)
+        )
         for block in blocks:
             for module in block.modules():
                 if isinstance(module, LinearLayer):
                     module.create_handle(device)
-            block.compiled = CompiledBlock(block, *functions)
+            block.compiled = CompiledBlock(block, *compiled_functions)
 
 
 class CompiledBlock:
-    """A layer that runs compiled."""
+    """Transformer layer that runs in compiled graphs."""
 
     def __init__(
         self,
         block: Block,
-        whole: Callable[..., _Rest],
-        before: Callable[..., Any],
-        after: Callable[..., _Rest],
-        added: Callable[..., torch.Tensor],
+        run_layer: Callable[..., _LayerOutput],
+        run_before_attention: Callable[..., Any],
+        run_after_attention: Callable[..., _LayerOutput],
+        run_after_experts: Callable[..., torch.Tensor],
     ) -> None:
-        self._block, of_experts = block, [*block.mlp.modules()] if block.has_experts else []
-        self._users = [user for user in vector_users(block) if user not in of_experts]
-        self._whole, self._before, self._after, self._added = whole, before, after, added
+        self._block, expert_modules = block, [*block.mlp.modules()] if block.has_experts else []
+        self._vector_users = [user for user in find_vector_modules(block) if user not in expert_modules]
+        self._run_layer, self._run_before_attention, self._run_after_attention, self._run_after_experts = (
+            run_layer,
+            run_before_attention,
+            run_after_attention,
+            run_after_experts,
+        )
 
     def __call__(
         self,
@@ -148,27 +160,31 @@ class CompiledBlock:
         documents: Documents | None,
         seeds: Sequence[int] | None,
     ) -> torch.Tensor:
-        """See `Block.forward`; `seeds` of its dropout masks."""
+        """Compute the forward of the layer in compiled graphs, with the same result as `Block.forward`.
+
+        Args:
+            seeds: seeds of the layer's dropout masks; None for no dropout.
+        """
         block = self._block
         graph_seeds = None if seeds is None else GraphSeeds(seeds, x.device)
-        masks = None if graph_seeds is None else graph_seeds.handle
+        seed_handle = None if graph_seeds is None else graph_seeds.handle
         attention = block.attention
-        one = one_kernel(attention.scores, len(x) * attention.sequence_ranks)
-        one = one and attention.largest is None
-        if one and documents is None and not attention.recomputes_core and (key is None or attention.dropout == 0.0):
-            with entered(self._users):
-                found = self._whole(block, x, rotary, masks)
+        has_kernel = has_fused_kernel(attention.score_spec, len(x) * attention.num_sequence_ranks)
+        has_kernel = has_kernel and attention.logit_tracker is None
+        if has_kernel and documents is None and not attention.recomputes_core and (key is None or attention.dropout == 0.0):
+            with vectors_as_graph_inputs(self._vector_users):
+                output = self._run_layer(block, x, rotary, seed_handle)
         else:
-            with entered(self._users):
-                q, k, v = self._before(block, x, rotary)
-            attended = attention.attend(q, k, v, key, documents, None)
-            with entered(self._users):
-                found = self._after(block, x, attended, masks)
-        if isinstance(found, torch.Tensor):
-            return found
-        with_attention, source = found
-        fed = block.mlp(source, documents, key)
-        if masks is None and block.mlp_post_norm is None:
-            return block.with_mlp(with_attention, fed, None)
-        with entered(self._users):
-            return self._added(block, with_attention, fed, masks)
+            with vectors_as_graph_inputs(self._vector_users):
+                q, k, v = self._run_before_attention(block, x, rotary)
+            attention_output = attention.attend(q, k, v, key, documents, None)
+            with vectors_as_graph_inputs(self._vector_users):
+                output = self._run_after_attention(block, x, attention_output, seed_handle)
+        if isinstance(output, torch.Tensor):
+            return output
+        residual, mlp_input = output
+        mlp_output = block.mlp(mlp_input, documents, key)
+        if seed_handle is None and block.mlp_post_norm is None:
+            return block.add_mlp(residual, mlp_output, None)
+        with vectors_as_graph_inputs(self._vector_users):
+            return self._run_after_experts(block, residual, mlp_output, seed_handle)

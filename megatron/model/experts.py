@@ -1,4 +1,8 @@
-"""Experts in the place of an MLP (docs/moe.md): a router, a dispatcher, and the experts of this rank."""
+"""Mixture-of-experts layer (docs/moe.md): a router, a token dispatcher, the local experts and an optional shared expert.
+
+Shapes: `s` local tokens of a sequence, `b` microbatch, `h` hidden size, `E` experts of the layer, `k` experts per token, `n` rows
+for the local experts. Under sequence parallelism a rank has s/n tokens, where `n` is the number of tensor ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.memory.recompute import decided, is_remade
-from megatron.model.mlp import FUNCTIONS, MLP
-from megatron.moe.balance import Balance, choose, probabilities, scores_of
-from megatron.moe.dispatch import Apply, Dispatcher, padded, taken
+from megatron.memory.recompute import is_recomputing, reuse_in_recompute
+from megatron.model.mlp import ACTIVATION_FUNCTIONS, MLP
+from megatron.moe.balance import RouterTracker, compute_router_weights, compute_selection_scores, select_experts
+from megatron.moe.dispatch import Dispatcher, ExpertFunction, apply_with_padding, select_within_capacity
 from megatron.moe.grouped import grouped_linear
-from megatron.parallel.accumulate import through
+from megatron.parallel.accumulate import route_grad
 from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.spec.mlps import ExpertsSpec, MLPSpec, RouterSpec
-from megatron.tensor_parallel.linear import Remade
+from megatron.tensor_parallel.linear import RecomputableInput
 
 if TYPE_CHECKING:
     from megatron.attention.documents import Documents
@@ -28,136 +32,174 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token."""
+    """Router of a mixture-of-experts layer: selects the experts of each token and computes their weights."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    """Added to the scores that experts are chosen by [E]."""
+    """Bias that is added to the scores when experts are selected [E]; it does not change the router weights."""
     shares: nn.Parameter | None
-    """What share of the choices each expert got in the update before, over the mean [E]."""
+    """Load of each expert in the previous step: its assignments in the global batch, divided by the mean over the experts [E]."""
 
     def __init__(self, scope: Scope, spec: RouterSpec, layer: int) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
-        self.balance: Balance | None = None
-        """What takes the choices of training steps."""
-        scope.parameter(self, "weight")
-        scope.optional(self, "bias")
-        scope.optional(self, "shares")
-        self.sequence_ranks, self.coordinate = scope.context.sequence_group, scope.tp.index if scope.sequence_parallel else 0
+        self.tracker: RouterTracker | None = None
+        """Records assignments and attaches the router losses in training steps; None to do neither."""
+        scope.register_param(self, "weight")
+        scope.register_optional_param(self, "bias")
+        scope.register_optional_param(self, "shares")
+        self.sequence_group, self.sequence_parallel_rank = (
+            scope.context.sequence_group,
+            scope.tp.rank if scope.sequence_parallel else 0,
+        )
 
     def forward(
         self, x: torch.Tensor, documents: Documents | None = None, key: DropoutKey | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map hidden states [s, b, h] to the weights of experts and their numbers, both [s, b, k]. The number E is an expert
-        that does not take the token."""
+        """Select the experts of each token.
+
+        Args:
+            x: hidden states [s, b, h].
+            documents: contains the split of the sequence over context ranks; read only if experts have a capacity.
+            key: key of the random input jitter; None switches the jitter off (evaluation).
+
+        Returns:
+            the router weights and the expert ids, both [s, b, k]. The id E marks a dropped assignment.
+        """
         dtype = x.dtype if self.spec.dtype is None else torch.promote_types(x.dtype, _DTYPES[self.spec.dtype])
         x = x.to(dtype)
-        if self.spec.jitter and key is not None:
-            seed_device(x.device, key.site(self.layer, "router_input", self.coordinate))
-            x = x * torch.empty_like(x).uniform_(1.0 - self.spec.jitter, 1.0 + self.spec.jitter)
-        logits = F.linear(x, through(self.weight).to(dtype))
+        if self.spec.input_jitter and key is not None:
+            seed_device(x.device, key.get_site_seed(self.layer, "router_input", self.sequence_parallel_rank))
+            x = x * torch.empty_like(x).uniform_(1.0 - self.spec.input_jitter, 1.0 + self.spec.input_jitter)
+        logits = F.linear(x, route_grad(self.weight).to(dtype))
         logits = logits.to(torch.promote_types(dtype, torch.float32))
-        scores = scores_of(logits, self.spec)
-        judged = scores.detach() if self.bias is None else scores.detach() + self.bias.detach()
-        chosen = decided(lambda: choose(judged, self.spec))
-        weights = probabilities(logits, scores, chosen, self.spec)
-        if self.balance is not None:
-            weights = self.balance.minimise(weights, logits, chosen, self.layer, self.spec, self._shares_before)
-        if self.spec.capacity is not None:
-            chosen = decided(lambda: self._taken(weights, chosen, documents))
-        return weights, chosen
+        scores = compute_selection_scores(logits, self.spec)
+        selection_scores = scores.detach() if self.bias is None else scores.detach() + self.bias.detach()
+        expert_ids = reuse_in_recompute(lambda: select_experts(selection_scores, self.spec))
+        router_weights = compute_router_weights(logits, scores, expert_ids, self.spec)
+        if self.tracker is not None:
+            router_weights = self.tracker.attach_losses(
+                router_weights, logits, expert_ids, self.layer, self.spec, self._previous_load
+            )
+        if self.spec.capacity_factor is not None:
+            expert_ids = reuse_in_recompute(lambda: self._drop_over_capacity(router_weights, expert_ids, documents))
+        return router_weights, expert_ids
 
     @property
-    def _shares_before(self) -> torch.Tensor | None:
+    def _previous_load(self) -> torch.Tensor | None:
         return None if self.shares is None else self.shares.detach()
 
-    def _taken(self, weights: torch.Tensor, chosen: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        """The choices without those that are dropped."""
-        order = None if documents is None or documents.cut is None else documents.order_of_holders
-        takes = taken(weights, chosen, self.spec, self.sequence_ranks, order)
-        if self.balance is not None:
-            self.balance.drop(self.layer, takes)
-        return chosen.where(takes, self.spec.experts)
+    def _drop_over_capacity(
+        self, router_weights: torch.Tensor, expert_ids: torch.Tensor, documents: Documents | None
+    ) -> torch.Tensor:
+        """Replace the ids of assignments that exceed the capacity of their expert by E."""
+        token_order = None if documents is None or documents.sequence_split is None else documents.context_rank_order
+        is_accepted = select_within_capacity(router_weights, expert_ids, self.spec, self.sequence_group, token_order)
+        if self.tracker is not None:
+            self.tracker.record_drops(self.layer, is_accepted)
+        return expert_ids.where(is_accepted, self.spec.num_experts)
 
 
-class ManyMLPs(nn.Module):
-    """The experts of this rank: MLPs without biases, whose weights lie in one tensor each."""
+class GroupedMLP(nn.Module):
+    """Local experts of a layer: MLPs without biases. For each linear layer, one tensor holds the weight matrices of all local
+    experts."""
 
     holds_experts = True
-    """Marks the module for those that do not import it."""
+    """Identifies modules of experts, for code that does not import this file."""
 
     def __init__(self, scope: Scope, spec: MLPSpec) -> None:
         super().__init__()
-        self.activation, self.gated = FUNCTIONS[spec.activation.name](spec), spec.activation.gated
-        self.up, self.down = _Matrices(scope.child("up")), _Matrices(scope.child("down"))
+        self.activation, self.gated = ACTIVATION_FUNCTIONS[spec.activation.name](spec), spec.activation.is_gated
+        self.up, self.down = _GroupedWeight(scope.child("up")), _GroupedWeight(scope.child("down"))
 
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Map rows [n, h], of which each expert has so many, to the same shape (with several ETP ranks, to this one's summand)."""
-        wide = self.up(rows, counts)
-        return self.down(self.activation(wide.unflatten(-1, (2, -1)) if self.gated else wide), counts)
+    def forward(self, rows: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
+        """Apply the experts to rows [n, h] sorted by expert, and return [n, h].
+
+        With several ETP ranks (expert tensor parallelism), the result is a partial sum: the ranks' results must be added.
+
+        Args:
+            rows_per_expert: number of rows of each expert.
+        """
+        hidden = self.up(rows, rows_per_expert)
+        return self.down(self.activation(hidden.unflatten(-1, (2, -1)) if self.gated else hidden), rows_per_expert)
 
 
-class _Matrices(nn.Module):
+class _GroupedWeight(nn.Module):
+    """Weight matrices of the local experts, in one parameter."""
+
     weight: nn.Parameter
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
-        scope.parameter(self, "weight")
+        scope.register_param(self, "weight")
 
-    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        return grouped_linear(rows, self.weight, counts)
+    def forward(self, rows: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
+        return grouped_linear(rows, self.weight, rows_per_expert)
 
 
-class Experts(nn.Module):
-    """A router with its experts, of which this rank has some; and perhaps a shared expert, split over the tensor ranks."""
+class MoELayer(nn.Module):
+    """Mixture-of-experts layer: a router, the local shard of its experts, and an optional shared expert, split over the tensor
+    ranks."""
 
-    def __init__(self, scope: Scope, spec: ExpertsSpec, layer: int, *, remakes_activation: bool = False) -> None:
+    def __init__(self, scope: Scope, spec: ExpertsSpec, layer: int, *, recomputes_activation: bool = False) -> None:
         super().__init__()
         self.router = Router(scope.child("router"), spec.router, layer)
-        self.experts = ManyMLPs(scope.child("experts"), spec.expert)
-        self.shared = MLP(scope.child("shared"), spec.shared, remakes_activation=remakes_activation) if spec.shared else None
-        self.shared_gate = _Gate(scope.child("shared_gate")) if spec.shared_gate else None
-        self.dispatcher = Dispatcher.of(scope.context, spec.router.experts, gathers=scope.gathers_tokens)
+        self.experts = GroupedMLP(scope.child("experts"), spec.expert)
+        self.shared = (
+            MLP(scope.child("shared"), spec.shared_expert, recomputes_activation=recomputes_activation)
+            if spec.shared_expert
+            else None
+        )
+        self.shared_gate = _SharedExpertGate(scope.child("shared_gate")) if spec.has_shared_gate else None
+        self.dispatcher = Dispatcher.of(scope.context, spec.router.num_experts, uses_allgather=scope.uses_allgather_dispatch)
         context = scope.context
-        self.samples = len({context.topology.coordinates(rank)["dp"] for rank in context.expert_group.ranks})
-        """How many microbatches the ranks that exchange tokens have between them."""
+        self.num_data_ranks = len({context.topology.coordinates(rank)["dp"] for rank in context.expert_group.ranks})
+        """Number of data ranks in the expert group: the microbatches whose tokens the group exchanges."""
 
-    def forward(self, x: torch.Tensor | Remade, documents: Documents | None = None, key: DropoutKey | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor | RecomputableInput, documents: Documents | None = None, key: DropoutKey | None = None
+    ) -> torch.Tensor:
         """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape.
 
         Args:
-            documents: they know which tokens each context rank holds.
-            key: of random numbers; None in evaluation.
+            documents: contains the split of the sequence over context ranks.
+            key: key of the router's random input jitter; None in evaluation.
         """
-        x = x.value if isinstance(x, Remade) else x
-        weights, chosen = self.router(x, documents, key)
-        apply: Apply = self.experts.forward if is_remade() else self.experts
-        most = self.router.spec.taken(len(x) * self.router.sequence_ranks.size)
-        if most is not None:
-            most *= x.shape[1] * self.samples
-            apply = partial(padded, apply, most) if self.router.spec.pads else apply
-        y, shared = self.dispatcher.run(
-            x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), apply, lambda: self._of_shared(x), most
+        x = x.value if isinstance(x, RecomputableInput) else x
+        router_weights, expert_ids = self.router(x, documents, key)
+        apply_experts: ExpertFunction = self.experts.forward if is_recomputing() else self.experts
+        capacity = self.router.spec.get_capacity(len(x) * self.router.sequence_group.size)
+        if capacity is not None:
+            capacity *= x.shape[1] * self.num_data_ranks
+            apply_experts = (
+                partial(apply_with_padding, apply_experts, capacity) if self.router.spec.pads_to_capacity else apply_experts
+            )
+        y, shared_output = self.dispatcher.run(
+            x.flatten(0, 1),
+            router_weights.flatten(0, 1),
+            expert_ids.flatten(0, 1),
+            apply_experts,
+            lambda: self._apply_shared_expert(x),
+            capacity,
         )
         y = y.view_as(x)
-        return y if shared is None else y + shared
+        return y if shared_output is None else y + shared_output
 
-    def _of_shared(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _apply_shared_expert(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared is None:
             return None
-        found: torch.Tensor = self.shared(x)
-        return found if self.shared_gate is None else found * self.shared_gate(x)
+        output: torch.Tensor = self.shared(x)
+        return output if self.shared_gate is None else output * self.shared_gate(x)
 
 
-class _Gate(nn.Module):
-    """The sigmoid of a product of each token: [s, b, h] to [s, b, 1]."""
+class _SharedExpertGate(nn.Module):
+    """Gate of the shared expert: the sigmoid of a linear projection of each token, [s, b, h] to [s, b, 1]."""
 
     weight: nn.Parameter
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
-        scope.parameter(self, "weight")
+        scope.register_param(self, "weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, through(self.weight)).sigmoid()
+        return F.linear(x, route_grad(self.weight)).sigmoid()

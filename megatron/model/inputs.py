@@ -1,4 +1,4 @@
-"""What the model is given of one microbatch."""
+"""Inputs of the model for one microbatch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The tensors of one microbatch on one rank, all [s, b]. The first stage has tokens, the last has labels and mask."""
+    """Inputs of a forward: the tensors of one microbatch on one rank, [s, b] each. The first stage has tokens; the last has labels
+    and the loss mask."""
 
     positions: torch.Tensor
     tokens: torch.Tensor | None = None
@@ -26,17 +27,17 @@ class ModelInputs:
     dropout_key: DropoutKey | None = None
     """Key of the dropout masks; None switches dropout off (evaluation)."""
     documents: Documents | None = None
-    """Bounds that attention does not cross; None where a token attends to its whole sample."""
+    """Document bounds that attention does not cross; None if a token attends to its whole sample."""
     cache: KeyValueCache | None = None
-    """Keys and values of the tokens before these, when text is generated; None for whole samples."""
+    """Cached keys and values of earlier tokens, for text generation; None in training and evaluation."""
 
-    ahead: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    """Labels and loss mask of 1, 2, ... places further on, for multi-token prediction, where another context rank may hold them."""
+    mtp_targets: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Labels and loss mask of each depth of multi-token prediction, shifted by 1, 2, ... positions. Empty if this rank can
+    shift `labels` itself; a context-parallel rank cannot, because another rank may hold the next tokens."""
 
     @property
-    def length(self) -> int:
-        """Tokens of the longest sequence as a whole: also those that other context ranks hold, and those that are still to be
-        generated."""
+    def sequence_length(self) -> int:
+        """Number of tokens of the longest sequence, including tokens of other context ranks and tokens still to be generated."""
         if self.cache is not None:
             return self.cache.capacity
-        return len(self.positions) if self.documents is None else self.documents.length
+        return len(self.positions) if self.documents is None else self.documents.sample_length

@@ -1,12 +1,13 @@
-"""Keeps keys and values of the tokens so far, so that a new token costs one token's work.
+"""Cache of the keys and values of earlier tokens for text generation, so that each new token costs the work of one token.
 
-Shapes: `b` rows, `g` this rank's key-value heads, `r` query heads of each, `d` head size, `L` room for tokens. A layer with a
-window has room for its window and the own token, and then begins again at the front: a token at position p lies at place p
-modulo L.
+Shapes: `b` rows, `g` local key-value heads, `r` query heads per key-value head, `d` head size, `L` slots for tokens per row. A
+layer with an attention window has a slot per token of the window and one for the current token. Its slots form a ring: the token at
+position p is stored in slot p modulo L.
 
-The first forward brings the prompts, aligned at the left and padded at the right: causal attention never looks right, so padding
-needs no mask there. Each later forward brings one token a row. It takes the place after the row's last token, over padding or over
-what has left the window. So only rows of different lengths need a mask, and only until the room of each is full.
+The first forward (prefill) reads the prompts, aligned at the left and padded at the right. Causal attention does not look to the
+right, so the padding needs no mask there. Each later forward reads one token per row. It is stored in the slot after the row's last
+token, and overwrites padding or a token that has left the window. So a mask is needed only for rows of different lengths, until
+every row has filled its slots.
 """
 
 from __future__ import annotations
@@ -17,132 +18,138 @@ import torch
 import torch.nn.functional as F
 
 from megatron.attention.backends import without_cudnn
-from megatron.attention.blocks import attention_of_a_token
-from megatron.parallel.products import slow_half
-from megatron.spec.layers import PLAIN, ScoreSpec
+from megatron.attention.blocks import single_token_attention
+from megatron.parallel.products import is_slow_half
+from megatron.spec.layers import DEFAULT_SCORES, ScoreSpec
 
 
 class KeyValueCache:
-    """What one rank's layers keep. Layers call `append` and `attend`, the driver calls `expect`, `begin` and `advance`.
+    """Cache of keys and values for text generation, for the layers of one rank.
+
+    Layers call `append` and `attend`. The generation loop calls `prepare_prefill`, `finish_prefill` and `advance`.
 
     Args:
-        capacity: tokens in the longest row, prompt and new ones.
+        capacity: tokens of the longest row, prompt and generated tokens together.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.empty = True
-        """Whether the prompts are still to come, or are being read."""
+        self.is_prefill = True
+        """Whether the prompts are not yet read completely."""
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._lengths = self._rows = torch.empty(0)
-        self._shortest = self._longest = 0
+        self._lengths = self._row_indices = torch.empty(0)
+        self._min_length = self._max_length = 0
         self._masks: dict[int, torch.Tensor] = {}
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of tokens of each row, [b], which is also the position of its next one."""
-        assert not self.empty, "the prompts come first"
+        """Number of tokens of each row, [b]. This is also the position of the row's next token."""
+        assert not self.is_prefill, "lengths are known only after the prefill: call `finish_prefill` first"
         return self._lengths
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest row so far."""
-        return self._longest
+    def max_length(self) -> int:
+        """Number of tokens of the longest row so far."""
+        return self._max_length
 
-    def expect(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
-        """Called before the forward that reads the prompts.
+    def prepare_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
+        """Record the prompt lengths. Call this before the forward that reads the prompts.
 
         Args:
             prompt_lengths: number of tokens of each prompt, without padding.
-            device: where the model computes.
+            device: device of the model.
         """
         self._lengths = torch.tensor(prompt_lengths, device=device)
-        self._shortest, self._longest = min(prompt_lengths), max(prompt_lengths)
-        assert self._longest <= self.capacity, f"{self._longest} tokens, room for {self.capacity}"
+        self._min_length, self._max_length = min(prompt_lengths), max(prompt_lengths)
+        assert self._max_length <= self.capacity, (
+            f"a prompt has {self._max_length} tokens, but the cache only {self.capacity} slots per row"
+        )
 
-    def begin(self, copies: int = 1) -> None:
-        """Called after the forward that read the prompts. Each prompt becomes `copies` rows, side by side."""
-        self.empty = False
-        if copies > 1:
-            self._lengths = self._lengths.repeat_interleave(copies)
-            for layer, stored in self._layers.items():
-                self._layers[layer] = tuple(one.repeat_interleave(copies, 0) for one in stored)
-        self._rows = torch.arange(len(self._lengths), device=self._lengths.device)
+    def finish_prefill(self, num_copies: int = 1) -> None:
+        """End the prefill, and repeat each prompt `num_copies` times in adjacent rows. Call this after the forward that read the
+        prompts."""
+        self.is_prefill = False
+        if num_copies > 1:
+            self._lengths = self._lengths.repeat_interleave(num_copies)
+            for layer, tensors in self._layers.items():
+                self._layers[layer] = tuple(tensor.repeat_interleave(num_copies, 0) for tensor in tensors)
+        self._row_indices = torch.arange(len(self._lengths), device=self._lengths.device)
 
     def advance(self) -> None:
-        """Called after a forward that read one token a row."""
+        """Count one more token in each row. Call this after each forward that read one token per row."""
         self._lengths = self.lengths + 1
-        self._shortest, self._longest = self._shortest + 1, self._longest + 1
+        self._min_length, self._max_length = self._min_length + 1, self._max_length + 1
         self._masks.clear()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, window: int | None = None) -> None:
-        """Store a layer's keys and values, [s, b, g, d] each: those of the prompts, or with s = 1 of the next token.
+        """Store the keys and values of a layer, [s, b, g, d] each: those of the prompts, or those of the next token (s = 1).
 
         Args:
-            v: None where the values are channels of the keys (see `attend`).
-            window: tokens before its own to which a token attends; None for all.
+            v: None if the values are channels of the keys (see `attend`).
+            window: number of earlier tokens that a token attends to; None for all.
         """
-        if self.empty:
-            room = self.capacity if window is None else min(self.capacity, window + 1)
-            self._layers[layer] = tuple(self._with_room(new, room) for new in (k, v) if new is not None)
+        if self.is_prefill:
+            num_slots = self.capacity if window is None else min(self.capacity, window + 1)
+            self._layers[layer] = tuple(self._store_prompts(new, num_slots) for new in (k, v) if new is not None)
             return
-        assert len(k) == 1, "after the prompts comes one token at a time"
-        assert self._longest < self.capacity, f"no room for more than {self.capacity} tokens"
-        for stored, new in zip(self._layers[layer], (k, v), strict=False):
-            assert new is not None, "as much as for the prompts"
-            room = stored.shape[2]
-            if self._shortest == self._longest:
-                stored[:, :, self._longest % room] = new[0]
+        assert len(k) == 1, "after the prefill, each forward reads one token per row"
+        assert self._max_length < self.capacity, f"the cache is full: it has {self.capacity} slots per row"
+        for cached, new in zip(self._layers[layer], (k, v), strict=False):
+            assert new is not None, "the next token needs the same tensors as the prompts"
+            num_slots = cached.shape[2]
+            if self._min_length == self._max_length:
+                cached[:, :, self._max_length % num_slots] = new[0]
             else:
-                stored[self._rows, :, self._lengths % room] = new[0]
+                cached[self._row_indices, :, self._lengths % num_slots] = new[0]
 
     def attend(
         self,
         layer: int,
         q: torch.Tensor,
-        scores: ScoreSpec = PLAIN,
+        score_spec: ScoreSpec = DEFAULT_SCORES,
         sinks: torch.Tensor | None = None,
         *,
         value_size: int | None = None,
     ) -> torch.Tensor:
-        """softmax(score(q k^T)) v over everything stored: q [1, b, g, r, d] to [1, b, g * r * d].
+        """Compute softmax(score(q k^T)) v over all stored tokens: q [1, b, g, r, d] to [1, b, g * r * d].
 
         Args:
-            sinks: [g * r], where the softmax has learnable ones.
-            value_size: where no values are stored, how many leading channels of the keys are the values.
+            sinks: learnable attention sinks [g * r], if the softmax has them.
+            value_size: number of leading key channels that are the values, if no values are stored.
         """
-        filled = min(self._longest + 1, self._layers[layer][0].shape[2])
-        k, *values = (stored[:, :, :filled] for stored in self._layers[layer])
+        num_filled = min(self._max_length + 1, self._layers[layer][0].shape[2])
+        k, *values = (cached[:, :, :num_filled] for cached in self._layers[layer])
         v = values[0] if values else k[..., :value_size]
-        mask, dtype = self._mask(filled), q.dtype
-        q = q[0]  # [b, g, r, d]: r query heads share the keys, as r positions would
-        if slow_half(q):
+        mask, dtype = self._mask(num_filled), q.dtype
+        q = q[0]  # [b, g, r, d]: the kernel treats the r query heads that share keys as r positions
+        if is_slow_half(q):
             q, k, v = q.float(), k.float(), v.float()
-        if scores.softcap is None and scores.softmax == "vanilla":
+        if score_spec.softcap is None and score_spec.softmax == "vanilla":
             with without_cudnn():
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=score_spec.scale)
         else:
-            out = attention_of_a_token(q, k, v, mask, scores, sinks)
+            out = single_token_attention(q, k, v, mask, score_spec, sinks)
         return out.flatten(1)[None].to(dtype)
 
-    def _mask(self, filled: int) -> torch.Tensor | None:
-        """Mask [b, 1, 1, filled]: True where a row has a token, its next one included. None where all have."""
-        if self._shortest + 1 >= filled:
+    def _mask(self, num_filled: int) -> torch.Tensor | None:
+        """Return which of the first `num_filled` slots hold a token of the row, its next token included: [b, 1, 1, num_filled].
+        Return None if all of them do."""
+        if self._min_length + 1 >= num_filled:
             return None
-        if filled not in self._masks:
-            places = torch.arange(filled, device=self._lengths.device)
-            self._masks[filled] = (places <= self._lengths[:, None])[:, None, None]
-        return self._masks[filled]
+        if num_filled not in self._masks:
+            slots = torch.arange(num_filled, device=self._lengths.device)
+            self._masks[num_filled] = (slots <= self._lengths[:, None])[:, None, None]
+        return self._masks[num_filled]
 
-    def _with_room(self, x: torch.Tensor, room: int) -> torch.Tensor:
-        """The last tokens of each prompt, of x [s, b, g, d], in a tensor with room for L of them, [b, g, L, d]."""
+    def _store_prompts(self, x: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """Copy the last tokens of each prompt from x [s, b, g, d] to a new tensor with `num_slots` slots, [b, g, num_slots, d]."""
         s, b, g, d = x.shape
-        stored = x.new_zeros((b, g, room, d))  # what memory held before might be NaN, which no mask takes away
-        if s <= room:
-            stored[:, :, :s] = x.permute(1, 2, 0, 3)
-            return stored
-        places = torch.arange(room, device=x.device)
-        last = self._lengths[:, None] - 1
-        positions = last - (last - places) % room  # [b, L]: of each place the last token that lies there
-        found = x.transpose(0, 1).gather(1, positions.clamp(min=0)[..., None, None].expand(-1, -1, g, d))
-        return stored.copy_(found.transpose(1, 2))
+        cached = x.new_zeros((b, g, num_slots, d))  # zeros: uninitialized memory may hold NaN, which no mask removes
+        if s <= num_slots:
+            cached[:, :, :s] = x.permute(1, 2, 0, 3)
+            return cached
+        slots = torch.arange(num_slots, device=x.device)
+        last_position = self._lengths[:, None] - 1
+        positions = last_position - (last_position - slots) % num_slots  # [b, L]: position of the latest token of each slot
+        last_tokens = x.transpose(0, 1).gather(1, positions.clamp(min=0)[..., None, None].expand(-1, -1, g, d))
+        return cached.copy_(last_tokens.transpose(1, 2))

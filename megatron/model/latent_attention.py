@@ -1,11 +1,11 @@
-"""Causal self-attention whose keys and values are made of a latent (multi-head latent attention; DeepSeek-V2, section 2.1).
+"""Causal multi-head latent attention: keys and values are projected from a latent vector per token (DeepSeek-V2, section 2.1).
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden, `n` this rank's heads, `p` plain and `r` rotated channels of a query or key head,
-`e` channels of a value head, `c` size of the latent.
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `n` local heads, `p` channels of a query or key head without rotary embedding
+(nope), `r` channels with rotary embedding, `e` channels of a value head, `c` size of the latent.
 
-The layers that make latents are whole on every tensor rank, since all heads need the same latent; those that make heads of them are
-split by heads. Under sequence parallelism a rank makes and normalises the latents of its part of the sequence, and what is gathered
-is a latent, not a hidden state.
+The down-projections to the latents are replicated on every tensor rank, since all heads need the latents. The up-projections to the
+heads are split by heads. Under sequence parallelism a rank computes and normalizes the latents of its part of the sequence, and the
+ranks gather latents instead of hidden states.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.model.attention import CoreAttention
-from megatron.model.rope import rotate, turn
-from megatron.parallel.accumulate import through
+from megatron.model.rope import rotate, rotate_into
+from megatron.parallel.accumulate import route_grad
 from megatron.parallel.params import Scope
 from megatron.parallel.random import DropoutKey
 from megatron.spec.layers import LatentAttentionSpec, NormSpec
 from megatron.tensor_parallel.layers import ColumnParallelLinear, Norm, ReplicatedLinear, RowParallelLinear
-from megatron.tensor_parallel.linear import Remade
+from megatron.tensor_parallel.linear import RecomputableInput
 
 if TYPE_CHECKING:
     from megatron.attention.documents import Documents
     from megatron.model.key_value_cache import KeyValueCache
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries and keys [s, b, n, p + r], and values [s, b, n, e]."""
 
 
-class _Join(torch.autograd.Function):
-    """Makes queries and keys [s, b, n, p + r] and values [s, b, n, e] of what the layers before give. All heads get the one
-    rotated key.
+class _AssembleHeads(torch.autograd.Function):
+    """Autograd function that assembles queries and keys [s, b, n, p + r] and values [s, b, n, e] from the outputs of the
+    projections. All heads share one rotated key.
 
-    Queries are turned where they lie: nobody else reads them before. Values are copied, so that attention does not keep the plain
-    channels of keys a second time.
+    Queries are rotated in place: nothing else reads the projection's output. Values are copied, so that attention does not keep the
+    nope channels of the keys in memory a second time.
     """
 
     @staticmethod
@@ -45,51 +46,51 @@ class _Join(torch.autograd.Function):
     ) -> Heads:
         ctx.save_for_backward(rotary)
         ctx.interleaved = interleaved
-        ctx.plain = plain = q.shape[-1] - k_rotary.shape[-1]
+        ctx.nope_dim = nope_dim = q.shape[-1] - k_rotary.shape[-1]
         k = q.new_empty((*kv.shape[:-1], q.shape[-1]))
-        k[..., :plain] = kv[..., :plain]
-        shared = k_rotary.unsqueeze(2)
+        k[..., :nope_dim] = kv[..., :nope_dim]
+        shared_key = k_rotary.unsqueeze(2)
         if rotary is not None:
-            turn(q[..., plain:], rotary, out=q[..., plain:], interleaved=interleaved)
-            turned = torch.empty_like(shared)
-            turn(shared, rotary, out=turned, interleaved=interleaved)
-            shared = turned
-        k[..., plain:] = shared
-        return q, k, kv[..., plain:].contiguous()
+            rotate_into(q[..., nope_dim:], rotary, out=q[..., nope_dim:], interleaved=interleaved)
+            rotated_key = torch.empty_like(shared_key)
+            rotate_into(shared_key, rotary, out=rotated_key, interleaved=interleaved)
+            shared_key = rotated_key
+        k[..., nope_dim:] = shared_key
+        return q, k, kv[..., nope_dim:].contiguous()
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        plain, interleaved, (rotary,) = ctx.plain, ctx.interleaved, ctx.saved_tensors
-        shared = grad_k[..., plain:].sum(2, keepdim=True)
+        nope_dim, interleaved, (rotary,) = ctx.nope_dim, ctx.interleaved, ctx.saved_tensors
+        grad_shared_key = grad_k[..., nope_dim:].sum(2, keepdim=True)
         if rotary is not None:
-            back, turned = rotary.transpose(-3, -2), torch.empty_like(grad_q, memory_format=torch.contiguous_format)
-            turned[..., :plain] = grad_q[..., :plain]
-            turn(grad_q[..., plain:], back, out=turned[..., plain:], interleaved=interleaved)
-            grad_q = turned
-            turn(shared, back, out=shared, interleaved=interleaved)
-        return grad_q, torch.cat([grad_k[..., :plain], grad_v], -1), shared.squeeze(2), None, None
+            inverse_rotary, rotated_grad = rotary.transpose(-3, -2), torch.empty_like(grad_q, memory_format=torch.contiguous_format)
+            rotated_grad[..., :nope_dim] = grad_q[..., :nope_dim]
+            rotate_into(grad_q[..., nope_dim:], inverse_rotary, out=rotated_grad[..., nope_dim:], interleaved=interleaved)
+            grad_q = rotated_grad
+            rotate_into(grad_shared_key, inverse_rotary, out=grad_shared_key, interleaved=interleaved)
+        return grad_q, torch.cat([grad_k[..., :nope_dim], grad_v], -1), grad_shared_key.squeeze(2), None, None
 
 
-def _traced_join(
+def _assemble_heads_in_traceable_ops(
     q: torch.Tensor, kv: torch.Tensor, k_rotary: torch.Tensor, rotary: torch.Tensor | None, interleaved: bool
 ) -> Heads:
-    """The same in operations that a compiler fuses and differentiates."""
-    plain, shared = q.shape[-1] - k_rotary.shape[-1], k_rotary.unsqueeze(2)
+    """Compute the same as `_AssembleHeads`, in operations that torch.compile can fuse and differentiate."""
+    nope_dim, shared_key = q.shape[-1] - k_rotary.shape[-1], k_rotary.unsqueeze(2)
     if rotary is not None:
-        q = torch.cat([q[..., :plain], rotate(q[..., plain:], rotary, interleaved)], -1)
-        shared = rotate(shared, rotary, interleaved)
-    k = torch.cat([kv[..., :plain], shared.expand(*kv.shape[:-1], -1)], -1)
-    return q, k, kv[..., plain:]
+        q = torch.cat([q[..., :nope_dim], rotate(q[..., nope_dim:], rotary, interleaved)], -1)
+        shared_key = rotate(shared_key, rotary, interleaved)
+    k = torch.cat([kv[..., :nope_dim], shared_key.expand(*kv.shape[:-1], -1)], -1)
+    return q, k, kv[..., nope_dim:]
 
 
 class LatentAttention(CoreAttention):
-    """Attention of queries with keys and values that are made of a latent.
+    """Multi-head latent attention: an attention layer whose keys and values are projected from one latent vector per token.
 
     Args:
-        norm: the kind of the latents' norms, if they have any.
-        remakes_norms: what a latent's norm gives is made again in backward instead of being kept.
+        norm: spec of the norms of the latents, if the model has them.
+        recomputes_norms: recompute the outputs of the latents' norms in backward instead of storing them.
     """
 
     def __init__(
@@ -101,89 +102,98 @@ class LatentAttention(CoreAttention):
         dropout: float,
         *,
         recomputes_core: bool = False,
-        remakes_norms: bool = False,
+        recomputes_norms: bool = False,
     ) -> None:
         super().__init__(scope, spec.scores, 1, layer, dropout, recomputes_core=recomputes_core)
-        self.spec, self.remakes_norms = spec, remakes_norms
-        self.interleaved = spec.rotary is not None and spec.rotary.interleaved
-        through_latent = spec.query_rank is not None
-        self.q = None if through_latent else ColumnParallelLinear(scope.child("q"))
-        self.q_down = ReplicatedLinear(scope.child("q_down")) if through_latent else None
+        self.spec, self.recomputes_norms = spec, recomputes_norms
+        self.interleaved = spec.rotary is not None and spec.rotary.is_interleaved
+        has_query_latent = spec.q_lora_rank is not None
+        self.q = None if has_query_latent else ColumnParallelLinear(scope.child("q"))
+        self.q_down = ReplicatedLinear(scope.child("q_down")) if has_query_latent else None
         self.q_latent_norm = None
-        if spec.query_rank is not None and spec.latent_norm:
-            self.q_latent_norm = Norm(scope.child("q_latent_norm"), norm, spec.query_rank)
-        self.q_up = ColumnParallelLinear(scope.child("q_up")) if through_latent else None
+        if spec.q_lora_rank is not None and spec.has_latent_norm:
+            self.q_latent_norm = Norm(scope.child("q_latent_norm"), norm, spec.q_lora_rank)
+        self.q_up = ColumnParallelLinear(scope.child("q_up")) if has_query_latent else None
         self.kv_down = ReplicatedLinear(scope.child("kv_down"))
         self.k_rotary = ReplicatedLinear(scope.child("k_rotary"), for_heads=True)
-        self.kv_latent_norm = Norm(scope.child("kv_latent_norm"), norm, spec.rank) if spec.latent_norm else None
+        self.kv_latent_norm = Norm(scope.child("kv_latent_norm"), norm, spec.kv_lora_rank) if spec.has_latent_norm else None
         self.kv_up = ColumnParallelLinear(scope.child("kv_up"))
-        scope.optional(self, "sinks")
+        scope.register_optional_param(self, "sinks")
         self.output = RowParallelLinear(scope.child("output"))
 
-    def split(self, x: torch.Tensor | Remade, rotary: torch.Tensor | None) -> Heads:
-        """Queries and keys [s, b, n, p + r] and values [s, b, n, e] of hidden states [s, b, h] (or [s/n, b, h])."""
-        return self._joined(x, self._normed(self.kv_latent_norm, self.kv_down(x)), self.k_rotary(x), rotary)
+    def project_qkv(self, x: torch.Tensor | RecomputableInput, rotary: torch.Tensor | None) -> Heads:
+        """Project hidden states [s, b, h] (or [s/n, b, h]) to queries and keys [s, b, n, p + r] and values [s, b, n, e]."""
+        return self._build_heads(x, self._apply_norm(self.kv_latent_norm, self.kv_down(x)), self.k_rotary(x), rotary)
 
-    def mixed(
+    def attend_hidden_states(
         self,
-        x: torch.Tensor | Remade,
+        x: torch.Tensor | RecomputableInput,
         rotary: torch.Tensor | None,
         key: DropoutKey | None,
         documents: Documents | None,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the output layer's input, [s, b, n * e].
+        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the input of the output projection, [s, b, n *
+        e].
 
-        The cache keeps latents and rotated keys, as those of one head: [s, b, 1, c + r]. After the prompts no head is made of them.
-        A query goes through the product that would make keys, q (W c) = (q W) c, and what the latents are mixed to through the one
-        that would make values (DeepSeek-V2, section 2.1.2).
+        The cache stores latents and rotated keys as the keys of one head: [s, b, 1, c + r]. After the prefill, no keys and values
+        of the heads are computed from them. Instead, the key up-projection W is applied to the query, q (W c) = (q W) c, and the
+        value up-projection to the weighted sum of the latents (weight absorption; DeepSeek-V2, section 2.1.2).
         """
         if cache is None:
-            return self.attend(*self.split(x, rotary), key, documents, None)
+            return self.attend(*self.project_qkv(x, rotary), key, documents, None)
         latent = self.kv_down(x)
         if self.kv_latent_norm is not None:
             latent = self.kv_latent_norm(latent)
         k_rotary = self.k_rotary(x)
-        shared = k_rotary.unsqueeze(2)
+        shared_key = k_rotary.unsqueeze(2)
         if rotary is not None:
-            shared = rotate(shared, rotary, self.interleaved)
-        (kept,) = self.of_all_ranks(cache, documents, torch.cat([latent.unsqueeze(2), shared], -1))
-        cache.append(self.layer, kept, None, self.scores.window)
-        if cache.empty:
-            return self.attend(*self._joined(x, latent, k_rotary, rotary), key, documents, None)
-        return self._attend_to_latents(self._queries(x), rotary, cache)
+            shared_key = rotate(shared_key, rotary, self.interleaved)
+        (cached,) = self.gather_for_cache(cache, documents, torch.cat([latent.unsqueeze(2), shared_key], -1))
+        cache.append(self.layer, cached, None, self.score_spec.window)
+        if cache.is_prefill:
+            return self.attend(*self._build_heads(x, latent, k_rotary, rotary), key, documents, None)
+        return self._attend_to_latents(self._project_queries(x), rotary, cache)
 
-    def _queries(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """Queries [s, b, n, p + r], not yet turned."""
+    def _project_queries(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
+        """Project hidden states to queries [s, b, n, p + r], before the rotary embedding."""
         if self.q is not None:
             q = self.q(x)
         else:
-            assert self.q_down is not None and self.q_up is not None, "one or the other"
-            q = self.q_up(self._normed(self.q_latent_norm, self.q_down(x)))
+            assert self.q_down is not None and self.q_up is not None, "queries are projected either directly or by way of a latent"
+            q = self.q_up(self._apply_norm(self.q_latent_norm, self.q_down(x)))
         return q.unflatten(-1, (-1, self.spec.head_size))
 
-    def _joined(
-        self, x: torch.Tensor | Remade, latent: torch.Tensor | Remade, k_rotary: torch.Tensor, rotary: torch.Tensor | None
+    def _build_heads(
+        self,
+        x: torch.Tensor | RecomputableInput,
+        latent: torch.Tensor | RecomputableInput,
+        k_rotary: torch.Tensor,
+        rotary: torch.Tensor | None,
     ) -> Heads:
-        kv = self.kv_up(latent).unflatten(-1, (-1, self.spec.plain_size + self.spec.value_size))
-        join = _traced_join if torch.compiler.is_compiling() else _Join.apply
-        heads: Heads = join(self._queries(x), kv, k_rotary, rotary, self.interleaved)
+        kv = self.kv_up(latent).unflatten(-1, (-1, self.spec.qk_head_dim + self.spec.v_head_dim))
+        assemble = _assemble_heads_in_traceable_ops if torch.compiler.is_compiling() else _AssembleHeads.apply
+        heads: Heads = assemble(self._project_queries(x), kv, k_rotary, rotary, self.interleaved)
         return heads
 
     def _attend_to_latents(self, q: torch.Tensor, rotary: torch.Tensor | None, cache: KeyValueCache) -> torch.Tensor:
-        """One token's attention to what is stored: q [1, b, n, p + r] to [1, b, n * e]."""
-        spec, plain = self.spec, self.spec.plain_size
-        to_keys, to_values = self.kv_up.weight.unflatten(0, (-1, plain + spec.value_size)).split([plain, spec.value_size], 1)
-        turned = q[..., plain:] if rotary is None else rotate(q[..., plain:], rotary, self.interleaved)
-        of_latents = torch.einsum("sbnp,npc->sbnc", q[..., :plain], to_keys)
-        scale = spec.head_size**-0.5 if self.scores.scale is None else self.scores.scale
-        sinks = None if self.sinks is None else through(self.sinks)
-        queries = torch.cat([of_latents, turned], -1).unsqueeze(2)  # [1, b, 1, n, c + r]: all heads share the one key
-        mixed = cache.attend(self.layer, queries, replace(self.scores, scale=scale), sinks, value_size=spec.rank)
-        heads = torch.einsum("sbnc,nec->sbne", mixed.unflatten(-1, (-1, spec.rank)), to_values)
+        """Compute attention of one new token to the cached latents: q [1, b, n, p + r] to [1, b, n * e]."""
+        spec, nope_dim = self.spec, self.spec.qk_head_dim
+        key_weight, value_weight = self.kv_up.weight.unflatten(0, (-1, nope_dim + spec.v_head_dim)).split(
+            [nope_dim, spec.v_head_dim], 1
+        )
+        rotated_q = q[..., nope_dim:] if rotary is None else rotate(q[..., nope_dim:], rotary, self.interleaved)
+        latent_q = torch.einsum("sbnp,npc->sbnc", q[..., :nope_dim], key_weight)
+        scale = spec.head_size**-0.5 if self.score_spec.scale is None else self.score_spec.scale
+        sinks = None if self.sinks is None else route_grad(self.sinks)
+        latent_and_rotated_q = torch.cat([latent_q, rotated_q], -1).unsqueeze(2)  # [1, b, 1, n, c + r]: all heads share the one key
+        mixed_latents = cache.attend(
+            self.layer, latent_and_rotated_q, replace(self.score_spec, scale=scale), sinks, value_size=spec.kv_lora_rank
+        )
+        heads = torch.einsum("sbnc,nec->sbne", mixed_latents.unflatten(-1, (-1, spec.kv_lora_rank)), value_weight)
         return heads.flatten(2)
 
-    def _normed(self, norm: Norm | None, latent: torch.Tensor) -> torch.Tensor | Remade:
+    def _apply_norm(self, norm: Norm | None, latent: torch.Tensor) -> torch.Tensor | RecomputableInput:
         if norm is None:
             return latent
-        return norm.remade(latent) if self.remakes_norms else norm(latent)
+        return norm.recomputable(latent) if self.recomputes_norms else norm(latent)

@@ -1,11 +1,15 @@
-"""Multi-token prediction: the last chunk learns to predict tokens beyond the next one too (DeepSeek-V3 report, section 2.2).
+"""Multi-token prediction: the last chunk also learns to predict tokens after the next one (DeepSeek-V3 report, section 2.2).
 
-Depth k = 1, 2, ... maps the hidden state of depth k - 1 (of depth 0: what the last layer gives) and the embedding of the token k
-places on to its own hidden state, by two norms, a product [h, 2h] and one layer. Final norm, output layer and word embedding are
-the model's. From position i it predicts token i + 1 + k. That counts where the labels of all tokens on the way count: so not beyond
-the sample, and not beyond a document where the end of one ends prediction.
+Depth k = 1, 2, ... computes its hidden state from two inputs: the hidden state of depth k - 1 (for k = 1, the output of the last
+layer) and the embedding of the token k positions later. It applies a norm to each input, a projection [h, 2h] and one layer. The
+final norm, the output layer and the word embedding are those of the model. At position i, depth k predicts token i + 1 + k. The
+prediction counts only if the labels of all tokens up to that one count. So it does not count beyond the end of the sample, nor
+beyond the end of a document if documents mask the loss there.
 
-All sums are divided by the same number of tokens, that of the labels which count for the model itself.
+The sums of all depths are divided by the same number of tokens: the number of labels that count for the model itself.
+
+Shapes: `s` sequence, `b` microbatch, `h` hidden size. In [s/n, b, h], the shape of hidden states under sequence parallelism, `n` is
+the number of tensor ranks.
 """
 
 from __future__ import annotations
@@ -18,45 +22,46 @@ from torch import nn
 from torch.nn import functional
 
 from megatron.config.model import ModelConfig
-from megatron.model.block import Block, Treatment
+from megatron.model.block import ActivationPolicy, Block
 from megatron.model.inputs import ModelInputs
-from megatron.model.rope import rotary_table
+from megatron.model.rope import build_rotary_table
 from megatron.parallel.context import SELF_GROUP
 from megatron.parallel.params import Scope
-from megatron.spec.layers import LayerSpec, depths, norm_of
+from megatron.spec.layers import LayerSpec, build_mtp_layer_specs, build_norm_spec
 from megatron.spec.segments import Segment
-from megatron.spec.weights import WORD_EMBEDDING, outside_layers
+from megatron.spec.weights import WORD_EMBEDDING, iter_non_layer_weights
 from megatron.tensor_parallel.cross_entropy import OutputLayer
 from megatron.tensor_parallel.layers import Norm, VocabParallelEmbedding
 from megatron.tensor_parallel.linear import parallel_linear
 
 
-class Depth(nn.Module):
-    """One depth, up to its hidden state."""
+class MTPDepth(nn.Module):
+    """One depth of multi-token prediction: the modules that compute its hidden states. The output layer is outside."""
 
     projection: nn.Parameter
-    """[h, 2h]. Each tensor rank has the whole of it, so that the sequence can stay divided."""
+    """[h, 2h]. Replicated on every tensor rank, so that the sequence can stay split."""
 
     def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, segment: Segment) -> None:
         super().__init__()
-        self.hidden_norm = Norm(scope.child("hidden_norm"), norm_of(config), config.hidden_size)
-        self.embedding_norm = Norm(scope.child("embedding_norm"), norm_of(config), config.hidden_size)
-        scope.parameter(self, "projection", scope.weight("projection.weight"))
-        self.layer = Block(scope.child("layer"), config, spec, segment.layers.start, segment.selective)
+        self.hidden_norm = Norm(scope.child("hidden_norm"), build_norm_spec(config), config.hidden_size)
+        self.embedding_norm = Norm(scope.child("embedding_norm"), build_norm_spec(config), config.hidden_size)
+        scope.register_param(self, "projection", scope.weight("projection.weight"))
+        self.layer = Block(scope.child("layer"), config, spec, segment.layers.start, segment.recomputed_modules)
 
-    def forward(self, inputs: ModelInputs, rotary: torch.Tensor | None, x: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs, rotary: torch.Tensor | None, x: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """Map hidden states and embeddings [s, b, h] (or [s/n, b, h]) to hidden states of the same shape and dtype."""
-        both = torch.cat([self.hidden_norm(x), self.embedding_norm(embedded)], -1)
-        hidden = parallel_linear(both, self.projection, None, SELF_GROUP).to(x.dtype)
+        combined = torch.cat([self.hidden_norm(x), self.embedding_norm(embeddings)], -1)
+        hidden = parallel_linear(combined, self.projection, None, SELF_GROUP).to(x.dtype)
         return self.layer(hidden, rotary, inputs.dropout_key, inputs.documents)
 
 
 class MultiTokenPrediction(nn.Module):
-    """All depths, and the loss of the chunk that has them. Final norm and output layer are the chunk's, which uses them by itself
-    where it computes no loss.
+    """All depths of multi-token prediction, and the loss of the last model chunk.
+
+    The final norm and the output layer belong to the chunk, which uses them directly when it computes logits without a loss.
 
     Args:
-        treated: the segment of each depth, with what happens to its tensors between forward and backward.
+        segment_policies: segment of each depth, with its activation policy.
     """
 
     def __init__(
@@ -65,76 +70,92 @@ class MultiTokenPrediction(nn.Module):
         config: ModelConfig,
         final_norm: Norm,
         output: OutputLayer,
-        treated: Sequence[tuple[Segment, Treatment]],
+        segment_policies: Sequence[tuple[Segment, ActivationPolicy]],
     ) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(scope.child("embedding.word"))
-        specs = depths(config)
-        self._each = [
-            Depth(scope.child(f"mtp.{k}"), config, spec, segment)
-            for k, (spec, (segment, _)) in enumerate(zip(specs, treated, strict=True))
+        specs = build_mtp_layer_specs(config)
+        self._depths = [
+            MTPDepth(scope.child(f"mtp.{k}"), config, spec, segment)
+            for k, (spec, (segment, _)) in enumerate(zip(specs, segment_policies, strict=True))
         ]
-        self.depths = nn.ModuleList(self._each)
-        self._treatments, self._rotary = [treatment for _, treatment in treated], specs[0].attention.rotary
-        self.factor = output.form.mtp_factor / len(specs)
+        self.depths = nn.ModuleList(self._depths)
+        self._policies, self._rotary = [policy for _, policy in segment_policies], specs[0].attention.rotary
+        self.loss_scale = output.options.mtp_factor / len(specs)
         self.final_norm, self.output = final_norm, output
-        scope.table.used_again(WORD_EMBEDDING, len(specs) - 1)
-        again = [
+        scope.table.add_uses(WORD_EMBEDDING, len(specs) - 1)
+        shared_weights = [
             output.weight_name,
-            *(weight.name for weight in outside_layers(config, 1) if weight.part.startswith("final_norm.")),
+            *(weight.name for weight in iter_non_layer_weights(config, 1) if weight.name_in_layer.startswith("final_norm.")),
         ]
-        for name in again:
-            scope.table.used_again(name, len(specs))
+        for name in shared_weights:
+            scope.table.add_uses(name, len(specs))
 
     @property
     def blocks(self) -> list[Block]:
-        """The layer of each depth."""
-        return [depth.layer for depth in self._each]
+        """Transformer layer of each depth."""
+        return [depth.layer for depth in self._depths]
 
     @property
-    def recomputed(self) -> list[nn.Module]:
-        """Depths that run again in backward, each by itself."""
-        return [depth for depth, treatment in zip(self._each, self._treatments, strict=True) if treatment.recomputed]
+    def recomputed_modules(self) -> list[nn.Module]:
+        """Depths that backward recomputes, each separately."""
+        return [depth for depth, policy in zip(self._depths, self._policies, strict=True) if policy.recomputes]
 
     def forward(self, x: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
-        """Map the hidden states of the last layer [s, b, h] (or [s/n, b, h]) to three sums whose sum is minimised: those of the
-        model itself (cross entropy, z-loss), and factor / depths x the sum over depths and tokens of mask x cross entropy."""
+        """Compute the losses from the hidden states of the last layer, [s, b, h] (or [s/n, b, h]).
+
+        Returns:
+            three sums, whose sum is the training loss: cross entropy and z-loss of the model itself, and (scaling factor / number
+            of depths) x the sum over depths and tokens of mask x cross entropy.
+        """
         assert inputs.labels is not None and inputs.loss_mask is not None
-        own = self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
-        own = own if own.dim() else torch.stack([own, torch.zeros_like(own)])
-        table = None if self._rotary is None else rotary_table(inputs.positions, self._rotary, x.dtype, inputs.length)
+        main_losses = self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
+        main_losses = main_losses if main_losses.dim() else torch.stack([main_losses, torch.zeros_like(main_losses)])
+        table = (
+            None if self._rotary is None else build_rotary_table(inputs.positions, self._rotary, x.dtype, inputs.sequence_length)
+        )
         shared = [] if table is None else [table]
-        each, sums = zip(self._each, self._treatments, shifted(inputs, len(self.depths)), strict=True), []
-        for depth, treatment, (tokens, labels, mask) in each:
-            forward = partial(_run, depth, inputs, table)
-            # The final norm keeps what comes from the layer or the depth before, whatever this one does with it.
-            x = treatment.run(forward, x, self.word(tokens), modules=[depth], shared=[x, *shared])
-            sums.append(self.output(self.final_norm(x), labels, mask, z_loss=False))
-        return torch.cat([own, self.factor * torch.stack(sums).sum(0, keepdim=True)])
+        depths, depth_losses = zip(self._depths, self._policies, shift_inputs(inputs, len(self.depths)), strict=True), []
+        for depth, policy, (tokens, labels, mask) in depths:
+            forward = partial(_run_depth, depth, inputs, table)
+            # x is shared: the final norm saves the hidden state of the previous depth in any case.
+            x = policy.run(forward, x, self.word(tokens), modules=[depth], shared=[x, *shared])
+            depth_losses.append(self.output(self.final_norm(x), labels, mask, z_loss=False))
+        return torch.cat([main_losses, self.loss_scale * torch.stack(depth_losses).sum(0, keepdim=True)])
 
 
-def _run(
-    depth: Depth, inputs: ModelInputs, rotary: torch.Tensor | None, x: torch.Tensor, embedded: torch.Tensor, *, again: bool = False
+def _run_depth(
+    depth: MTPDepth,
+    inputs: ModelInputs,
+    rotary: torch.Tensor | None,
+    x: torch.Tensor,
+    embeddings: torch.Tensor,
+    *,
+    is_recompute: bool = False,
 ) -> torch.Tensor:
-    """Run a depth; `again` past its hooks, which acted in the first forward."""
-    run = depth.forward if again else depth
-    return run(inputs, rotary, x, embedded)
+    """Compute the hidden states of one depth of multi-token prediction.
 
-
-def shifted(inputs: ModelInputs, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Tokens to look up, labels and mask [s, b] of each depth.
-
-    Beyond the sample stands token 0, which does not count, and to which no position of it attends. (But scales of 8 bits may depend
-    on it.)
+    Args:
+        is_recompute: call the depth without its hooks, because the hooks ran in the first forward.
     """
-    labels, counted = inputs.labels, inputs.loss_mask
-    assert labels is not None and counted is not None
+    forward = depth.forward if is_recompute else depth
+    return forward(inputs, rotary, x, embeddings)
+
+
+def shift_inputs(inputs: ModelInputs, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield the tokens to embed, the labels and the loss mask of each depth, [s, b] each.
+
+    Beyond the end of the sample the token is 0. It has no loss, and no position of the sample attends to it. (In 8 bits it can
+    still influence the scaling factors.)
+    """
+    labels, mask = inputs.labels, inputs.loss_mask
+    assert labels is not None and mask is not None
     for k in range(1, num_depths + 1):
         tokens = labels
-        if inputs.ahead:
-            labels, ahead = inputs.ahead[k - 1]
+        if inputs.mtp_targets:
+            labels, next_mask = inputs.mtp_targets[k - 1]
         else:
-            labels, ahead = functional.pad(labels[1:], (0, 0, 0, 1)), torch.zeros_like(counted)
-            ahead[:-k] = inputs.loss_mask[k:]  # type: ignore[index]
-        counted = counted * ahead
-        yield tokens, labels, counted
+            labels, next_mask = functional.pad(labels[1:], (0, 0, 0, 1)), torch.zeros_like(mask)
+            next_mask[:-k] = inputs.loss_mask[k:]  # type: ignore[index]
+        mask = mask * next_mask
+        yield tokens, labels, mask

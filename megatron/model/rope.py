@@ -1,7 +1,9 @@
 """Rotary position embedding (Su et al. 2021), with all scalings of `spec/rotary.py`.
 
-Pairs are halves, as in GPT-NeoX and Llama, or neighbours. Angles, sines and cosines are computed in at least float32, and so is the
-rotation.
+The two channels of a pair are half a head apart, as in GPT-NeoX and Llama, or adjacent (interleaved). Angles, sines and cosines are
+computed in at least float32, and so is the rotation.
+
+Shapes: `s` sequence, `b` microbatch, `d` head size, `r` rotated channels of a head.
 """
 
 from __future__ import annotations
@@ -14,123 +16,136 @@ import torch
 from megatron.spec.rotary import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, RotarySpec, YarnScaling
 
 
-def frequencies(spec: RotarySpec, device: torch.device, length: int = 1) -> torch.Tensor:
-    """Angle per position of each rotated pair: float64 [r/2].
+def compute_frequencies(spec: RotarySpec, device: torch.device, sequence_length: int = 1) -> torch.Tensor:
+    """Compute the frequency of each pair of channels, which is its rotation angle per position: float64 [r/2].
 
     Args:
-        length: tokens of the whole sequence (see `spec/rotary.py`).
+        sequence_length: tokens of the full sequence, on which some scalings depend (`DynamicScaling`, `LongScaling`).
     """
     scaling, base = spec.scaling, spec.base
     if isinstance(scaling, DynamicScaling):
-        base = scaling.base(base, spec.channels, length)
-    exponents = torch.arange(0, spec.channels, 2, dtype=torch.float64, device=device) / spec.channels
-    plain = base**-exponents
+        base = scaling.scale_base(base, spec.rotary_dim, sequence_length)
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64, device=device) / spec.rotary_dim
+    unscaled = base**-exponents
     match scaling:
         case LinearScaling():
-            return plain / scaling.factor  # the same as dividing positions
+            return unscaled / scaling.factor  # equivalent to dividing the positions
         case Llama3Scaling():
-            turns = scaling.original_context / (2 * math.pi / plain)
-            kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
-            return (1 - kept) * plain / scaling.factor + kept * plain
+            turns = scaling.original_context / (2 * math.pi / unscaled)
+            unscaled_share = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(
+                0.0, 1.0
+            )
+            return (1 - unscaled_share) * unscaled / scaling.factor + unscaled_share * unscaled
         case YarnScaling():
-            first, last = _yarn_range(scaling, spec)
-            pairs = torch.arange(spec.channels // 2, dtype=torch.float64, device=device)
-            stretched = ((pairs - first) / (last - first)).clamp(0.0, 1.0)
-            return stretched * plain / scaling.factor + (1 - stretched) * plain
+            first, last = _compute_yarn_range(scaling, spec)
+            pair_indices = torch.arange(spec.rotary_dim // 2, dtype=torch.float64, device=device)
+            scaled_share = ((pair_indices - first) / (last - first)).clamp(0.0, 1.0)
+            return scaled_share * unscaled / scaling.factor + (1 - scaled_share) * unscaled
         case LongScaling():
             # Asynchronous: the host does not wait for the device.
-            factors = torch.tensor(scaling.factors(length), dtype=torch.float64).to(device, non_blocking=True)
-            return plain / factors
+            factors = torch.tensor(scaling.select_factors(sequence_length), dtype=torch.float64).to(device, non_blocking=True)
+            return unscaled / factors
         case _:
-            return plain
+            return unscaled
 
 
-def _yarn_range(scaling: YarnScaling, spec: RotarySpec) -> tuple[float, float]:
-    """The pairs from which and up to which frequencies are mixed. A pair i turns context / (2 pi) x base^(-2i / r) times."""
+def _compute_yarn_range(scaling: YarnScaling, spec: RotarySpec) -> tuple[float, float]:
+    """Return the indices of the first and last channel pair between which YaRN interpolates from original to scaled frequencies.
 
-    def pair_of(turns: float) -> float:
-        return spec.channels / 2 * math.log(scaling.original_context / (2 * math.pi * turns)) / math.log(spec.base)
+    Over the original context, pair i makes context / (2 pi) x base^(-2i / r) full rotations.
+    """
 
-    first, last = pair_of(scaling.fast), pair_of(scaling.slow)
-    if scaling.whole_pairs:
+    def find_pair(turns: float) -> float:
+        return spec.rotary_dim / 2 * math.log(scaling.original_context / (2 * math.pi * turns)) / math.log(spec.base)
+
+    first, last = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
+    if scaling.rounds_bounds:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, spec.channels - 1)
+    first, last = max(first, 0), min(last, spec.rotary_dim - 1)
     return first, last + 0.001 if first == last else last
 
 
-def rotary_table(positions: torch.Tensor, spec: RotarySpec, dtype: torch.dtype, length: int = 1) -> torch.Tensor:
-    """The rotation at positions [s, b] of sequences of `length` tokens: [s, b, 1, 2, 2, r/2] in at least float32.
+def build_rotary_table(positions: torch.Tensor, spec: RotarySpec, dtype: torch.dtype, sequence_length: int = 1) -> torch.Tensor:
+    """Build the rotation matrices for positions [s, b]: [s, b, 1, 2, 2, r/2] in at least float32.
 
-    For each pair it is the matrix that makes the turned pair of the pair: ((cos, -sin), (sin, cos)), times the spec's magnitude. So
-    a rotation is one product and one sum whatever it turns, and the transpose goes back.
+    The matrix of a channel pair is ((cos, -sin), (sin, cos)) times the attention factor of the spec. So a rotation is one product
+    and one sum, and the transposed table rotates back.
+
+    Args:
+        sequence_length: tokens of the full sequence, on which some scalings depend.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    angles = positions.unsqueeze(-1).to(torch.float64) * frequencies(spec, positions.device, length)
+    table_dtype = torch.promote_types(dtype, torch.float32)
+    angles = positions.unsqueeze(-1).to(torch.float64) * compute_frequencies(spec, positions.device, sequence_length)
     cos, sin = angles.cos(), angles.sin()
-    if spec.magnitude != 1.0:
-        cos, sin = cos * spec.magnitude, sin * spec.magnitude
-    cos, sin = cos.to(wide), sin.to(wide)
+    if spec.attention_factor != 1.0:
+        cos, sin = cos * spec.attention_factor, sin * spec.attention_factor
+    cos, sin = cos.to(table_dtype), sin.to(table_dtype)
     return torch.stack([cos, -sin, sin, cos], -2).unflatten(-2, (2, 2)).unsqueeze(2)
 
 
-def turn(x: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interleaved: bool = False) -> None:
-    """Write the leading channels of x, turned, to those of `out`, which may be x.
+def rotate_into(x: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interleaved: bool = False) -> None:
+    """Rotate the leading channels of x and write them to the leading channels of `out`, which may be x.
 
     Args:
-        x: [s, b, ..., d] with any number of dimensions of heads.
-        table: [s, b, 1, 2, 2, r/2]; its transpose turns back.
-        interleaved: whether neighbouring channels are a pair.
+        x: [s, b, ..., d] with any number of head dimensions.
+        table: [s, b, 1, 2, 2, r/2]; the transposed table rotates back.
+        interleaved: whether the channels of a pair are adjacent.
     """
     channels = 2 * table.shape[-1]
-    pairs, turned = (_pairs(tensor[..., :channels], interleaved) for tensor in (x, out))
-    while table.dim() < pairs.dim() + 1:
+    x_pairs, out_pairs = (_view_pairs(tensor[..., :channels], interleaved) for tensor in (x, out))
+    while table.dim() < x_pairs.dim() + 1:
         table = table.unsqueeze(2)
-    # Type promotion does both in the table's (wider) dtype, and only the result is rounded.
-    products = pairs.unsqueeze(-3) * table
-    torch.add(products[..., 0, :], products[..., 1, :], out=turned)
+    # By type promotion, product and sum are in the table's wider dtype, and only the result is rounded.
+    terms = x_pairs.unsqueeze(-3) * table
+    torch.add(terms[..., 0, :], terms[..., 1, :], out=out_pairs)
 
 
-def _pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """A view of channels [..., r] as pairs [..., 2, r/2]."""
+def _view_pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """View channels [..., r] as pairs [..., 2, r/2]."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
 
 
 class _Rotary(torch.autograd.Function):
-    """Forward: rotate. Backward: rotate back. Keeps nothing but the table, which all layers share."""
+    """Autograd function that rotates in forward and rotates back in backward. Saves only the table, which all layers share."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(table)
         ctx.interleaved = interleaved
-        return _turned(x, table, interleaved)
+        return _rotate_to_new(x, table, interleaved)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         (table,) = ctx.saved_tensors
-        return _turned(grad, table.transpose(-3, -2), ctx.interleaved), None, None
+        return _rotate_to_new(grad, table.transpose(-3, -2), ctx.interleaved), None, None
 
 
-def _turned(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate_to_new(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if (channels := 2 * table.shape[-1]) < x.shape[-1]:
         out[..., channels:] = x[..., channels:]
-    turn(x, table, out, interleaved=interleaved)
+    rotate_into(x, table, out, interleaved=interleaved)
     return out
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the leading channels of each head: [s, b, ..., d] to the same."""
-    return _traced(x, table, interleaved) if torch.compiler.is_compiling() else _Rotary.apply(x, table, interleaved)
+    """Rotate the leading channels of each head: [s, b, ..., d] to the same shape."""
+    return (
+        _rotate_in_traceable_ops(x, table, interleaved) if torch.compiler.is_compiling() else _Rotary.apply(x, table, interleaved)
+    )
 
 
-def _traced(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The same in operations that a compiler fuses and differentiates: in the table's dtype, rounded once on each way."""
+def _rotate_in_traceable_ops(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Compute the same as `rotate`, in operations that torch.compile can fuse and differentiate.
+
+    Forward and backward compute in the dtype of the table and round once.
+    """
     while table.dim() < x.dim() + 2:
         table = table.unsqueeze(2)
     cos, sin = table[..., 0, 0, :], table[..., 1, 0, :]
     channels = 2 * cos.shape[-1]
-    first, second = _pairs(x[..., :channels].to(table.dtype), interleaved).unbind(-2)
-    turned = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
-    whole = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    # Without the check, an empty remainder would be concatenated: backward then goes through queries and keys a second time.
-    return whole if channels == x.shape[-1] else torch.cat([whole, x[..., channels:]], -1)
+    first, second = _view_pairs(x[..., :channels].to(table.dtype), interleaved).unbind(-2)
+    rotated = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    rotated_channels = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    # Do not concatenate an empty remainder: backward would make a second pass over queries and keys.
+    return rotated_channels if channels == x.shape[-1] else torch.cat([rotated_channels, x[..., channels:]], -1)
