@@ -1,4 +1,5 @@
-"""Mixtures of experts: who is chosen, how tokens travel, products of many matrices, balance. Definitions are in docs/moe.md."""
+"""Mixtures of experts: expert selection, load balancing, token dispatch and grouped linear layers. docs/moe.md has the
+definitions."""
 
 from megatron.moved import find_moved
 

@@ -1,6 +1,7 @@
-"""What the routers of a rank tell of a step, and the losses that balance them (docs/moe.md, "Balance").
+"""Expert selection, load-balancing losses and load statistics of the routers of one rank (docs/moe.md, "Balance").
 
-Shapes: `s` tokens of a sequence on this rank, `b` microbatch, `k` experts of a token, `E` experts.
+Shapes: `s` local tokens of a sequence, `b` microbatch, `t = s * b` local tokens of the microbatch, `k` experts per token, `E`
+experts.
 """
 
 from __future__ import annotations
@@ -14,217 +15,280 @@ from typing import Any
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.memory.recompute import decided, is_remade
+from megatron.memory.recompute import is_recomputing, reuse_in_recompute
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Group
 from megatron.parallel.params import ParamRecord
 from megatron.spec.mlps import RouterSpec, has_experts
-from megatron.spec.weights import depth_of, in_layer
+from megatron.spec.weights import parse_mtp_depth, split_layer_name
 
-# ---- Which experts a token passes, and with what probabilities (docs/moe.md, "What is computed").
+# ---- Selection of the experts of each token and their weights (docs/moe.md, "What is computed").
 #
-# Shapes: `t` tokens (any leading dimensions), `E` experts, `k` chosen ones, `G` groups of experts.
+# Shapes: `t` tokens (any leading dimensions), `E` experts, `k` selected experts per token, `G` groups of experts.
 
 
-def scores_of(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """What experts are chosen by [t, E], of the logits."""
+def compute_selection_scores(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Compute the scores [t, E] by which experts are selected, from the router logits [t, E]."""
     if spec.score_function == "sigmoid":
         return logits.sigmoid()
     return logits.softmax(-1) if spec.pre_softmax else logits
 
 
-def choose(scores: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """The numbers of the experts with the best scores, int64 [t, k], the best first; of equal ones the lower number first."""
-    if spec.groups > 1:
-        scores = scores.masked_fill(~_open(scores, spec), -torch.inf)
-    return _best(scores, spec.chosen)
+def select_experts(scores: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return the ids of the `top_k` experts with the largest scores: int64 [t, k], in descending order of the score.
+
+    Of equal scores the lower id comes first. With groups of experts, only the best `top_k_groups` groups of a token are searched.
+    """
+    if spec.num_groups > 1:
+        scores = scores.masked_fill(~_is_in_selected_group(scores, spec), -torch.inf)
+    return _top_indices(scores, spec.top_k)
 
 
-def _open(scores: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Which experts are in a group that is open to the token: bool [t, E]."""
-    groups = scores.unflatten(-1, (spec.groups, -1))  # [t, G, E/G]
-    of_groups = groups.topk(spec.chosen // spec.open_groups, sorted=False).values.sum(-1)
-    is_open = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, _best(of_groups, spec.open_groups), True)
-    return is_open.unsqueeze(-1).expand_as(groups).flatten(-2)
+def _is_in_selected_group(scores: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return for each expert whether its group is among the best `top_k_groups` groups of the token: bool [t, E].
+
+    The score of a group is the sum of its top_k / top_k_groups largest expert scores.
+    """
+    groups = scores.unflatten(-1, (spec.num_groups, -1))  # [t, G, E/G]
+    group_scores = groups.topk(spec.top_k // spec.top_k_groups, sorted=False).values.sum(-1)
+    is_selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, _top_indices(group_scores, spec.top_k_groups), True)
+    return is_selected.unsqueeze(-1).expand_as(groups).flatten(-2)
 
 
-def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the best of the last dimension. (torch.topk says nothing of ties.)"""
+def _top_indices(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the `count` largest scores along the last dimension, the lower index first among equal scores.
+
+    A stable sort is used because `torch.topk` does not define the order of equal values.
+    """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def probabilities(logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """The probabilities [t, k] of the chosen experts."""
+def compute_router_weights(logits: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Compute the weights [t, k] of the selected experts' outputs.
+
+    Args:
+        logits: router logits [t, E].
+        scores: result of `compute_selection_scores`, without a bias, [t, E].
+        expert_ids: selected experts, int64 [t, k].
+    """
     if spec.score_function == "softmax" and not spec.pre_softmax:
-        found = logits.gather(-1, chosen).softmax(-1)
+        weights = logits.gather(-1, expert_ids).softmax(-1)
     else:
-        found = scores.gather(-1, chosen)
-        if spec.score_function == "sigmoid" and spec.chosen > 1:
-            found = found / (found.sum(-1, keepdim=True) + _LITTLE)
-    return found if spec.scaling == 1.0 else found * spec.scaling
+        weights = scores.gather(-1, expert_ids)
+        if spec.score_function == "sigmoid" and spec.top_k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + _EPSILON)
+    return weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor
 
 
-_LITTLE = 1e-20
-"""Added to sums of sigmoids, as DeepSeek-V3 and Megatron-LM do."""
+_EPSILON = 1e-20
+"""Added to the sum of sigmoids before the division, as in DeepSeek-V3 and Megatron-LM."""
 
 
-def balance_scores(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """The scores [t, E] of which the load-balancing loss is made: they sum to 1."""
+def compute_balancing_probs(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Compute the probabilities [t, E] that enter the load-balancing loss, from the router logits [t, E]. They sum to 1 over the
+    experts."""
     if spec.score_function == "softmax":
         return logits.softmax(-1)
     scores = logits.sigmoid()
-    return scores / (scores.sum(-1, keepdim=True) + _LITTLE)
+    return scores / (scores.sum(-1, keepdim=True) + _EPSILON)
 
 
 @dataclass(frozen=True)
-class BalanceResult:
-    """How evenly a step's tokens were spread over the experts: of the global batch."""
+class RouterMetrics:
+    """Metrics of the routers in one step, over the global batch: their losses and the load of the experts."""
 
-    loss: float
-    """The load-balancing loss, a mean over the layers with experts, without its coefficient."""
+    load_balancing_loss: float
+    """Load-balancing loss without its coefficient, averaged over the layers with experts."""
     z_loss: float
-    """The routers' z-loss, such a mean too."""
-    dropped: float | None
-    """The share of the choices that experts did not take, such a mean too; None where they take all."""
-    busiest: dict[str, float]
-    """For each layer with experts ("layers.3", "mtp.0"), the choices of its busiest expert over the mean of all."""
+    """Router z-loss without its coefficient, averaged over the layers with experts."""
+    dropped_share: float | None
+    """Fraction of the assignments that exceed the capacity of their expert, averaged over the layers with experts. None without
+    a capacity limit."""
+    busiest_expert: dict[str, float]
+    """Number of assignments of the busiest expert divided by the mean over the experts, by layer with experts ("layers.3",
+    "mtp.0")."""
 
     @property
-    def worst(self) -> float:
-        """The largest of these."""
-        return max(self.busiest.values())
+    def max_busiest_expert(self) -> float:
+        """Largest value of `busiest_expert` over the layers."""
+        return max(self.busiest_expert.values())
 
     @staticmethod
-    def log_values(results: Sequence[BalanceResult]) -> dict[str, float]:
-        """Return the means and maxima over some steps, at least one, by the names of the metrics file."""
-        count, first = len(results), results[0]
-        layers = {layer: math.fsum(one.busiest[layer] for one in results) / count for layer in first.busiest}
+    def log_values(results: Sequence[RouterMetrics]) -> dict[str, float]:
+        """Return the means over several steps, by their names in the metrics file. The value `busiest_expert`, over all layers, is
+        a maximum over the steps.
+
+        Args:
+            results: metrics of each step; at least one.
+        """
+        num_steps, first = len(results), results[0]
+        layers = {
+            layer: math.fsum(result.busiest_expert[layer] for result in results) / num_steps for layer in first.busiest_expert
+        }
         return {
-            "load_balancing_loss": math.fsum(one.loss for one in results) / count,
-            "moe_z_loss": math.fsum(one.z_loss for one in results) / count,
-            "busiest_expert": max(one.worst for one in results),
-            **({} if first.dropped is None else {"dropped_share": math.fsum(one.dropped or 0.0 for one in results) / count}),
+            "load_balancing_loss": math.fsum(result.load_balancing_loss for result in results) / num_steps,
+            "moe_z_loss": math.fsum(result.z_loss for result in results) / num_steps,
+            "busiest_expert": max(result.max_busiest_expert for result in results),
+            **(
+                {}
+                if first.dropped_share is None
+                else {"dropped_share": math.fsum(result.dropped_share or 0.0 for result in results) / num_steps}
+            ),
             **{f"busiest_expert/{layer}": value for layer, value in layers.items()},
         }
 
 
-class Balance:
-    """Collects the choices of this rank's routers over the microbatches of a step.
+class RouterTracker:
+    """Collects the losses and expert loads of the routers over the microbatches of a step, and adds the gradients of these losses
+    in backward.
 
     Args:
-        sequence_ranks: those that share each sequence.
+        sequence_group: ranks that share each sequence.
     """
 
-    def __init__(self, model: ModelConfig, sequence_ranks: Group, device: torch.device) -> None:
+    def __init__(self, model: ModelConfig, sequence_group: Group, device: torch.device) -> None:
         assert model.num_experts is not None
-        places = [has_experts(model, layer) for layer in range(model.num_layers)]
-        places += places[-1:] * model.mtp_num_layers
-        self._num_layers, self.layers = model.num_layers, [place for place, experts in enumerate(places) if experts]
-        """The layers with experts; depths of multi-token prediction have numbers behind those of the model."""
-        self._sequence_ranks, self._drops = sequence_ranks, model.moe_expert_capacity_factor is not None
-        self.found = torch.zeros(len(places), model.num_experts + 3, dtype=torch.float64, device=device)
-        """For each layer the choices of each expert, the load-balancing loss, the z-loss and the dropped choices, as far as this
-        rank has them."""
-        self._rows = torch.tensor(self.layers, device=device)
-        self._counts: torch.Tensor | None = None
-        """The choices of each expert in the global batch of the last step, once they are summed: [layers, E]."""
-        self._scale: float | None = None
+        is_moe_layer = [has_experts(model, layer) for layer in range(model.num_layers)]
+        is_moe_layer += is_moe_layer[-1:] * model.mtp_num_layers
+        self._num_layers, self.moe_layers = (
+            model.num_layers,
+            [layer_index for layer_index, is_moe in enumerate(is_moe_layer) if is_moe],
+        )
+        """Indices of the layers with experts. The depths of multi-token prediction follow the layers of the model."""
+        self._sequence_group, self._drops_tokens = sequence_group, model.moe_expert_capacity_factor is not None
+        self.totals = torch.zeros(len(is_moe_layer), model.num_experts + 3, dtype=torch.float64, device=device)
+        """Totals of this rank's microbatches, one row per layer: assignments of each expert, load-balancing loss, z-loss, dropped
+        assignments; float64 [layers, E + 3]."""
+        self._moe_layer_rows = torch.tensor(self.moe_layers, device=device)
+        self._assignment_counts: torch.Tensor | None = None
+        """Assignments of each expert in the global batch of the last step: [layers, E]. Set by `reduce`."""
+        self._loss_scale: float | None = None
 
     @contextlib.contextmanager
-    def watching(self, scale: float) -> Iterator[None]:
-        """Begin anew, and take what runs inside; outside, as in evaluations, nothing is taken and no loss minimised.
+    def recording(self, loss_scale: float) -> Iterator[None]:
+        """Within the context, count the tokens of each expert and add the balancing losses to backward. The totals are reset first.
+        Outside the context, for example in evaluation, the tracker does nothing.
 
         Args:
-            scale: what the losses of a microbatch are multiplied by where they are minimised.
+            loss_scale: backward multiplies the gradients of a microbatch's load-balancing loss and z-loss by this number.
         """
-        self.found.zero_()
-        self._scale = scale
+        self.totals.zero_()
+        self._loss_scale = loss_scale
         try:
             yield
         finally:
-            self._scale = None
+            self._loss_scale = None
 
-    def minimise(
+    def attach_losses(
         self,
-        weights: torch.Tensor,
+        router_weights: torch.Tensor,
         logits: torch.Tensor,
-        chosen: torch.Tensor,
+        expert_ids: torch.Tensor,
         layer: int,
         spec: RouterSpec,
-        shares_before: torch.Tensor | None = None,
+        previous_load: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Take the choices of a microbatch, and let its losses be minimised with what is made of the weights.
+        """Record the assignments of a microbatch, and add the gradients of its load-balancing loss and z-loss in backward.
 
         Args:
-            weights: [s, b, k], returned as they are.
-            logits: [s, b, E], in at least float32.
-            chosen: [s, b, k].
-            shares_before: the shares of the experts in the update before, over the mean: [E].
+            router_weights: [s, b, k].
+            logits: router logits [s, b, E], in at least float32.
+            expert_ids: selected experts [s, b, k], before any is dropped.
+            layer: row of the layer in `totals`.
+            previous_load: assignments of each expert in the global batch of the previous update, divided by the mean over the
+                experts: [E]. Replaces the assignments of this microbatch in the load-balancing loss (`global_aux_loss`).
+
+        Returns:
+            `router_weights` unchanged. Backward through the result adds the gradients of the losses.
         """
-        if self._scale is None:
-            return weights
-        counts = decided(lambda: self._count(chosen, layer, spec))
-        tokens = logits[..., 0].numel() * self._sequence_ranks.size
-        if shares_before is not None:
-            shares = shares_before / spec.experts
+        if self._loss_scale is None:
+            return router_weights
+        assignment_counts = reuse_in_recompute(lambda: self._count_assignments(expert_ids, layer, spec))
+        num_tokens = logits[..., 0].numel() * self._sequence_group.size
+        if previous_load is not None:
+            assignment_fractions = previous_load / spec.num_experts
         elif spec.balancing == "aux_loss":
-            shares = counts.sum(0) / (spec.chosen * tokens)
+            assignment_fractions = assignment_counts.sum(0) / (spec.top_k * num_tokens)
         else:
-            shares = counts * len(counts) / (spec.chosen * tokens)
-        balance = (balance_scores(logits, spec) * shares.to(logits.dtype)).sum() * (spec.experts / tokens)
-        z = logits.logsumexp(-1).square().sum() / tokens
-        if not is_remade():
-            self.found[layer, -3:-1] += torch.stack([balance, z]).detach()
-        if spec.balancing != "none" and spec.balance_coeff:
-            weights = _Minimised.apply(weights, balance, spec.balance_coeff * self._scale)
-        return _Minimised.apply(weights, z, spec.z_coeff * self._scale) if spec.z_coeff else weights
+            assignment_fractions = assignment_counts * len(assignment_counts) / (spec.top_k * num_tokens)
+        balancing_loss = (compute_balancing_probs(logits, spec) * assignment_fractions.to(logits.dtype)).sum() * (
+            spec.num_experts / num_tokens
+        )
+        z_loss = logits.logsumexp(-1).square().sum() / num_tokens
+        if not is_recomputing():
+            self.totals[layer, -3:-1] += torch.stack([balancing_loss, z_loss]).detach()
+        if spec.balancing != "none" and spec.aux_loss_coeff:
+            router_weights = _AttachLoss.apply(router_weights, balancing_loss, spec.aux_loss_coeff * self._loss_scale)
+        return (
+            _AttachLoss.apply(router_weights, z_loss, spec.z_loss_coeff * self._loss_scale) if spec.z_loss_coeff else router_weights
+        )
 
-    def drop(self, layer: int, takes: torch.Tensor) -> None:
-        """Take which of a microbatch's choices experts take, bool [s, b, k]."""
-        if self._scale is not None:
-            self.found[layer, -1] += takes.logical_not().sum()
+    def record_drops(self, layer: int, is_accepted: torch.Tensor) -> None:
+        """Count the dropped assignments of a microbatch.
 
-    def _count(self, chosen: torch.Tensor, layer: int, spec: RouterSpec) -> torch.Tensor:
-        """The choices of each expert in each whole sequence of a microbatch [b, E], float64."""
-        flat = chosen.transpose(0, 1).flatten(1)
-        counts = self.found.new_zeros(len(flat), spec.experts)
-        counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))
-        self.found[layer, :-3] += counts.sum(0)
-        return all_reduce(counts, self._sequence_ranks)
+        Args:
+            is_accepted: bool [s, b, k], False for assignments that exceed the capacity of their expert.
+        """
+        if self._loss_scale is not None:
+            self.totals[layer, -1] += is_accepted.logical_not().sum()
 
-    def summed(self, world: Group, microbatches: int) -> torch.Tensor:
-        """What all ranks have found in a step of so many microbatches altogether, on the device: the numbers of `result`."""
-        whole = all_reduce(self.found, world)
-        self._counts, found = whole[:, :-3], whole.index_select(0, self._rows)
-        counts, losses = found[:, :-3], (found[:, -3:-1] / microbatches).mean(0)
-        return torch.cat([losses, (found[:, -1] / counts.sum(1)).mean(0, keepdim=True), counts.amax(1) / counts.mean(1)])
+    def _count_assignments(self, expert_ids: torch.Tensor, layer: int, spec: RouterSpec) -> torch.Tensor:
+        """Count the assignments of each expert in each full sequence of a microbatch: float64 [b, E]. Also adds the local counts to
+        `totals`."""
+        flat_ids = expert_ids.transpose(0, 1).flatten(1)
+        counts = self.totals.new_zeros(len(flat_ids), spec.num_experts)
+        counts.scatter_add_(1, flat_ids, torch.ones_like(flat_ids, dtype=counts.dtype))
+        self.totals[layer, :-3] += counts.sum(0)
+        return all_reduce(counts, self._sequence_group)
 
-    def gradient(self, record: ParamRecord) -> torch.Tensor:
-        """What stands for the gradient of a vector that counts move (`ByCounts`), once they are summed: the choices of each expert
-        over the mean, less 1, [E]."""
-        (layer, _), depth = in_layer(record.name), depth_of(record.name)
-        place = layer if depth is None else self._num_layers + depth
-        assert self._counts is not None and place is not None
-        counts, total = self._counts[place], self._counts[place].sum()
-        return (counts * len(counts) - total) / total  # whole numbers: exactly 0 at the mean, which CUDA's mean may round
+    def reduce(self, world: Group, num_microbatches: int) -> torch.Tensor:
+        """Sum the totals of a step over all ranks and return the values that `to_metrics` reads: float64 [num_values], on the
+        device.
+
+        Args:
+            num_microbatches: microbatches of the step, over all data ranks.
+        """
+        totals = all_reduce(self.totals, world)
+        self._assignment_counts, moe_totals = totals[:, :-3], totals.index_select(0, self._moe_layer_rows)
+        counts, losses = moe_totals[:, :-3], (moe_totals[:, -3:-1] / num_microbatches).mean(0)
+        return torch.cat([losses, (moe_totals[:, -1] / counts.sum(1)).mean(0, keepdim=True), counts.amax(1) / counts.mean(1)])
+
+    def excess_load(self, record: ParamRecord) -> torch.Tensor:
+        """Return the relative excess of assignments of each expert, count / mean - 1: [E]. Call it after `reduce`.
+
+        The result takes the place of a gradient for parameters that are updated from expert counts (`CountUpdate`): expert biases
+        and shares.
+
+        Args:
+            record: parameter to update. The layer follows from its name.
+        """
+        (layer_index, _), depth = split_layer_name(record.name), parse_mtp_depth(record.name)
+        row = layer_index if depth is None else self._num_layers + depth
+        assert self._assignment_counts is not None and row is not None
+        counts, total = self._assignment_counts[row], self._assignment_counts[row].sum()
+        return (counts * len(counts) - total) / total  # integers, so exactly 0 at the mean; CUDA's `mean` may round
 
     @property
-    def num_results(self) -> int:
-        """How many numbers `summed` gives."""
-        return 3 + len(self.layers)
+    def num_values(self) -> int:
+        """Number of values that `reduce` returns."""
+        return 3 + len(self.moe_layers)
 
-    def result(self, numbers: Sequence[float]) -> BalanceResult:
-        """The numbers of `summed` by their names."""
-        loss, z_loss, dropped = numbers[:3]
-        busiest = {self._name(place): number for place, number in zip(self.layers, numbers[3:], strict=True)}
-        return BalanceResult(loss, z_loss, dropped if self._drops else None, busiest)
+    def to_metrics(self, values: Sequence[float]) -> RouterMetrics:
+        """Convert the reduced values of `reduce`, copied to the host, to metrics."""
+        load_balancing_loss, z_loss, dropped_share = values[:3]
+        busiest_expert = {self._layer_name(layer): value for layer, value in zip(self.moe_layers, values[3:], strict=True)}
+        return RouterMetrics(load_balancing_loss, z_loss, dropped_share if self._drops_tokens else None, busiest_expert)
 
-    def _name(self, place: int) -> str:
-        return f"layers.{place}" if place < self._num_layers else f"mtp.{place - self._num_layers}"
+    def _layer_name(self, layer: int) -> str:
+        return f"layers.{layer}" if layer < self._num_layers else f"mtp.{layer - self._num_layers}"
 
 
-class _Minimised(torch.autograd.Function):
-    """Forward: the input. Backward: its gradient as it comes, and that of a loss, which is a scale."""
+class _AttachLoss(torch.autograd.Function):
+    """Identity of x whose backward also sends the gradient `scale` to the scalar `loss`. Backward of a router's weights thus also
+    computes the gradients of its losses.
+
+    Megatron-LM: `MoEAuxLossAutoScaler`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]

@@ -1,21 +1,23 @@
-"""How tokens reach the ranks of their experts, and results come back.
+"""Token dispatch of mixture-of-experts layers: send each token to the ranks of its experts and return the expert outputs.
 
-A *choice* is a token with one of its k experts. The ranks of an expert group (etp x ep, `ParallelContext.expert_group`) hold each
-expert once: place etp + ETP x ep of the group holds part etp of the experts ep x E/EP, ... Two dispatchers:
+The router assigns each token to `k` experts; one (token, expert) pair is an *assignment*. The ranks of an expert group (etp x ep,
+`ParallelContext.expert_group`) together hold every expert once: the rank with index etp + ETP x ep in the group holds shard `etp`
+of the experts ep x E/EP to (ep + 1) x E/EP - 1. There are two dispatchers:
 
-========== ========================================= ==============================================================
-           forward                                   backward
-========== ========================================= ==============================================================
-alltoall   each choice goes to the ranks of its      the same ways back and forth
-           expert, its result comes back, and the
-           token's rank adds them up
-allgather  all tokens go to all ranks, each adds up  all-gather of the results' gradients, reduce-scatter of those
-           its experts' results, reduce-scatter      of tokens and probabilities
-========== ========================================= ==============================================================
+========== ============================================== ==============================================================
+           forward                                        backward
+========== ============================================== ==============================================================
+alltoall   send each assignment to the ranks of its       the two exchanges in reverse, with gradients
+           expert, return the expert's output, add the weighted outputs on the token's rank
+allgather  gather all tokens on all ranks, add the        all-gather the gradients of the outputs, reduce-scatter the
+           weighted outputs of the local experts,         gradients of tokens and router weights
+           reduce-scatter the sums
+========== ============================================== ==============================================================
 
-The host waits for the device once in each forward, for the number of rows that each expert gets; never in backward.
+The host waits for the device once per forward, to read the number of rows per expert. It never waits in backward.
 
-Shapes: `t` this rank's tokens, `h` hidden size, `k` experts of a token, `n` rows for this rank's experts, `G` ranks of the group.
+Shapes: `t` local tokens, `h` hidden size, `k` experts per token, `n` rows for the local experts, `E` experts, `G` ranks of the
+expert group; `s` local tokens and `S` all tokens of a sequence, `b` microbatch.
 """
 
 from __future__ import annotations
@@ -26,336 +28,427 @@ from typing import Any
 
 import torch
 
-from megatron.memory.recompute import decided
+from megatron.memory.recompute import reuse_in_recompute
 from megatron.parallel.collectives import (
     Pending,
     all_gather,
     all_gather_forward,
     all_to_all,
     reduce_scatter_forward,
-    start_exchange,
+    start_all_to_all,
 )
 from megatron.parallel.context import Group, ParallelContext
 from megatron.spec.mlps import RouterSpec
 
-Apply = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-"""Runs this rank's experts over rows [n, h], of which each expert has so many."""
-Meanwhile = Callable[[], torch.Tensor | None]
-"""What else there is to compute while tokens travel."""
+ExpertFunction = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""Function that applies the local experts to rows [n, h] sorted by expert. The second argument is the number of rows of each local
+expert."""
+Overlapped = Callable[[], torch.Tensor | None]
+"""Computation that runs while tokens are in flight, such as the shared expert; returns its result or None."""
 
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """One of the two ways, for the experts of a layer.
+    """Token dispatcher of one mixture-of-experts layer: sends each token to the ranks of its experts and adds up the experts'
+    outputs.
 
     Args:
-        experts: of the layer, on all ranks.
-        gathers: allgather instead of alltoall.
+        num_experts: experts of the layer, over all ranks.
+        uses_allgather: use the allgather dispatcher instead of alltoall.
     """
 
     group: Group
-    experts: int
+    num_experts: int
     etp: int
-    """Ranks that hold parts of the same experts."""
-    gathers: bool
-    planned: float | None = None
-    """Where tokens have no values, or nobody answers: how many times the mean of choices the experts of this rank are taken to get,
-    each of them as many. More than can be is as many as can be."""
-    elsewhere: int = 1
-    """How many times as many choices there are as go to these experts, if all get as many."""
+    """Number of ranks that hold shards of the same experts."""
+    uses_allgather: bool
+    assumed_imbalance: float | None = None
+    """If set, the number of rows for the local experts is assumed to be this multiple of the mean over the ranks, divided equally
+    among the local experts. It is capped at the largest possible number of rows.
+
+    For dry runs, where expert ids have no values (meta device) or no rank answers (fake process group). None: the router's expert
+    ids decide.
+    """
+    assignment_ratio: int = 1
+    """Number of experts of the layer divided by `num_experts`. It is above 1 only within the allgather dispatcher, which runs a
+    dispatcher for the local experts with the tokens of all ranks: with a balanced router, one of `assignment_ratio` assignments
+    is to a local expert."""
 
     @classmethod
-    def of(cls, context: ParallelContext, experts: int, *, gathers: bool) -> Dispatcher:
-        """The dispatcher of a rank."""
+    def of(cls, context: ParallelContext, num_experts: int, *, uses_allgather: bool) -> Dispatcher:
+        """Build the dispatcher of this rank."""
         group = context.expert_group
-        alone = context.device.type == "meta" or context.backend == "fake"
-        return cls(group, experts, context.topology.etp, gathers and group.size > 1, 1.0 if alone else None)
+        has_no_values = context.device.type == "meta" or context.backend == "fake"
+        return cls(group, num_experts, context.topology.etp, uses_allgather and group.size > 1, 1.0 if has_no_values else None)
 
     def run(
         self,
         x: torch.Tensor,
-        weights: torch.Tensor,
-        chosen: torch.Tensor,
-        apply: Apply,
-        meanwhile: Meanwhile,
-        most: int | None = None,
+        router_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+        apply_experts: ExpertFunction,
+        overlapped: Overlapped,
+        capacity: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sum over each token's experts of its weight x what the expert gives; and what was computed meanwhile.
+        """Apply the experts to each token and add their outputs, weighted by the router.
 
         Args:
-            x: [t, h].
-            weights: [t, k].
-            chosen: int64 [t, k]; the number E stands for no expert.
-            most: choices that an expert takes at most of all that these ranks have; by default all.
-        """
-        if not self.gathers:
-            return self._exchanged(x, weights, chosen, apply, meanwhile, most)
-        here = self.experts * self.etp // self.group.size
-        x, weights = all_gather_forward(x, self.group), all_gather_forward(weights, self.group)
-        everywhere = decided(lambda: all_gather(chosen, self.group))
-        first = self.group.index // self.etp * here
-        mine = (everywhere - first).where((everywhere >= first) & (everywhere < first + here), here)
-        alone = replace(self, group=Group("alone", self.group.ranks[:1], 0), experts=here, etp=1, elsewhere=self.experts // here)
-        partial, beside = alone._exchanged(x, weights, mine, apply, meanwhile, most)
-        return reduce_scatter_forward(partial, self.group), beside
+            x: tokens [t, h].
+            router_weights: [t, k].
+            expert_ids: int64 [t, k]; the id E marks a dropped assignment.
+            apply_experts: applies the local experts.
+            overlapped: computed while the tokens are in flight.
+            capacity: largest number of assignments that one expert accepts from all ranks of the expert group; None for no limit.
 
-    def _exchanged(
+        Returns:
+            the weighted sum of each token's expert outputs [t, h], and the result of `overlapped`.
+        """
+        if not self.uses_allgather:
+            return self._exchange(x, router_weights, expert_ids, apply_experts, overlapped, capacity)
+        num_local_experts = self.num_experts * self.etp // self.group.size
+        x, router_weights = all_gather_forward(x, self.group), all_gather_forward(router_weights, self.group)
+        all_expert_ids = reuse_in_recompute(lambda: all_gather(expert_ids, self.group))
+        first_local_expert = self.group.rank // self.etp * num_local_experts
+        local_expert_ids = (all_expert_ids - first_local_expert).where(
+            (all_expert_ids >= first_local_expert) & (all_expert_ids < first_local_expert + num_local_experts), num_local_experts
+        )
+        local = replace(
+            self,
+            group=Group("alone", self.group.ranks[:1], 0),
+            num_experts=num_local_experts,
+            etp=1,
+            assignment_ratio=self.num_experts // num_local_experts,
+        )
+        partial_sum, overlap_result = local._exchange(x, router_weights, local_expert_ids, apply_experts, overlapped, capacity)
+        return reduce_scatter_forward(partial_sum, self.group), overlap_result
+
+    def _exchange(
         self,
         x: torch.Tensor,
-        weights: torch.Tensor,
-        chosen: torch.Tensor,
-        apply: Apply,
-        meanwhile: Meanwhile,
-        most: int | None,
+        router_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+        apply_experts: ExpertFunction,
+        overlapped: Overlapped,
+        capacity: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        way = decided(lambda: self._way(chosen, most))
-        trip = _Trip(way)
-        unfinished = _Send.apply(x, trip)
-        beside = meanwhile()
-        results = apply(_Arrive.apply(unfinished, trip), way.counts)
-        return _Collect.apply(results, weights, way), beside
+        """Send tokens to their experts by all-to-all, apply the experts and combine the outputs."""
+        routes = reuse_in_recompute(lambda: self._build_routes(expert_ids, capacity))
+        exchange = _PendingExchange(routes)
+        in_flight = _SendTokens.apply(x, exchange)
+        overlap_result = overlapped()
+        expert_outputs = apply_experts(_ReceiveTokens.apply(in_flight, exchange), routes.rows_per_expert)
+        return _CombineOutputs.apply(expert_outputs, router_weights, routes), overlap_result
 
-    def _way(self, chosen: torch.Tensor, most: int | None) -> _Dispatch:
-        if self.planned is None:
-            return _Dispatch.of(chosen, self.group, self.experts, self.etp)
-        (tokens, k), here = chosen.shape, self.experts * self.etp // self.group.size
-        mean, everywhere = tokens * k * self.etp // self.elsewhere, tokens * self.group.size
-        # A token chooses an expert once at most.
-        bound = min(everywhere * min(k, here), here * (everywhere if most is None else most))
-        rows = mean if self.planned == 1.0 else bound if self.planned * mean >= bound else round(self.planned * mean)
-        return _Dispatch.planned(chosen, self.group, here, self.etp, rows, tokens * k if self.group.size > 1 else rows)
+    def _build_routes(self, expert_ids: torch.Tensor, capacity: int | None) -> _Routes:
+        """Build the routes from the expert ids, or for the assumed imbalance."""
+        if self.assumed_imbalance is None:
+            return _Routes.of(expert_ids, self.group, self.num_experts, self.etp)
+        (num_tokens, k), num_local_experts = expert_ids.shape, self.num_experts * self.etp // self.group.size
+        mean_rows, num_group_tokens = num_tokens * k * self.etp // self.assignment_ratio, num_tokens * self.group.size
+        # A token selects each expert at most once.
+        max_rows = min(
+            num_group_tokens * min(k, num_local_experts), num_local_experts * (num_group_tokens if capacity is None else capacity)
+        )
+        num_rows = (
+            mean_rows
+            if self.assumed_imbalance == 1.0
+            else max_rows
+            if self.assumed_imbalance * mean_rows >= max_rows
+            else round(self.assumed_imbalance * mean_rows)
+        )
+        return _Routes.assumed(
+            expert_ids, self.group, num_local_experts, self.etp, num_rows, num_tokens * k if self.group.size > 1 else num_rows
+        )
 
 
 @dataclass(frozen=True)
-class _Dispatch:
-    """Where each choice of a microbatch goes."""
+class _Routes:
+    """Routing of one microbatch by all-to-all: which assignments this rank sends to which rank, and which rows it receives for its
+    local experts."""
 
     group: Group
     etp: int
-    tokens: int
+    num_tokens: int
     k: int
-    order: torch.Tensor
-    """The choices that go to an expert, in the order of the experts, by number: token x k + place; int64."""
-    place: torch.Tensor | None
-    """The rows that arrive, in the order of the experts; None where they arrive so."""
-    goes: Sequence[int]
-    """Rows to each rank."""
-    comes: Sequence[int]
-    """Rows from each rank."""
-    counts: Sequence[int]
-    """Rows of each expert of this rank."""
+    sorted_assignments: torch.Tensor
+    """Indices token x k + slot of the assignments that are not dropped, sorted by expert; int64. `slot` is the column in
+    `expert_ids`."""
+    expert_order: torch.Tensor | None
+    """Permutation that sorts the received rows by local expert; None if they arrive sorted."""
+    send_splits: Sequence[int]
+    """Number of rows that this rank sends to each rank."""
+    receive_splits: Sequence[int]
+    """Number of rows that this rank receives from each rank."""
+    rows_per_expert: Sequence[int]
+    """Number of rows of each local expert."""
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, group: Group, experts: int, etp: int) -> _Dispatch:
-        """Sort the choices by expert, and tell the other ranks how many come."""
-        (tokens, k), here, ranks = chosen.shape, experts * etp // group.size, group.size
-        flat = chosen.flatten()
-        of_expert = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-        of_expert = of_expert.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
-        to_rank = of_expert.view(-1, 1, here).expand(-1, etp, -1).reshape(ranks, here)  # neighbours along etp get the same
-        from_rank = all_to_all(to_rank, group)
-        go, come = torch.stack([to_rank, from_rank]).tolist()  # the host waits
-        goes, comes = [sum(row) for row in go], [sum(row) for row in come]
-        place = None
-        if here > 1 and ranks > 1:
-            labels = torch.arange(here, device=flat.device).repeat(ranks)
-            place = labels.repeat_interleave(from_rank.flatten(), output_size=sum(comes)).argsort(stable=True)
-        counts = [sum(column) for column in zip(*come, strict=True)]
-        return cls(group, etp, tokens, k, flat.argsort(stable=True)[: sum(goes[::etp])], place, goes, comes, counts)
+    def of(cls, expert_ids: torch.Tensor, group: Group, num_experts: int, etp: int) -> _Routes:
+        """Build the routes: sort the assignments by expert, and exchange the numbers of assignments with the other ranks of the
+        expert group."""
+        (num_tokens, k), num_local_experts, num_ranks = expert_ids.shape, num_experts * etp // group.size, group.size
+        flat_ids = expert_ids.flatten()
+        tokens_per_expert = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat_ids.device)
+        tokens_per_expert = tokens_per_expert.scatter_add_(0, flat_ids, torch.ones_like(flat_ids))[:num_experts]
+        send_counts = (
+            tokens_per_expert.view(-1, 1, num_local_experts).expand(-1, etp, -1).reshape(num_ranks, num_local_experts)
+        )  # the etp ranks that share an expert receive the same rows
+        receive_counts = all_to_all(send_counts, group)
+        send_table, receive_table = torch.stack([send_counts, receive_counts]).tolist()  # the host waits for the device here
+        send_splits, receive_splits = [sum(row) for row in send_table], [sum(row) for row in receive_table]
+        expert_order = None
+        if num_local_experts > 1 and num_ranks > 1:
+            local_ids = torch.arange(num_local_experts, device=flat_ids.device).repeat(num_ranks)
+            expert_order = local_ids.repeat_interleave(receive_counts.flatten(), output_size=sum(receive_splits)).argsort(
+                stable=True
+            )
+        rows_per_expert = [sum(column) for column in zip(*receive_table, strict=True)]
+        return cls(
+            group,
+            etp,
+            num_tokens,
+            k,
+            flat_ids.argsort(stable=True)[: sum(send_splits[::etp])],
+            expert_order,
+            send_splits,
+            receive_splits,
+            rows_per_expert,
+        )
 
     @classmethod
-    def planned(cls, chosen: torch.Tensor, group: Group, here: int, etp: int, rows: int, sent: int) -> _Dispatch:
-        """The same where only the number of rows that this rank gets is known: from each rank as many, and for each of its experts,
-        as near as may be. Of the choices that this rank sends the other ranks' experts get equal shares.
+    def assumed(
+        cls, expert_ids: torch.Tensor, group: Group, num_local_experts: int, etp: int, num_rows: int, num_sent: int
+    ) -> _Routes:
+        """Build routes for an assumed number of received rows, where the router's expert ids are unknown.
+
+        This rank receives `num_rows` rows: equal numbers from each rank and for each local expert, up to rounding. It sends as many
+        to its own experts as it receives from itself, and divides the remaining assignments equally among the experts of the other
+        ranks.
 
         Args:
-            here: experts of this rank.
-            sent: choices of this rank that go to an expert.
+            expert_ids: [t, k]; only the shape and the device are read.
+            num_rows: rows for the local experts (n).
+            num_sent: assignments of the local tokens that are not dropped.
         """
-        (tokens, k), others = chosen.shape, group.size // etp - 1
-        comes = _even(rows, group.size)
-        own = min(comes[group.index], sent) if others else sent
-        to_each = _even(sent - own, others) if others else []
-        to_each.insert(group.index // etp, own)
-        goes = [count for count in to_each for _ in range(etp)]
-        # What it takes to find out: the counts.
-        order = torch.arange(tokens * k, device=chosen.device)[:sent]
-        counts = chosen.new_empty(2, group.size, here)
+        (num_tokens, k), num_peers = expert_ids.shape, group.size // etp - 1
+        receive_splits = _split_evenly(num_rows, group.size)
+        num_local = min(receive_splits[group.rank], num_sent) if num_peers else num_sent
+        rows_per_ep_rank = _split_evenly(num_sent - num_local, num_peers) if num_peers else []
+        rows_per_ep_rank.insert(group.rank // etp, num_local)
+        send_splits = [count for count in rows_per_ep_rank for _ in range(etp)]
+        # The allocations and the exchange of counts that `of` makes, so that a dry run measures them.
+        sorted_assignments = torch.arange(num_tokens * k, device=expert_ids.device)[:num_sent]
+        count_buffers = expert_ids.new_empty(2, group.size, num_local_experts)
         if group.size > 1:
-            all_to_all(counts[0], group)
-        place = torch.arange(rows, device=chosen.device) if here > 1 and group.size > 1 else None
-        return cls(group, etp, tokens, k, order, place, goes, comes, _even(rows, here))
+            all_to_all(count_buffers[0], group)
+        expert_order = torch.arange(num_rows, device=expert_ids.device) if num_local_experts > 1 and group.size > 1 else None
+        return cls(
+            group,
+            etp,
+            num_tokens,
+            k,
+            sorted_assignments,
+            expert_order,
+            send_splits,
+            receive_splits,
+            _split_evenly(num_rows, num_local_experts),
+        )
 
-    def start(self, rows: torch.Tensor, *, back: bool = False) -> Pending:
-        """Begin to send rows [.., h] to the ranks of their experts, or back. The result is [.., h] too."""
+    def start(self, rows: torch.Tensor, *, reverse: bool = False) -> Pending:
+        """Start the all-to-all that sends rows [.., h] to the ranks of their experts, or with `reverse` from there back to the
+        ranks of their tokens. The pending result is [.., h]."""
         if self.group.size == 1:
             return Pending(rows)
-        goes, comes, width = (self.comes, self.goes, rows.shape[1]) if back else (self.goes, self.comes, rows.shape[1])
-        received, rows = rows.new_empty(sum(comes), width), rows.contiguous()
-        counts = [count * width for count in comes], [count * width for count in goes]
-        return Pending(received, start_exchange(received.view(-1), rows.view(-1), counts, self.group))
+        send_splits, receive_splits, width = (
+            (self.receive_splits, self.send_splits, rows.shape[1])
+            if reverse
+            else (self.send_splits, self.receive_splits, rows.shape[1])
+        )
+        received, rows = rows.new_empty(sum(receive_splits), width), rows.contiguous()
+        element_splits = [count * width for count in receive_splits], [count * width for count in send_splits]
+        return Pending(received, start_all_to_all(received.view(-1), rows.view(-1), element_splits, self.group))
 
-    def to_ranks(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of choices, in the order of the experts, as they are sent."""
+    def repeat_for_etp(self, rows: torch.Tensor) -> torch.Tensor:
+        """Repeat rows, sorted by expert, for the etp ranks that hold shards of the expert. The result is sorted by rank."""
         if self.etp == 1:
             return rows
-        return torch.cat([part for part in rows.split(self.goes[:: self.etp]) for _ in range(self.etp)])
+        return torch.cat([chunk for chunk in rows.split(self.send_splits[:: self.etp]) for _ in range(self.etp)])
 
-    def by_expert(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows that have arrived, in the order of the experts."""
-        return rows if self.place is None else rows.index_select(0, self.place)
+    def sort_by_expert(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sort received rows by local expert."""
+        return rows if self.expert_order is None else rows.index_select(0, self.expert_order)
 
-    def as_arrived(self, rows: torch.Tensor) -> torch.Tensor:
-        """The other way round."""
-        return rows if self.place is None else torch.empty_like(rows).index_copy_(0, self.place, rows)
+    def restore_arrival_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Undo `sort_by_expert`."""
+        return rows if self.expert_order is None else torch.empty_like(rows).index_copy_(0, self.expert_order, rows)
 
-    def by_choice(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows that have come back, by token and choice: [t, k, h]. Those of the etp ranks are added; a choice of no expert has
-        zeros."""
+    def collect_by_assignment(self, rows: torch.Tensor) -> torch.Tensor:
+        """Arrange returned rows by token and slot: [t, k, h].
+
+        The partial outputs of the etp ranks that share an expert are added. A dropped assignment gets zeros.
+        """
         if self.etp > 1:
-            parts = rows.split(self.goes)
-            sums = [torch.stack(parts[i : i + self.etp]).sum(0) for i in range(0, len(parts), self.etp)]
-            rows = torch.cat(sums)
-        shape = (self.tokens * self.k, rows.shape[1])
-        found = rows.new_empty(shape) if len(rows) == shape[0] else rows.new_zeros(shape)
-        return found.index_copy_(0, self.order, rows).view(self.tokens, self.k, -1)
+            rows_per_rank = rows.split(self.send_splits)
+            summed = [torch.stack(rows_per_rank[i : i + self.etp]).sum(0) for i in range(0, len(rows_per_rank), self.etp)]
+            rows = torch.cat(summed)
+        shape = (self.num_tokens * self.k, rows.shape[1])
+        out = rows.new_empty(shape) if len(rows) == shape[0] else rows.new_zeros(shape)
+        return out.index_copy_(0, self.sorted_assignments, rows).view(self.num_tokens, self.k, -1)
 
 
-def _even(count: int, parts: int) -> list[int]:
-    """So many in nearly equal parts."""
-    return [count // parts + (i < count % parts) for i in range(parts)]
+def _split_evenly(count: int, num_shares: int) -> list[int]:
+    """Split `count` into `num_shares` integers that differ by at most 1."""
+    return [count // num_shares + (i < count % num_shares) for i in range(num_shares)]
 
 
-class _Trip:
-    """What is on its way, forward or backward."""
+class _PendingExchange:
+    """All-to-all in flight. One autograd function starts it and another autograd function waits for it."""
 
-    def __init__(self, way: _Dispatch) -> None:
-        self.way = way
+    def __init__(self, routes: _Routes) -> None:
+        self.routes = routes
         self.pending: Pending | None = None
 
-    def set_out(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        """Start. The result must not be read before it has arrived."""
-        self.pending = self.way.start(rows, back=back)
-        return self.pending.unfinished
+    def start(self, rows: torch.Tensor, *, reverse: bool = False) -> torch.Tensor:
+        """Start the exchange and return its result buffer, which must not be read before `wait`."""
+        self.pending = self.routes.start(rows, reverse=reverse)
+        return self.pending.result_buffer
 
-    def arrive(self) -> torch.Tensor:
-        """Wait."""
+    def wait(self) -> torch.Tensor:
+        """Wait for the exchange and return the received rows."""
         assert self.pending is not None
-        found, self.pending = self.pending.wait(), None
-        return found
+        rows, self.pending = self.pending.wait(), None
+        return rows
 
 
-class _Send(torch.autograd.Function):
-    """Tokens [t, h] set out, and in backward their gradients arrive. What `_Arrive` waits for may be computed beside."""
+class _SendTokens(torch.autograd.Function):
+    """Autograd function that starts to send tokens [t, h] to their experts. Backward receives the gradients of the tokens.
+
+    `_ReceiveTokens` waits for the exchange. Computation between the two functions overlaps with it, in forward and in backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, trip: _Trip) -> torch.Tensor:  # type: ignore[override]
-        ctx.trip, way = trip, trip.way
-        return trip.set_out(way.to_ranks(x.index_select(0, way.order // way.k)))
+    def forward(ctx: Any, x: torch.Tensor, exchange: _PendingExchange) -> torch.Tensor:  # type: ignore[override]
+        ctx.exchange, routes = exchange, exchange.routes
+        return exchange.start(routes.repeat_for_etp(x.index_select(0, routes.sorted_assignments // routes.k)))
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        trip, ctx.trip = ctx.trip, None  # as saved tensors, it goes when backward has used it, not when the whole graph goes
-        return trip.way.by_choice(trip.arrive()).sum(1), None
+        exchange, ctx.exchange = ctx.exchange, None  # freed after its use in backward, as saved tensors are, not with the graph
+        return exchange.routes.collect_by_assignment(exchange.wait()).sum(1), None
 
 
-class _Arrive(torch.autograd.Function):
-    """Rows [n, h] arrive, and in backward their gradients set out."""
+class _ReceiveTokens(torch.autograd.Function):
+    """Autograd function that waits for the rows [n, h] of the local experts. Backward starts to send their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, unfinished: torch.Tensor, trip: _Trip) -> torch.Tensor:  # type: ignore[override]
-        ctx.trip = trip
-        rows = trip.way.by_expert(trip.arrive())
+    def forward(ctx: Any, in_flight: torch.Tensor, exchange: _PendingExchange) -> torch.Tensor:  # type: ignore[override]
+        ctx.exchange = exchange
+        rows = exchange.routes.sort_by_expert(exchange.wait())
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        trip, ctx.trip = ctx.trip, None
-        rows = trip.way.as_arrived(grad)
-        trip.set_out(rows, back=True)
-        return rows, None  # of the right shape; what `_Send` takes is on its way
+        exchange, ctx.exchange = ctx.exchange, None
+        rows = exchange.routes.restore_arrival_order(grad)
+        exchange.start(rows, reverse=True)
+        return rows, None  # only the shape matters: `_SendTokens.backward` takes the rows from `exchange`
 
 
-class _Collect(torch.autograd.Function):
-    """Results [n, h] go back to their tokens, and are added with weights [t, k]: [t, h]."""
+class _CombineOutputs(torch.autograd.Function):
+    """Autograd function that sends expert outputs [n, h] back to the ranks of their tokens and sums the k outputs of each token,
+    weighted by the router weights [t, k]: [t, h]."""
 
     @staticmethod
-    def forward(ctx: Any, results: torch.Tensor, weights: torch.Tensor, way: _Dispatch) -> torch.Tensor:  # type: ignore[override]
-        found = way.by_choice(way.start(way.as_arrived(results), back=True).wait())
-        ctx.save_for_backward(found, weights)
-        ctx.way = way
-        return torch.bmm(weights.unsqueeze(1), found.to(weights.dtype)).squeeze(1).to(results.dtype)
+    def forward(ctx: Any, expert_outputs: torch.Tensor, router_weights: torch.Tensor, routes: _Routes) -> torch.Tensor:  # type: ignore[override]
+        outputs = routes.collect_by_assignment(routes.start(routes.restore_arrival_order(expert_outputs), reverse=True).wait())
+        ctx.save_for_backward(outputs, router_weights)
+        ctx.routes = routes
+        return torch.bmm(router_weights.unsqueeze(1), outputs.to(router_weights.dtype)).squeeze(1).to(expert_outputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        (found, weights), way, ctx.way = ctx.saved_tensors, ctx.way, None
-        wide = grad.to(weights.dtype)
-        grad_weights = torch.bmm(found.to(weights.dtype), wide.unsqueeze(2)).squeeze(2)
-        scaled = (weights.unsqueeze(2) * wide.unsqueeze(1)).to(grad.dtype).flatten(0, 1)
-        rows = way.start(way.to_ranks(scaled.index_select(0, way.order))).wait()
-        return way.by_expert(rows), grad_weights, None
+        (outputs, router_weights), routes, ctx.routes = ctx.saved_tensors, ctx.routes, None
+        upcast_grad = grad.to(router_weights.dtype)
+        grad_router_weights = torch.bmm(outputs.to(router_weights.dtype), upcast_grad.unsqueeze(2)).squeeze(2)
+        grad_rows = (router_weights.unsqueeze(2) * upcast_grad.unsqueeze(1)).to(grad.dtype).flatten(0, 1)
+        rows = routes.start(routes.repeat_for_etp(grad_rows.index_select(0, routes.sorted_assignments))).wait()
+        return routes.sort_by_expert(rows), grad_router_weights, None
 
 
-# ---- Experts that take only so many choices of a sequence (docs/moe.md, "Capacity").
+# ---- Expert capacity: an expert accepts a limited number of assignments per sequence (docs/moe.md, "Capacity").
 #
-# Shapes: `s` tokens of a sequence on this rank, `S` of a whole sequence, `b` microbatch, `k` experts of a token, `E` experts.
+# Shapes: `s` local tokens of a sequence, `S` tokens of the full sequence, `b` microbatch, `k` experts per token, `E` experts,
+# `n` rows for the local experts, `h` hidden size.
 
 
-def taken(
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
+def select_within_capacity(
+    router_weights: torch.Tensor,
+    expert_ids: torch.Tensor,
     spec: RouterSpec,
-    sequence_ranks: Group,
-    order: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sequence_group: Group,
+    token_order: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Which choices of this rank's tokens their experts take, bool [s, b, k].
+    """Return for each assignment of local tokens whether it fits into the capacity of its expert: bool [s, b, k].
 
-    Of each sequence an expert takes those with the largest weights, in steps of 1/4096, of equal ones the earlier; or the earliest.
-    So that the answer is the same at every layout, the ranks that share a sequence tell each other all of it: b S k choices and
-    weights.
+    Of each sequence an expert accepts the assignments with the largest router weights or, with `spec.drops_by_position`, those of
+    the earliest tokens. Weights are compared in steps of 1/4096; of equal weights the earlier token goes first. The result does not
+    depend on the layout: the ranks that share a sequence gather all b S k expert ids and weights.
 
     Args:
-        weights: [s, b, k].
-        chosen: int64 [s, b, k].
-        sequence_ranks: those that share each sequence.
-        order: place in the sequence of the tokens of all these ranks, one after the other, and where each place is then: [S] each.
-            By default they are in order.
+        router_weights: [s, b, k].
+        expert_ids: int64 [s, b, k].
+        sequence_group: ranks that share each sequence.
+        token_order: position in the sequence of each token in the order of the ranks, and the inverse permutation; [S] each. None
+            if the ranks hold consecutive tokens in order.
     """
-    here = slice(sequence_ranks.index * len(chosen), (sequence_ranks.index + 1) * len(chosen))
-    weights, chosen = all_gather(weights.detach(), sequence_ranks), all_gather(chosen, sequence_ranks)
-    if order is not None:
-        weights, chosen = weights[order[1]], chosen[order[1]]
-    most = spec.taken(len(chosen))
-    assert most is not None
-    by_token = (weights.transpose(0, 1).flatten(1), chosen.transpose(0, 1).flatten(1))  # [b, S k]
-    found = _first(*by_token, most, spec).unflatten(1, (-1, spec.chosen)).transpose(0, 1)
-    return (found if order is None else found[order[0]])[here]
+    local_slice = slice(sequence_group.rank * len(expert_ids), (sequence_group.rank + 1) * len(expert_ids))
+    router_weights, expert_ids = all_gather(router_weights.detach(), sequence_group), all_gather(expert_ids, sequence_group)
+    if token_order is not None:
+        router_weights, expert_ids = router_weights[token_order[1]], expert_ids[token_order[1]]
+    capacity = spec.get_capacity(len(expert_ids))
+    assert capacity is not None
+    by_sequence = (router_weights.transpose(0, 1).flatten(1), expert_ids.transpose(0, 1).flatten(1))  # [b, S k]
+    is_accepted = _is_within_capacity(*by_sequence, capacity, spec).unflatten(1, (-1, spec.top_k)).transpose(0, 1)
+    return (is_accepted if token_order is None else is_accepted[token_order[0]])[local_slice]
 
 
-_STEPS = 1 << 12
-"""Weights are compared in so many steps. Equal tokens at the begin of a sequence have equal weights but for rounding, which
-differs between layouts: so the earlier one goes first."""
+_NUM_WEIGHT_STEPS = 1 << 12
+"""Number of steps per unit of router weight when weights are compared. Equal tokens at the start of a sequence have equal
+weights up to rounding, and rounding differs between layouts. Steps hide it, so the earlier token goes first at every layout."""
 
 
-def _first(weights: torch.Tensor, chosen: torch.Tensor, most: int, spec: RouterSpec) -> torch.Tensor:
-    """The same of whole sequences whose choices lie in the order of the tokens, [b, S k]."""
-    if spec.drops_last:
-        order = torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)
+def _is_within_capacity(router_weights: torch.Tensor, expert_ids: torch.Tensor, capacity: int, spec: RouterSpec) -> torch.Tensor:
+    """Return for each assignment of full sequences whether it fits into the capacity of its expert: bool [b, S k]. Arguments are in
+    the order of the tokens, [b, S k]."""
+    if spec.drops_by_position:
+        priority_order = torch.arange(expert_ids.shape[1], device=expert_ids.device).expand_as(expert_ids)
     else:
-        order = (weights * _STEPS).round().sort(dim=1, descending=True, stable=True).indices
-    experts, of_experts = chosen.gather(1, order).sort(dim=1, stable=True)
-    counts = torch.zeros(len(chosen), spec.experts, dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(1, experts, torch.ones_like(experts))
-    begins = counts.cumsum(1) - counts
-    number = torch.arange(chosen.shape[1], device=chosen.device) - begins.gather(1, experts)
-    return torch.empty_like(number, dtype=torch.bool).scatter_(1, order.gather(1, of_experts), number < most)
+        priority_order = (router_weights * _NUM_WEIGHT_STEPS).round().sort(dim=1, descending=True, stable=True).indices
+    sorted_expert_ids, expert_order = expert_ids.gather(1, priority_order).sort(dim=1, stable=True)
+    assignments_per_expert = torch.zeros(len(expert_ids), spec.num_experts, dtype=torch.int64, device=expert_ids.device)
+    assignments_per_expert.scatter_add_(1, sorted_expert_ids, torch.ones_like(sorted_expert_ids))
+    starts = assignments_per_expert.cumsum(1) - assignments_per_expert
+    queue_position = torch.arange(expert_ids.shape[1], device=expert_ids.device) - starts.gather(1, sorted_expert_ids)
+    return torch.empty_like(queue_position, dtype=torch.bool).scatter_(
+        1, priority_order.gather(1, expert_order), queue_position < capacity
+    )
 
 
-def padded(
-    apply: Callable[[torch.Tensor, Sequence[int]], torch.Tensor], most: int, rows: torch.Tensor, counts: Sequence[int]
+def apply_with_padding(
+    apply_experts: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+    capacity: int,
+    rows: torch.Tensor,
+    rows_per_expert: Sequence[int],
 ) -> torch.Tensor:
-    """What `apply` gives for rows [n, h], of which each expert has so many, where it gets `most` for each, zeros behind them."""
-    begins = [most * expert for expert in range(len(counts))]
-    place = torch.cat([torch.arange(a, a + count, device=rows.device) for a, count in zip(begins, counts, strict=True)])
-    filled = rows.new_zeros(most * len(counts), rows.shape[1]).index_copy(0, place, rows)
-    return apply(filled, [most] * len(counts)).index_select(0, place)
+    """Apply experts to rows padded with zeros to `capacity` rows per expert, and return the outputs of the real rows.
+
+    Args:
+        rows: [n, h], sorted by expert.
+        rows_per_expert: number of rows of each expert, each at most `capacity`.
+    """
+    starts = [capacity * expert for expert in range(len(rows_per_expert))]
+    padded_index = torch.cat(
+        [torch.arange(start, start + count, device=rows.device) for start, count in zip(starts, rows_per_expert, strict=True)]
+    )
+    padded_rows = rows.new_zeros(capacity * len(rows_per_expert), rows.shape[1]).index_copy(0, padded_index, rows)
+    return apply_experts(padded_rows, [capacity] * len(rows_per_expert)).index_select(0, padded_index)

@@ -1,7 +1,7 @@
-"""Products of rows with many matrices: each row with that of its expert. The rows of an expert are neighbours.
+"""Grouped linear layers of mixtures of experts: multiply each row by the matrix of its expert. Rows are sorted by expert.
 
-Shapes: `n` rows, `E` experts of this rank. A weight is [E, out, in], or [E, 2, out, in] for the two halves of a gated MLP; its
-leading dimensions may be one.
+Shapes: `n` rows, `E` local experts. A weight is [E, out, in], or [E, 2, out, in] for the gate and up halves of a gated MLP. Weights
+may have further leading dimensions of size one.
 """
 
 from __future__ import annotations
@@ -16,76 +16,88 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.memory import recompute
-from megatron.parallel.accumulate import accumulate_grouped, now_or_deferred
+from megatron.parallel.accumulate import accumulate_grouped, run_or_defer
 from megatron.parallel.products import product_into, weight_product
 
-GROUPED_BYTES = 64 << 20
-"""Most bytes of weight gradients in bfloat16 that lie beside the float32 ones, where one kernel computes those of many experts."""
+MAX_GROUPED_GRAD_BYTES = 64 << 20
+"""Largest buffer of bfloat16 weight gradients that one grouped kernel writes, in addition to the float32 gradients."""
 _LAUNCH_FLOPS = 1 << 33
-"""FLOPs of a product that a GPU computes while the host launches the next: 14 us at 600 TFLOP/s. An estimate, not measured."""
+"""FLOPs that a GPU computes while the host launches the next matrix product: 14 us at 600 TFLOP/s. An estimate, not measured."""
 _MIN_EXPERTS = 4
-"""With fewer in a kernel, the kernel and the addition of its result save no launches. It also bounds a matrix to 16 MiB, whose
-second trip through memory takes no longer than a launch."""
+"""Smallest number of experts per grouped kernel. With fewer experts, the kernel and the addition of its result save no
+launches. The minimum also limits a matrix to 16 MiB of bfloat16: adding it to the float32 gradient takes no longer than a
+launch."""
 
 
-def grouped_linear(x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int]) -> torch.Tensor:
-    """Multiply each row with the matrix of its expert: [n, in] to [n, out] (or [n, 2 out]).
+def grouped_linear(x: torch.Tensor, weight: nn.Parameter, rows_per_expert: Sequence[int]) -> torch.Tensor:
+    """Multiply each row by the matrix of its expert: [n, in] to [n, out] (or [n, 2 out]).
 
-    The gradient of the weight goes where `accumulate` says, now or deferred; that of an expert without rows is zero.
+    Backward accumulates the weight gradient as `megatron.parallel.accumulate` does, at once or deferred. The gradient of an expert
+    without rows is zero.
 
     Args:
-        counts: rows of each expert.
+        rows_per_expert: number of rows of each expert.
     """
-    return _GroupedLinear.apply(x, weight, counts)
+    return _GroupedLinear.apply(x, weight, rows_per_expert)
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """Autograd function of `grouped_linear`. Saves only x."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, counts: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
-        if recompute.remaking is not None:
-            recompute.remaking.offer(x)
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, rows_per_expert: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
+        if recompute.recomputing_region is not None:
+            recompute.recomputing_region.offer(x)
         ctx.save_for_backward(x)
-        ctx.weight, ctx.counts = weight, counts  # a leaf, which needs no saving
-        return _products(x, _matrices(weight, counts), counts, transposed=True)
+        ctx.weight, ctx.rows_per_expert = weight, rows_per_expert  # the weight is a leaf: autograd need not save it
+        return _matmul_per_expert(x, _view_per_expert(weight, rows_per_expert), rows_per_expert, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:  # type: ignore[override]
-        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+        (x,), weight, rows_per_expert = ctx.saved_tensors, ctx.weight, ctx.rows_per_expert
         grad_output = grad_output.contiguous()
         grad_input = (
-            _products(grad_output, _matrices(weight, counts), counts, transposed=False) if ctx.needs_input_grad[0] else None
+            _matmul_per_expert(grad_output, _view_per_expert(weight, rows_per_expert), rows_per_expert, transposed=False)
+            if ctx.needs_input_grad[0]
+            else None
         )
-        now_or_deferred(
-            lambda: accumulate_grouped(weight, grad_output, x, counts, weight_products),
-            keeps=(grad_output, x),
+        run_or_defer(
+            lambda: accumulate_grouped(weight, grad_output, x, rows_per_expert, compute_weight_grads),
+            inputs=(grad_output, x),
         )
         return grad_input, None, None
 
 
-def _matrices(weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The matrix of each expert [E, ..., in], also of a weight whose leading dimensions are one."""
-    return weight.view(len(counts), -1, weight.shape[-1])
+def _view_per_expert(weight: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
+    """View a weight as one matrix per expert, [E, ..., in], also if it has leading dimensions of size one."""
+    return weight.view(len(rows_per_expert), -1, weight.shape[-1])
 
 
-def _products(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
-    """Rows [n, k] times the matrices [E, m, k] transposed, or [E, k, m] as they are: [n, m]."""
-    if _has_kernel(x.device) and _fits_kernel(x, weight):
-        return in_one_kernel(x, weight, counts, transposed=transposed)
-    return each_product(x, weight, counts, transposed=transposed)
+def _matmul_per_expert(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: Sequence[int], *, transposed: bool) -> torch.Tensor:
+    """Multiply rows [n, k] by the matrices of their experts: [n, m].
+
+    Args:
+        weight: [E, m, k] if `transposed`, otherwise [E, k, m].
+    """
+    if _has_grouped_kernel(x.device) and _kernel_supports(x, weight):
+        return matmul_grouped(x, weight, rows_per_expert, transposed=transposed)
+    return matmul_in_loop(x, weight, rows_per_expert, transposed=transposed)
 
 
 @functools.cache
-def _has_kernel(device: torch.device) -> bool:
-    """Whether torch multiplies with all matrices in one kernel: on GPUs of compute capability 9 and 10. On others `grouped_mm` is a
-    loop, before which the host waits for the numbers of rows (aten/src/ATen/native/cuda/GroupedBlas.cpp). The meta device stands
-    for a GPU that has the kernel."""
+def _has_grouped_kernel(device: torch.device) -> bool:
+    """Return whether torch's `grouped_mm` is one kernel on this device: on GPUs of compute capability 9 and 10.
+
+    On other GPUs `grouped_mm` is a loop, and the host waits for the row counts before it
+    (aten/src/ATen/native/cuda/GroupedBlas.cpp). The meta device counts as a GPU with the kernel.
+    """
     if device.type not in ("cuda", "meta"):
         return False
     return device.type == "meta" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _fits_kernel(*factors: torch.Tensor) -> bool:
-    """Whether the kernel takes rows and matrices: bfloat16, with rows that begin at multiples of 16 bytes."""
+def _kernel_supports(*factors: torch.Tensor) -> bool:
+    """Return whether the grouped kernel supports these factors: bfloat16, not empty, and every row aligned to 16 bytes."""
     return all(
         factor.dtype == torch.bfloat16
         and len(factor)
@@ -95,106 +107,133 @@ def _fits_kernel(*factors: torch.Tensor) -> bool:
     )
 
 
-def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Torch's kernel. The groups that `ends` [E] divides: rows of a [n, k], for b [E, k, m]; or columns of a [k, n] and rows of
-    b [n, m], for a result [E, k, m]."""
+def _call_grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Call torch's grouped kernel.
+
+    Either multiply groups of rows of a [n, k] by the matrices b [E, k, m]: [n, m]. Or multiply groups of columns of a [k, n] by
+    groups of rows of b [n, m]: [E, k, m].
+
+    Args:
+        ends: index at which each group ends, int32 [E].
+    """
     product: torch.Tensor = F.grouped_mm(a, b, offs=ends)
     return product
 
 
-def _on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy numbers of the host, which does not wait: they are in pinned memory."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def _copy_to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy host values to the device without a wait of the host, from pinned memory."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def in_one_kernel(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
-    """The products in torch's kernel."""
-    ends = _on_device(list(accumulate(counts)), torch.int32, x.device)
-    return _grouped(x, weight.transpose(1, 2) if transposed else weight, ends)
+def matmul_grouped(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: Sequence[int], *, transposed: bool) -> torch.Tensor:
+    """Compute the products of `_matmul_per_expert` in one grouped kernel."""
+    ends = _copy_to_device(list(accumulate(rows_per_expert)), torch.int32, x.device)
+    return _call_grouped_mm(x, weight.transpose(1, 2) if transposed else weight, ends)
 
 
-def each_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], *, transposed: bool) -> torch.Tensor:
-    """The same, one expert after the other: what a grouped kernel is compared with, and the way where there is none."""
+def matmul_in_loop(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: Sequence[int], *, transposed: bool) -> torch.Tensor:
+    """Compute the products of `_matmul_per_expert` with one matrix product per expert.
+
+    It is the fallback without a grouped kernel, and the reference for tests of that kernel.
+    """
     out = x.new_empty(len(x), weight.shape[1 if transposed else 2])
-    for rows, matrix in zip(_rows(counts), weight.unbind(), strict=True):
+    for rows, matrix in zip(_row_ranges(rows_per_expert), weight.unbind(), strict=True):
         if rows.start < rows.stop:
             product_into(out[rows], x[rows], matrix.t() if transposed else matrix)
     return out
 
 
-def experts_per_kernel(rows: int, experts: int, outputs: int, inputs: int) -> int:
-    """Return for how many experts one kernel computes weight gradients [outputs, inputs], or 0 to compute each by itself.
+def experts_per_kernel(num_rows: int, num_experts: int, out_features: int, in_features: int) -> int:
+    """Return for how many experts one kernel computes the weight gradients [out_features, in_features]; 0 to compute one product
+    per expert instead.
 
-    Many small products are grouped: the host would take longer to launch them than the GPU to compute them. Large ones are not:
-    a single product is written straight into float32, without a second tensor and without rounding.
+    Many small products are grouped, because the host would take longer to launch them than the GPU to compute them. Large products
+    are not grouped: a single product writes straight into the float32 gradient, without a second tensor and without rounding to
+    bfloat16.
 
     Args:
-        rows: of all experts together.
+        num_rows: rows of all experts together.
     """
-    grouped = min(experts, GROUPED_BYTES // (torch.bfloat16.itemsize * outputs * inputs))
-    return grouped if grouped >= _MIN_EXPERTS and 2 * rows * outputs * inputs < experts * _LAUNCH_FLOPS else 0
+    group_size = min(num_experts, MAX_GROUPED_GRAD_BYTES // (torch.bfloat16.itemsize * out_features * in_features))
+    return (
+        group_size if group_size >= _MIN_EXPERTS and 2 * num_rows * out_features * in_features < num_experts * _LAUNCH_FLOPS else 0
+    )
 
 
-def weight_products(grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], into: torch.Tensor, *, add: bool) -> None:
-    """Write or add to the weight gradient of each expert the product grad_output^T x of its rows.
+def compute_weight_grads(
+    grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], into: torch.Tensor, *, add: bool
+) -> None:
+    """Write or add the weight gradient of each expert, grad_output^T x over its rows.
 
-    Precision: a product by itself is summed and kept in float32 where `weight_product` can. Torch's grouped kernel gives bfloat16.
-    So where `experts_per_kernel` chooses it, the gradient of each microbatch is rounded to bfloat16 once, as torch's own autograd
-    does, before it is added to the float32 sum. The choice depends on the number of rows, which may differ from step to step.
+    Precision: a single product is summed and stored in float32 where `weight_product` supports it. Torch's grouped kernel returns
+    bfloat16. Where `experts_per_kernel` selects the grouped kernel, the gradient of each microbatch is rounded to bfloat16 once, as
+    in torch's autograd, before it is added to the float32 sum. The selection depends on the number of rows, which may differ from
+    step to step.
 
     Args:
         grad_output: [n, out].
         x: [n, in].
-        counts: rows of each expert, n in all.
-        into: [E, out, in].
+        rows_per_expert: number of rows of each expert; the sum is n.
+        into: weight gradients [E, out, in].
         add: add to `into` instead of overwriting it.
     """
-    in_kernel = 0
-    if _has_kernel(x.device) and _fits_kernel(grad_output, x) and grad_output.is_contiguous() and x.is_contiguous():
-        in_kernel = experts_per_kernel(len(x), *into.shape)
-    if in_kernel:
-        grouped_weight_products(grad_output, x, counts, into, in_kernel, add=add)
+    group_size = 0
+    if _has_grouped_kernel(x.device) and _kernel_supports(grad_output, x) and grad_output.is_contiguous() and x.is_contiguous():
+        group_size = experts_per_kernel(len(x), *into.shape)
+    if group_size:
+        compute_weight_grads_grouped(grad_output, x, rows_per_expert, into, group_size, add=add)
     else:
-        each_weight_product(grad_output, x, counts, into, add=add)
+        compute_weight_grads_in_loop(grad_output, x, rows_per_expert, into, add=add)
 
 
-def grouped_weight_products(
-    grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], into: torch.Tensor, in_kernel: int, *, add: bool
+def compute_weight_grads_grouped(
+    grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], into: torch.Tensor, group_size: int, *, add: bool
 ) -> None:
-    """Compute the weight gradients of so many experts at a time in one kernel.
+    """Compute the weight gradients of `group_size` experts at a time in one kernel.
 
-    The groups divide what is summed over: rows of both factors, which may begin anywhere, since each is a multiple of 16 bytes.
+    The groups divide the dimension that the product sums over: the rows of both factors. A group may start at any row, because the
+    size of every row is a multiple of 16 bytes.
     """
-    starts = [0, *accumulate(counts)]
-    chunks = [range(first, min(first + in_kernel, len(counts))) for first in range(0, len(counts), in_kernel)]
-    ends = _on_device([starts[expert + 1] - starts[chunk.start] for chunk in chunks for expert in chunk], torch.int32, x.device)
-    for chunk in chunks:
-        rows, gradients = slice(starts[chunk.start], starts[chunk.stop]), into[chunk.start : chunk.stop]
+    starts = [0, *accumulate(rows_per_expert)]
+    groups = [range(first, min(first + group_size, len(rows_per_expert))) for first in range(0, len(rows_per_expert), group_size)]
+    ends = _copy_to_device(
+        [starts[expert + 1] - starts[group.start] for group in groups for expert in group], torch.int32, x.device
+    )
+    for group in groups:
+        rows, grads = slice(starts[group.start], starts[group.stop]), into[group.start : group.stop]
         if rows.start == rows.stop:
-            _ = None if add else gradients.zero_()
+            _ = None if add else grads.zero_()
             continue
-        products = _grouped(grad_output[rows].t(), x[rows], ends[chunk.start : chunk.stop])
+        group_grads = _call_grouped_mm(grad_output[rows].t(), x[rows], ends[group.start : group.stop])
         # What the kernel writes for an expert without rows is not documented.
-        if empty := [index for index, expert in enumerate(chunk) if not counts[expert]]:
-            products.index_fill_(0, _on_device(empty, torch.int64, x.device), 0)
-        _ = gradients.add_(products) if add else gradients.copy_(products)
-        del products  # before the next ones
+        if empty_experts := [index for index, expert in enumerate(group) if not rows_per_expert[expert]]:
+            group_grads.index_fill_(0, _copy_to_device(empty_experts, torch.int64, x.device), 0)
+        _ = grads.add_(group_grads) if add else grads.copy_(group_grads)
+        del group_grads  # free the buffer before the next group allocates its own
 
 
-def each_weight_product(
-    grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], into: torch.Tensor, *, add: bool
+def compute_weight_grads_in_loop(
+    grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], into: torch.Tensor, *, add: bool
 ) -> None:
-    """Compute the weight gradient of one expert after the other."""
-    for rows, matrix in zip(_rows(counts), into.unbind(), strict=True):
+    """Compute the weight gradients with one matrix product per expert.
+
+    Args:
+        grad_output: [n, out].
+        x: [n, in].
+        rows_per_expert: number of rows of each expert; the sum is n.
+        into: weight gradients [E, out, in].
+        add: add to `into` instead of overwriting it.
+    """
+    for rows, matrix in zip(_row_ranges(rows_per_expert), into.unbind(), strict=True):
         if rows.start < rows.stop:
             weight_product(grad_output[rows], x[rows], matrix, add=add)
         elif not add:
             matrix.zero_()
 
 
-def _rows(counts: Sequence[int]) -> Iterator[slice]:
-    """The rows of each expert."""
+def _row_ranges(rows_per_expert: Sequence[int]) -> Iterator[slice]:
+    """Yield the range of rows of each expert."""
     start = 0
-    for count in counts:
+    for count in rows_per_expert:
         yield slice(start, start + count)
         start += count
