@@ -1,4 +1,4 @@
-"""Updates shards: main parameters and moments, update rules, loss scale, sums of squares for clipping."""
+"""Optimizer over shards: main parameters and optimizer states, update rules, loss scaling, and squared norms for clipping."""
 
 from megatron.moved import find_moved
 

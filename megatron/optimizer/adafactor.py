@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018, algorithms 4 and 5): the second moments of a matrix are kept as those of its rows and columns.
+"""Adafactor (Shazeer and Stern 2018, algorithms 4 and 5): row means and column means represent the second moments of a matrix.
 
 With g the gradient of a matrix [R, C], t the number of the update and b = 1 - t^-decay_rate ::
 
@@ -9,11 +9,11 @@ With g the gradient of a matrix [R, C], t the number of the update and b = 1 - t
     m = beta1 m + (1 - beta1) u, and m in place of u, if there is a first moment
     weights = weights - rate * decay * weights - u
 
-Where the step is relative, the rate is multiplied by max(least_scale, RMS(weights)). Of vectors the second moment is kept for each
-element. Several matrices in one parameter are matrices of their own. All means are over the whole matrix, whichever ranks hold it.
+With --adafactor-relative-step, the rate is multiplied by max(min_scale, RMS(weights)). Vectors have one second moment per element.
+If a parameter holds several matrices, each is treated separately. All means are over the full matrix, on whichever ranks it is.
 
-An update needs two rounds of numbers of whole parameters: the sums over rows and columns, and RMS(u), which follows from them.
-Between these u lies where the gradient did, so no memory is needed for it.
+An update needs two rounds of statistics: first the sums over rows and columns, then RMS(u), which depends on these sums. Between
+the rounds, u overwrites the gradient, so that u needs no extra memory.
 """
 
 from __future__ import annotations
@@ -24,146 +24,164 @@ import torch
 
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.matrices import (
-    Part,
-    add_squares,
-    columns_kept,
-    counted_parts,
-    parts_of,
-    rows_kept,
-    unit_dims,
+    TargetSlice,
+    add_squared_norms,
+    num_unit_dims,
+    slice_norm_range,
+    slice_target,
     unit_numel,
-    units_of,
+    units_shape,
+    view_column_states,
+    view_row_state,
 )
-from megatron.optimizer.rule import KeptState, Target, Update, Updater, UpdateRule
-from megatron.optimizer.statistics import Rounds, Statistic
+from megatron.optimizer.rule import StateSpec, Target, Update, Updater, UpdateRule
+from megatron.optimizer.statistics import Statistic, StatisticsRounds
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam, ParamRecord
-from megatron.parallel.state_shape import COLUMNS, ROWS
+from megatron.parallel.params import ParamPartition, ParamRecord
+from megatron.parallel.state_shape import PER_COLUMN, PER_ROW
 
 _ROWS, _COLUMNS, _FIRST, _SECOND = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg", "exp_avg_sq"
 
 
 class Adafactor(UpdateRule):
-    """See above. Decay and rate are those of the parameter's group."""
+    """Adafactor update rule. Learning rate and weight decay are those of the parameter's group."""
 
     elementwise = False
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.decay_rate, self.clip_threshold = config.adafactor_decay_rate, config.adafactor_clip_threshold
         self.eps, self.beta1 = config.adafactor_eps, config.adafactor_beta1
-        self.least_scale = config.adafactor_least_scale if config.adafactor_relative_step else None
+        self.min_scale = config.adafactor_least_scale if config.adafactor_relative_step else None
 
-    def states(self, record: ParamRecord) -> tuple[KeptState, ...]:
-        """See `UpdateRule`."""
-        first = (KeptState(_FIRST),) if self.beta1 else ()
-        if record.kind == "vector":
-            return (*first, KeptState(_SECOND))
-        return (*first, KeptState(_ROWS, ROWS), KeptState(_COLUMNS, COLUMNS))
+    def states(self, record: ParamRecord) -> tuple[StateSpec, ...]:
+        """Return the optimizer states of a parameter: second moments, factored for matrices, and the first moment if beta1 is not
+        0."""
+        first = (StateSpec(_FIRST),) if self.beta1 else ()
+        if record.param_type == "vector":
+            return (*first, StateSpec(_SECOND))
+        return (*first, StateSpec(_ROWS, PER_ROW), StateSpec(_COLUMNS, PER_COLUMN))
 
-    def statistics(self, param: DividedParam, context: ParallelContext) -> Rounds:
-        """See `UpdateRule`."""
-        record, units = param.record, units_of(param.record)
+    def statistics(self, param: ParamPartition, context: ParallelContext) -> StatisticsRounds:
+        """Return the sums over a full parameter that an update needs, for each of two rounds of reductions.
+
+        - Round 1: sums over rows and columns, sums of the row states and, with --adafactor-relative-step, squared norms of the
+          weights.
+        - Round 2: squared norms of the update.
+        """
+        record, units = param.record, units_shape(param.record)
         first: list[Statistic] = []
-        if record.kind != "vector":
-            first += [Statistic("rows", ROWS.shape(record.shape)), Statistic("columns", COLUMNS.shape(record.shape))]
+        if record.param_type != "vector":
+            first += [Statistic("rows", PER_ROW.shape(record.shape)), Statistic("columns", PER_COLUMN.shape(record.shape))]
             first.append(Statistic("kept", units))
-        if self.least_scale is not None:
+        if self.min_scale is not None:
             first.append(Statistic("weights", units))
         return first, [Statistic("updates", units)]
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
-        ones = [_One(self, target, context) for target in targets]
+        """Build the updater: the function that updates the main parameters and states of the targets in place."""
+        target_updates = [_TargetUpdate(self, target, context) for target in targets]
 
         def step(update: Update) -> Iterator[None]:
-            for one in ones:
-                one.sum(update.factor)
+            for target_update in target_updates:
+                target_update.sum_statistics(update.grad_factor)
             yield
-            kept = 1.0 - update.number**-self.decay_rate
-            for one in ones:
-                one.scale(kept, update.factor)
+            beta2 = 1.0 - update.step**-self.decay_rate
+            for target_update in target_updates:
+                target_update.compute_update(beta2, update.grad_factor)
             yield
-            for one in ones:
-                one.update(update.rate(one.target.group), update.decay(one.target.group))
+            for target_update in target_updates:
+                target_update.update(update.rate(target_update.target.group), update.decay(target_update.target.group))
 
         return step
 
 
-class _One:
-    """One target under update."""
+class _TargetUpdate:
+    """Update of one target (main parameter with its gradient and states), in three steps: sum the statistics, compute the update u,
+    and update the main parameter."""
 
     def __init__(self, rule: Adafactor, target: Target, context: ParallelContext) -> None:
-        self.target, self._rule, self._whole, self._context = target, rule, target.whole, context
-        self._dims, self._numel = unit_dims(target.record), unit_numel(target.record)
-        self._factored = target.record.kind != "vector"
-        self._parts, self._counted = parts_of(target, context), counted_parts(target, context)
+        self.target, self._rule, self._statistics, self._context = target, rule, target.statistics, context
+        self._dims, self._numel = num_unit_dims(target.record), unit_numel(target.record)
+        self._factored = target.record.param_type != "vector"
+        self._slices, self._norm_slices = slice_target(target, context), slice_norm_range(target, context)
 
-    def sum(self, factor: float) -> None:
-        """Give this rank's shares of the first round."""
-        grad, whole = self.target.grad, self._whole
-        if self._rule.least_scale is not None:
-            add_squares(whole["weights"], self.target.main, self._counted, self._dims)
-        if not self._factored:
-            return
-        for part in self._counted:
-            view = part.of(grad)
-            for name, index, dim in (("rows", part.rows, -1), ("columns", part.columns, -2)):
-                norms = torch.linalg.vector_norm(view, dim=dim).mul_(factor)
-                whole[name][index].add_(norms.square_().to(whole[name].device))
-            if part.begins_rows:
-                kept = rows_kept(self.target, _ROWS, part, self._context)
-                whole["kept"][part.units(2)].add_(kept.sum(-1).to(whole["kept"].device))
-
-    def scale(self, kept: float, factor: float) -> None:
-        """Put u where the gradient was, and give this rank's share of its squares.
+    def sum_statistics(self, grad_factor: float) -> None:
+        """Add this rank's contributions to the statistics of the first round of reductions: the sums over rows and columns.
 
         Args:
-            kept: how much of the second moments stays.
+            grad_factor: number by which the gradient is multiplied (clip coefficient / loss scale).
+        """
+        grad, statistics = self.target.grad, self._statistics
+        if self._rule.min_scale is not None:
+            add_squared_norms(statistics["weights"], self.target.main, self._norm_slices, self._dims)
+        if not self._factored:
+            return
+        for target_slice in self._norm_slices:
+            view = target_slice.of(grad)
+            for name, index, dim in (("rows", target_slice.row_index, -1), ("columns", target_slice.column_index, -2)):
+                norms = torch.linalg.vector_norm(view, dim=dim).mul_(grad_factor)
+                statistics[name][index].add_(norms.square_().to(statistics[name].device))
+            if target_slice.has_row_starts:
+                row_state = view_row_state(self.target, _ROWS, target_slice, self._context)
+                statistics["kept"][target_slice.unit_index(2)].add_(row_state.sum(-1).to(statistics["kept"].device))
+
+    def compute_update(self, beta2: float, grad_factor: float) -> None:
+        """Overwrite the gradient with u, and add this rank's contribution to the squared norm of u.
+
+        Args:
+            beta2: decay rate of the second moments in this update (b in the module's formulas).
+            grad_factor: number by which the gradient is multiplied (clip coefficient / loss scale).
         """
         if self._factored:
-            self._scale_by_rows_and_columns(kept, factor)
+            self._compute_factored_update(beta2, grad_factor)
         else:
-            grad, second = self.target.grad.mul_(factor), self.target.moments[_SECOND]
-            second.lerp_(grad.square().add_(self._rule.eps), 1.0 - kept)
+            grad, second = self.target.grad.mul_(grad_factor), self.target.moments[_SECOND]
+            second.lerp_(grad.square().add_(self._rule.eps), 1.0 - beta2)
             grad.mul_(second.rsqrt())
-        add_squares(self._whole["updates"], self.target.grad, self._counted, self._dims)
+        add_squared_norms(self._statistics["updates"], self.target.grad, self._norm_slices, self._dims)
 
-    def _scale_by_rows_and_columns(self, kept: float, factor: float) -> None:
-        target, whole, eps = self.target, self._whole, self._rule.eps
-        num_rows, num_columns = target.record.shape[-2:]
-        device, share = target.main.device, 1.0 - kept
-        # The mean of all rows' means is that of the matrix.
-        mean = kept / num_rows * whole["kept"] + share * (whole["rows"].sum(-1) / self._numel + eps)
-        for columns, index in columns_kept(target, _COLUMNS, self._context):
-            now = whole["columns"][index].to(device) / num_rows + eps
-            columns.lerp_(now, share)
-            whole["columns"][index].copy_(columns)  # from here on what is kept, for the parts
-        for part in self._parts:
-            now = whole["rows"][part.rows].to(device) / num_columns + eps
-            rows = rows_kept(target, _ROWS, part, self._context).lerp_(now, share)
-            by_row = rows.div(mean[part.units(2)].to(device).unsqueeze(-1)).rsqrt_().mul_(factor)
-            by_column = whole["columns"][part.columns].to(device).rsqrt()
-            part.of(target.grad).mul_(by_row.unsqueeze(-1)).mul_(by_column.unsqueeze(-2))
+    def _compute_factored_update(self, beta2: float, grad_factor: float) -> None:
+        """Update the row and column states of a matrix, and overwrite the gradient with u."""
+        target, statistics, eps = self.target, self._statistics, self._rule.eps
+        num_rows, row_length = target.record.shape[-2:]
+        device, new_weight = target.main.device, 1.0 - beta2
+        # The mean of the new row states is the mean of the matrix's second moments.
+        mean = beta2 / num_rows * statistics["kept"] + new_weight * (statistics["rows"].sum(-1) / self._numel + eps)
+        for column_state, index in view_column_states(target, _COLUMNS, self._context):
+            mean_square = statistics["columns"][index].to(device) / num_rows + eps
+            column_state.lerp_(mean_square, new_weight)
+            statistics["columns"][index].copy_(column_state)  # the slices below read the new column states here
+        for target_slice in self._slices:
+            mean_square = statistics["rows"][target_slice.row_index].to(device) / row_length + eps
+            row_state = view_row_state(target, _ROWS, target_slice, self._context).lerp_(mean_square, new_weight)
+            row_factor = row_state.div(mean[target_slice.unit_index(2)].to(device).unsqueeze(-1)).rsqrt_().mul_(grad_factor)
+            column_factor = statistics["columns"][target_slice.column_index].to(device).rsqrt()
+            target_slice.of(target.grad).mul_(row_factor.unsqueeze(-1)).mul_(column_factor.unsqueeze(-2))
 
     def update(self, rate: float, decay: float) -> None:
-        """Make the update."""
+        """Update the main parameter from u, with clipping, first moment and weight decay.
+
+        Args:
+            rate: learning rate of the parameter's group.
+            decay: weight decay of the parameter's group.
+        """
         target, rule = self.target, self._rule
-        root = (self._whole["updates"] / self._numel).sqrt_()
-        scales = rate / (root / rule.clip_threshold).clamp_(min=1.0)
-        shrinks = torch.full_like(scales, rate * decay)
-        if rule.least_scale is not None:
-            relative = (self._whole["weights"] / self._numel).sqrt_().clamp_(min=rule.least_scale)
-            scales, shrinks = scales * relative, shrinks * relative
-        scales, shrinks = scales.to(target.main.device), shrinks.to(target.main.device)
-        for part in self._parts:
-            u = part.of(target.grad).mul_(self._of_units(scales, part))
+        rms = (self._statistics["updates"] / self._numel).sqrt_()
+        scales = rate / (rms / rule.clip_threshold).clamp_(min=1.0)
+        decays = torch.full_like(scales, rate * decay)
+        if rule.min_scale is not None:
+            param_scale = (self._statistics["weights"] / self._numel).sqrt_().clamp_(min=rule.min_scale)
+            scales, decays = scales * param_scale, decays * param_scale
+        scales, decays = scales.to(target.main.device), decays.to(target.main.device)
+        for target_slice in self._slices:
+            u = target_slice.of(target.grad).mul_(self._expand_units(scales, target_slice))
             if rule.beta1:
-                u = part.of(target.moments[_FIRST]).lerp_(u, 1.0 - rule.beta1)
-            main = part.of(target.main)
+                u = target_slice.of(target.moments[_FIRST]).lerp_(u, 1.0 - rule.beta1)
+            main = target_slice.of(target.main)
             if decay:
-                main.mul_(1.0 - self._of_units(shrinks, part))
+                main.mul_(1.0 - self._expand_units(decays, target_slice))
             main.sub_(u)
 
-    def _of_units(self, numbers: torch.Tensor, part: Part) -> torch.Tensor:
-        """The numbers of a part's units, to be multiplied with its elements."""
-        return numbers[part.units(self._dims)][(..., *(None for _ in range(self._dims)))]
+    def _expand_units(self, unit_values: torch.Tensor, target_slice: TargetSlice) -> torch.Tensor:
+        """Return a value per unit (matrix or vector of the parameter) in a shape that broadcasts over the elements of a slice."""
+        return unit_values[target_slice.unit_index(self._dims)][(..., *(None for _ in range(self._dims)))]

@@ -1,14 +1,13 @@
-"""AdamW with both moments in 8 bits, in blocks with a scale each (Dettmers et al. 2022, 8-bit Optimizers via Block-wise
+"""AdamW with 8-bit moments, quantized in blocks with one scale each (Dettmers et al. 2022, 8-bit Optimizers via Block-wise
 Quantization).
 
-A block is `block_size` elements of a row, counted in the whole matrix, the last of a row perhaps shorter. So what is rounded, and
-how, does not depend on the layout. A moment is kept as a code for each element and, for each block, the largest absolute value in
-it. An update works with the moments that the codes stand for, uses its results before they are rounded, and rounds them for the
-next.
+A block is `block_size` consecutive elements of a row of the full matrix; the last block of a row may be shorter. The blocks, and so
+the rounding, do not depend on the layout. A moment is stored as one code per element and, per block, the largest absolute value as
+the scale. An update dequantizes the moments, uses their new values before rounding, and quantizes them for the next update.
 
-Where ranks divide the elements of a block, the largest value is that of all of them: one round of numbers of whole parameters, for
-such blocks alone. These are the blocks at the ends of ZeRO's slices, and in each row those that lie on several tensor ranks.
-Biases and the weights of norms are few, and kept as they are.
+If several ranks hold elements of a block, they need its largest value over all of them. This takes one round of statistics, for
+these blocks only: blocks at the boundaries of ZeRO shards, and blocks of a row that several tensor ranks share. Biases and the
+weights of norms are few and are not quantized.
 """
 
 from __future__ import annotations
@@ -20,195 +19,220 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.rule import KeptState, Target, Update, Updater, UpdateRule
-from megatron.optimizer.statistics import Rounds, Statistic
+from megatron.optimizer.rule import StateSpec, Target, Update, Updater, UpdateRule
+from megatron.optimizer.statistics import Statistic, StatisticsRounds
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam, ParamRecord
-from megatron.parallel.state_shape import BlockRun, Blocks
+from megatron.parallel.params import ParamPartition, ParamRecord
+from megatron.parallel.state_shape import BlockRange, PerBlock
 from megatron.spec.groups import ParamGroup
 
 _FIRST, _SECOND = ("exp_avg_code", "exp_avg_scale"), ("exp_avg_sq_code", "exp_avg_sq_scale")
-_AT_ONCE = 2**22
-"""Elements whose moments are in full precision at a time."""
+_MAX_ELEMENTS = 2**22
+"""Elements whose moments exist in full precision at one time."""
 
 
 @functools.cache
 def dynamic_codes(*, signed: bool) -> tuple[float, ...]:
-    """The 256 values of a code, ascending, from about -1 (or 0) to 1: the dynamic tree of Dettmers 2015.
+    """Return the 256 values that an 8-bit code can stand for, ascending, from about -1 (or 0) to 1: the quantization that Dettmers
+    2015 calls dynamic tree quantization.
 
-    Each of seven decades, [1e-7, 1e-6] to [0.1, 1], has twice as many values as the one below: the middles of equal parts. Zero and
-    one come to them.
+    Each of seven decades, [1e-7, 1e-6] to [0.1, 1], is divided into equal intervals, twice as many as in the decade below. The
+    values are the midpoints of the intervals, and 0 and 1.
+
+    Args:
+        signed: include negative values, with half as many values per decade and sign.
     """
     values = [0.0, 1.0]
     for decade in range(7):
-        parts = 2 ** (decade if signed else decade + 1)
-        middles = [10.0 ** (decade - 6) * (0.1 + 0.9 * (part + 0.5) / parts) for part in range(parts)]
-        values += [*middles, *(-value for value in middles)] if signed else middles
+        num_values = 2 ** (decade if signed else decade + 1)
+        midpoints = [10.0 ** (decade - 6) * (0.1 + 0.9 * (i + 0.5) / num_values) for i in range(num_values)]
+        values += [*midpoints, *(-value for value in midpoints)] if signed else midpoints
     return tuple(sorted(values))
 
 
 class EightBitAdamW(UpdateRule):
-    """See above. Betas and eps are those of the parameter's group."""
+    """AdamW that stores both moments in 8 bits. Betas and eps are those of the parameter group."""
 
     elementwise = False
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.blocks = Blocks(config.adam_8bit_block_size)
+        self.blocks = PerBlock(config.adam_8bit_block_size)
 
-    def states(self, record: ParamRecord) -> tuple[KeptState, ...]:
-        """See `UpdateRule`."""
-        pairs = ((KeptState(code, dtype=torch.uint8), KeptState(scale, self.blocks)) for code, scale in (_FIRST, _SECOND))
+    def states(self, record: ParamRecord) -> tuple[StateSpec, ...]:
+        """Return the optimizer states of a parameter: for both moments, a code per element and a scale per block."""
+        pairs = ((StateSpec(code, dtype=torch.uint8), StateSpec(scale, self.blocks)) for code, scale in (_FIRST, _SECOND))
         return tuple(state for pair in pairs for state in pair)
 
-    def statistics(self, param: DividedParam, context: ParallelContext) -> Rounds:
-        """See `UpdateRule`."""
+    def statistics(self, param: ParamPartition, context: ParallelContext) -> StatisticsRounds:
+        """Return the statistics of a full parameter that an update needs: the largest moments of each block that several ranks
+        share."""
         record = param.record
-        within, ends = self._within_rows(record, context), self._at_ends(record, param.cuts, context)
-        found = [Statistic("within rows", (2, len(within), *record.shape[:-1]), largest=True)] if within else []
-        found += [Statistic("at ends", (2, len(ends)), largest=True)] if ends else []
-        return (found,) if found else ()
+        tp_shared, at_boundaries = self._tp_shared_blocks(record, context), self._boundary_blocks(record, param.boundaries, context)
+        statistics = [Statistic("within rows", (2, len(tp_shared), *record.shape[:-1]), uses_max=True)] if tp_shared else []
+        statistics += [Statistic("at ends", (2, len(at_boundaries)), uses_max=True)] if at_boundaries else []
+        return (statistics,) if statistics else ()
 
-    def _within_rows(self, record: ParamRecord, context: ParallelContext) -> dict[int, int]:
-        """The blocks of every row that several tensor ranks hold, each with its place among them."""
-        (length,), (local,) = record.shape[-1:], record.local_shape(context.axis_sizes)[-1:]
-        cut = dict.fromkeys(first // self.blocks.size for first in range(local, length, local) if first % self.blocks.size)
-        return {block: place for place, block in enumerate(cut)}
+    def _tp_shared_blocks(self, record: ParamRecord, context: ParallelContext) -> dict[int, int]:
+        """Return the blocks of a row whose elements are on several tensor ranks. The values number these blocks from 0."""
+        (row_length,), (local_length,) = record.shape[-1:], record.local_shape(context.axis_sizes)[-1:]
+        shared_blocks = dict.fromkeys(
+            column // self.blocks.block_size
+            for column in range(local_length, row_length, local_length)
+            if column % self.blocks.block_size
+        )
+        return {block: i for i, block in enumerate(shared_blocks)}
 
-    def _at_ends(self, record: ParamRecord, cuts: Sequence[int], context: ParallelContext) -> dict[tuple[int, int, int], int]:
-        """The other blocks that are divided, each with its place among them: (part, row in the part's tensor, block in the row)."""
-        within, length = self._within_rows(record, context), record.local_shape(context.axis_sizes)[-1]
-        found = dict[tuple[int, int, int], int]()
-        for part in range(_num_parts(record, context)):
-            first = part * length % record.shape[-1]
-            for row, column in (divmod(cut, length) for cut in cuts):
-                block, before = divmod(first + column, self.blocks.size)
-                if column and before and block not in within:
-                    found.setdefault((part, row, block), len(found))
-        return found
+    def _boundary_blocks(
+        self, record: ParamRecord, boundaries: Sequence[int], context: ParallelContext
+    ) -> dict[tuple[int, int, int], int]:
+        """Return the blocks that a shard boundary divides, without those of `_tp_shared_blocks`. The values number these blocks
+        from 0.
+
+        A key is (tensor rank, row in the rank's local tensor, block in the row).
+        """
+        tp_shared, local_length = self._tp_shared_blocks(record, context), record.local_shape(context.axis_sizes)[-1]
+        indices = dict[tuple[int, int, int], int]()
+        for tp_rank in range(_num_distinct_tp_ranks(record, context)):
+            first_column = tp_rank * local_length % record.shape[-1]
+            for row, column in (divmod(boundary, local_length) for boundary in boundaries):
+                block, offset_in_block = divmod(first_column + column, self.blocks.block_size)
+                if column and offset_in_block and block not in tp_shared:
+                    indices.setdefault((tp_rank, row, block), len(indices))
+        return indices
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
-        for signed in (True, False):  # now, since the device's copy of a list waits
+        """Build the updater: the function that updates the main parameters and moments of the targets in place."""
+        for signed in (True, False):  # fill the caches now: the host waits when a list is copied to the device
             for target in targets[:1]:
-                _bounds(target.main.dtype, target.main.device, signed=signed)
-                _table(target.main.dtype, target.main.device, signed=signed)
-        runs = [run for target in targets for run in self._runs(target, context)]
-        rounds = any(target.whole for target in targets)
+                _rounding_bounds(target.main.dtype, target.main.device, signed=signed)
+                _code_values(target.main.dtype, target.main.device, signed=signed)
+        block_views = [views for target in targets for views in self._block_views(target, context)]
+        has_statistics = any(target.statistics for target in targets)
 
         def step(update: Update) -> Iterator[None]:
-            for run in runs:
-                if run.shared is not None:
-                    for part in run.chunks():
-                        part.give(update)
-            if rounds:
+            for views in block_views:
+                if views.shared_max is not None:
+                    for batch in views.row_batches():
+                        batch.report_max(update)
+            if has_statistics:
                 yield
-            for run in runs:
-                for part in run.chunks():
-                    part.update(update)
+            for views in block_views:
+                for batch in views.row_batches():
+                    batch.update(update)
 
         return step
 
-    def _runs(self, target: Target, context: ParallelContext) -> Iterator[_BlockRun]:
-        """A target's elements, in blocks."""
+    def _block_views(self, target: Target, context: ParallelContext) -> Iterator[_BlockViews]:
+        """Divide the elements of a target (a part of a main parameter) into quantization blocks, and yield views of blocks of equal
+        length."""
         record, sizes = target.record, context.axis_sizes
-        shape, held = record.local_shape(sizes), record.held_box(sizes, context.coordinates)
-        within, ends = self._within_rows(record, context), self._at_ends(record, target.cuts, context)
-        index = context.coordinates["tp"] if _num_parts(record, context) > 1 else 0
-        for run in self.blocks.runs(shape, held, target.piece):
-            box, shared = run.numbers.box, None
-            end = index, (target.piece.start + run.elements.start) // shape[-1], box.offsets[-1]
-            if box.offsets[-1] in within:
-                of_rows = target.whole["within rows"][:, within[box.offsets[-1]]]
-                shared = of_rows[(slice(None), *box.index[:-1])].view(2, -1)
-            elif end in ends:
-                shared = target.whole["at ends"][:, ends[end], None]
-            yield _BlockRun.of(target, run, shared)
+        shape, local_slice = record.local_shape(sizes), record.local_slice(sizes, context.coordinates)
+        tp_shared, at_boundaries = (
+            self._tp_shared_blocks(record, context),
+            self._boundary_blocks(record, target.shard_boundaries, context),
+        )
+        tp_rank = context.coordinates["tp"] if _num_distinct_tp_ranks(record, context) > 1 else 0
+        for block_range in self.blocks.block_ranges(shape, local_slice, target.flat_range):
+            block_slice, shared_max = block_range.blocks.slice, None
+            block_key = tp_rank, (target.flat_range.start + block_range.elements.offset) // shape[-1], block_slice.offsets[-1]
+            if block_slice.offsets[-1] in tp_shared:
+                row_max = target.statistics["within rows"][:, tp_shared[block_slice.offsets[-1]]]
+                shared_max = row_max[(slice(None), *block_slice.index[:-1])].view(2, -1)
+            elif block_key in at_boundaries:
+                shared_max = target.statistics["at ends"][:, at_boundaries[block_key], None]
+            yield _BlockViews.of(target, block_range, shared_max)
 
 
 @dataclass(frozen=True)
-class _BlockRun:
-    """Equally long blocks, or parts of a block each, one after the other in some rows. All as views [rows, blocks, elements]."""
+class _BlockViews:
+    """Views of a main parameter, its gradient and its moments as quantization blocks, [rows, blocks, elements]. All blocks, or
+    parts of blocks, have equal length and are in consecutive rows."""
 
     group: ParamGroup
     main: torch.Tensor
     grad: torch.Tensor
     codes: tuple[torch.Tensor, torch.Tensor]
-    """For both moments."""
+    """Codes of the first and of the second moment."""
     scales: tuple[torch.Tensor, torch.Tensor]
-    """For both moments: [rows, blocks]."""
-    shared: tuple[torch.Tensor, torch.Tensor] | None
-    """The largest values of both moments, where other ranks have elements of the blocks: [rows, blocks]."""
+    """Scales of the first and of the second moment, [rows, blocks]."""
+    shared_max: tuple[torch.Tensor, torch.Tensor] | None
+    """Largest values of both moments, [rows, blocks], if other ranks hold elements of the blocks; else None."""
 
     @classmethod
-    def of(cls, target: Target, run: BlockRun, shared: torch.Tensor | None) -> _BlockRun:
-        """Some blocks of a target. `shared` is [moments, rows], of one block a row."""
-        numbers, placed, moments = run.numbers, run.elements, target.moments
+    def of(cls, target: Target, block_range: BlockRange, shared_max: torch.Tensor | None) -> _BlockViews:
+        """Build the views of the blocks in a range of a target.
 
-        def elements(flat: torch.Tensor) -> torch.Tensor:
-            rows = flat[placed.start : placed.start + placed.box.numel].view(run.num_rows, -1)
-            return rows[:, run.columns].unflatten(1, (run.num_blocks, -1))
+        Args:
+            shared_max: statistics [moments, rows] if other ranks hold elements of the blocks. There is then one block per row.
+        """
+        blocks, element_rows, states = block_range.blocks, block_range.elements, target.moments
 
-        def of_blocks(flat: torch.Tensor) -> torch.Tensor:
-            return flat[numbers.start : numbers.start + numbers.box.numel].view(run.num_rows, -1)
+        def view_elements(flat: torch.Tensor) -> torch.Tensor:
+            rows = flat[element_rows.offset : element_rows.offset + element_rows.slice.numel].view(block_range.num_rows, -1)
+            return rows[:, block_range.column_range].unflatten(1, (block_range.num_blocks, -1))
 
-        codes = elements(moments[_FIRST[0]]), elements(moments[_SECOND[0]])
-        found = of_blocks(moments[_FIRST[1]]), of_blocks(moments[_SECOND[1]])
-        largest = None if shared is None else (shared[0].unsqueeze(-1), shared[1].unsqueeze(-1))
-        return cls(target.group, elements(target.main), elements(target.grad), codes, found, largest)
+        def view_blocks(flat: torch.Tensor) -> torch.Tensor:
+            return flat[blocks.offset : blocks.offset + blocks.slice.numel].view(block_range.num_rows, -1)
 
-    def chunks(self) -> Iterator[_BlockRun]:
-        """Parts of it, of some rows each, that are worked on at a time."""
-        rows = max(1, _AT_ONCE // self.main[0].numel())
-        for start in range(0, len(self.main), rows):
-            some = slice(start, start + rows)
-            codes, scales = ((first[some], second[some]) for first, second in (self.codes, self.scales))
-            shared = None if self.shared is None else (self.shared[0][some], self.shared[1][some])
-            yield _BlockRun(self.group, self.main[some], self.grad[some], codes, scales, shared)
+        codes = view_elements(states[_FIRST[0]]), view_elements(states[_SECOND[0]])
+        scales = view_blocks(states[_FIRST[1]]), view_blocks(states[_SECOND[1]])
+        block_max = None if shared_max is None else (shared_max[0].unsqueeze(-1), shared_max[1].unsqueeze(-1))
+        return cls(target.group, view_elements(target.main), view_elements(target.grad), codes, scales, block_max)
 
-    def moments(self, update: Update) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both moments after the update, before they are rounded."""
-        (beta1, beta2), grad = self.group.betas, self.grad * update.factor
+    def row_batches(self) -> Iterator[_BlockViews]:
+        """Yield these views in batches of rows, to limit the memory for moments in full precision."""
+        batch_rows = max(1, _MAX_ELEMENTS // self.main[0].numel())
+        for start in range(0, len(self.main), batch_rows):
+            batch = slice(start, start + batch_rows)
+            codes, scales = ((first[batch], second[batch]) for first, second in (self.codes, self.scales))
+            shared_max = None if self.shared_max is None else (self.shared_max[0][batch], self.shared_max[1][batch])
+            yield _BlockViews(self.group, self.main[batch], self.grad[batch], codes, scales, shared_max)
+
+    def compute_moments(self, update: Update) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both moments after the update, before rounding."""
+        (beta1, beta2), grad = self.group.betas, self.grad * update.grad_factor
         first, second = (
-            _table(grad.dtype, grad.device, signed=signed)[codes.int()].mul_(scales.unsqueeze(-1))
+            _code_values(grad.dtype, grad.device, signed=signed)[codes.int()].mul_(scales.unsqueeze(-1))
             for codes, scales, signed in zip(self.codes, self.scales, (True, False), strict=True)
         )
         return first.lerp_(grad, 1.0 - beta1), second.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
 
-    def give(self, update: Update) -> None:
-        """Give the largest values of this rank's elements."""
-        assert self.shared is not None
-        for largest, moment in zip(self.shared, self.moments(update), strict=True):
-            largest.copy_(moment.abs().amax(-1))
+    def report_max(self, update: Update) -> None:
+        """Write the largest moments of each block, over this rank's elements, to the statistics."""
+        assert self.shared_max is not None
+        for block_max, moment in zip(self.shared_max, self.compute_moments(update), strict=True):
+            block_max.copy_(moment.abs().amax(-1))
 
     def update(self, update: Update) -> None:
-        """Make the update, and keep the moments."""
-        first, second = moments = self.moments(update)
-        for place, moment in enumerate(moments):
-            largest = moment.abs().amax(-1) if self.shared is None else self.shared[place].to(moment.device)
-            scales = self.scales[place].copy_(largest).unsqueeze(-1)
-            self.codes[place].copy_(_coded(moment / torch.where(scales > 0, scales, 1.0), signed=place == 0))
+        """Update the main parameters and quantize the moments."""
+        first, second = moments = self.compute_moments(update)
+        for i, moment in enumerate(moments):
+            block_max = moment.abs().amax(-1) if self.shared_max is None else self.shared_max[i].to(moment.device)
+            scales = self.scales[i].copy_(block_max).unsqueeze(-1)
+            self.codes[i].copy_(_quantize(moment / torch.where(scales > 0, scales, 1.0), signed=i == 0))
         (beta1, beta2), rate = self.group.betas, update.rate(self.group)
-        root = second.div_(1.0 - beta2**update.number).sqrt_().add_(self.group.eps)
-        self.main.mul_(1.0 - rate * update.decay(self.group)).addcdiv_(first, root, value=-rate / (1.0 - beta1**update.number))
+        denominator = second.div_(1.0 - beta2**update.step).sqrt_().add_(self.group.eps)
+        self.main.mul_(1.0 - rate * update.decay(self.group)).addcdiv_(first, denominator, value=-rate / (1.0 - beta1**update.step))
 
 
-def _num_parts(record: ParamRecord, context: ParallelContext) -> int:
-    """How many tensor ranks have blocks of their own."""
+def _num_distinct_tp_ranks(record: ParamRecord, context: ParallelContext) -> int:
+    """Return the number of tensor ranks that hold different elements of the parameter; 1 if the parameter is replicated."""
     return 1 if "tp" in record.replicated_axes else context.topology.tp
 
 
 @functools.cache
-def _table(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
+def _code_values(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
+    """Return the values of the 256 codes as a tensor."""
     return torch.tensor(dynamic_codes(signed=signed), dtype=dtype, device=device)
 
 
 @functools.cache
-def _bounds(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
-    """Where the nearest value changes."""
-    table = _table(torch.float64, device, signed=signed)
+def _rounding_bounds(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
+    """Return the midpoints between adjacent code values. A value between two midpoints is rounded to the code between them."""
+    table = _code_values(torch.float64, device, signed=signed)
     return ((table[1:] + table[:-1]) / 2).to(dtype)
 
 
-def _coded(tensor: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """The code of the nearest value to each element."""
-    return torch.bucketize(tensor, _bounds(tensor.dtype, tensor.device, signed=signed), out_int32=True)
+def _quantize(tensor: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """Return for each element the code whose value is nearest."""
+    return torch.bucketize(tensor, _rounding_bounds(tensor.dtype, tensor.device, signed=signed), out_int32=True)

@@ -1,8 +1,8 @@
-"""Scales of the loss: constant, and dynamic for float16.
+"""Loss scaling: a constant scale, and a dynamic scale for float16.
 
-A float16 gradient below 6e-8 becomes zero. So the loss, and with it every gradient, is multiplied by a scale before
-backward and the gradients are divided by it before the update (Micikevicius et al. 2018, "Mixed Precision Training").
-The dynamic scale is as large as the gradients bear: it shrinks when one overflows and grows after a long time without.
+A float16 gradient below 6e-8 becomes zero. So the loss, and with it every gradient, is multiplied by a scale before backward, and
+the gradients are divided by the scale before the update (Micikevicius et al. 2018, "Mixed Precision Training"). The dynamic scale
+is as large as possible without overflow: it shrinks when a gradient overflows and grows after many steps without overflow.
 """
 
 from __future__ import annotations
@@ -10,48 +10,50 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from megatron.config.precision import LARGEST_LOSS_SCALE, PrecisionConfig
+from megatron.config.precision import MAX_LOSS_SCALE, PrecisionConfig
 
 logger = logging.getLogger(__name__)
 
 
 class LossScaleError(RuntimeError):
-    """The gradient overflows although the loss scale is at its minimum."""
+    """Raised if the gradient overflows although the loss scale is already at its minimum."""
 
 
 class GradScaler:
-    """A loss scale that never changes; after a resume it is the one of the command line.
+    """Constant loss scale, set by the command line. A resumed run does not take the scale from the checkpoint.
 
-    It is a number on the host and meets tensors only as a factor, which costs no synchronisation.
+    The scale is a Python float and only multiplies tensors, so it needs no synchronization with the device.
     """
 
     def __init__(self, scale: float) -> None:
         self.scale = float(scale)
-        """What the loss is multiplied by."""
+        """Factor on the loss."""
 
     def update(self, found_inf: bool) -> None:
-        """Take in whether the gradients of a step overflowed (on any rank). The step is skipped then; the scale stays."""
+        """Record whether the gradients of a step overflowed on any rank. That step is then skipped. The constant scale does not
+        change."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next `update` depends on, for JSON and for the reader of a checkpoint."""
+        """Return the state on which future updates of the scale depend, as JSON values for checkpoints."""
         return {"kind": "constant", "scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`. A constant scale has no history."""
+        """Restore the state from `state_dict()`. A constant scale has no state to restore."""
 
 
 class DynamicGradScaler(GradScaler):
-    """A scale that follows the gradients.
+    """Loss scale that adapts to overflows of the gradients.
 
-    `growth_interval` steps in a row without overflow double the scale and refill the hysteresis. An overflow starts the count of
-    such steps again. The `hysteresis`-th overflow since the last refill, and every further one, halves the scale, down to
-    `min_scale`.
+    After `growth_interval` consecutive steps without overflow, the scale doubles and the hysteresis is reset. An overflow resets
+    the count of consecutive steps. Of the overflows since the last reset of the hysteresis, the first `hysteresis` - 1 leave the
+    scale unchanged. Every further overflow halves the scale, down to `min_scale`.
 
     Args:
-        initial_scale: First scale.
-        min_scale: Smallest scale; an overflow at it is an error.
-        growth_interval: Steps without overflow before the scale grows.
-        hysteresis: Overflows before the scale shrinks, that one included; a single clean step refills nothing.
+        initial_scale: first scale.
+        min_scale: smallest scale. An overflow at this scale is an error.
+        growth_interval: steps without overflow before the scale grows.
+        hysteresis: number of overflows since the last reset after which the scale first shrinks. Single steps without overflow do
+            not reset the count.
     """
 
     def __init__(self, initial_scale: float, min_scale: float, growth_interval: int = 1000, hysteresis: int = 2) -> None:
@@ -60,10 +62,13 @@ class DynamicGradScaler(GradScaler):
         self._clean_steps, self._hysteresis_left = 0, hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Take in whether the gradients of a step overflowed (on any rank).
+        """Adapt the scale after a step.
+
+        Args:
+            found_inf: whether the gradients overflowed on any rank.
 
         Raises:
-            LossScaleError: They did, and the scale is already at its minimum.
+            LossScaleError: the gradients overflowed and the scale is already at its minimum.
         """
         if found_inf:
             self._shrink()
@@ -71,22 +76,22 @@ class DynamicGradScaler(GradScaler):
         self._clean_steps += 1
         if self._clean_steps >= self.growth_interval:
             self._clean_steps, self._hysteresis_left = 0, self.hysteresis
-            if self.scale * 2.0 <= LARGEST_LOSS_SCALE:  # else infinity, for ever
+            if self.scale * 2.0 <= MAX_LOSS_SCALE:  # a larger scale would be infinite and stay so
                 self.scale *= 2.0
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and both counts."""
+        """Return the scale, the count of steps without overflow and the remaining hysteresis."""
         counts = {"clean_steps": self._clean_steps, "hysteresis_left": self._hysteresis_left}
         return {"kind": "dynamic", "scale": self.scale, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`; the settings (minimum, interval, hysteresis) stay those of the command line.
+        """Restore the state from `state_dict()`. Minimum, interval and hysteresis stay those of the command line.
 
-        A run that had a constant scale (another precision, or --loss-scale) leaves nothing to continue from: the dynamic
-        scale begins at its first value, and the log says so.
+        The saved run may have had a constant scale (another precision, or --loss-scale). The dynamic scale then starts at
+        --initial-loss-scale, and a warning is logged.
         """
         if state["kind"] != "dynamic":
-            logger.warning("the checkpoint holds no dynamic loss scale: it begins at --initial-loss-scale %g", self.scale)
+            logger.warning("the checkpoint holds no dynamic loss scale: the scale starts at --initial-loss-scale %g", self.scale)
             return
         self.scale = max(float(state["scale"]), self.min_scale)
         self._clean_steps = int(state["clean_steps"])
@@ -106,7 +111,10 @@ class DynamicGradScaler(GradScaler):
 
 
 def make_grad_scaler(precision: PrecisionConfig) -> GradScaler:
-    """The scale that the settings ask for: float16 has a dynamic one, or --loss-scale; other formats need none."""
+    """Build the loss scaler for the precision settings.
+
+    The scale is constant for --loss-scale and dynamic for float16 otherwise. All other formats use a constant scale of 1.
+    """
     if not precision.fp16:
         return GradScaler(1.0)
     if precision.loss_scale is not None:

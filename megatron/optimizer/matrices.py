@@ -1,8 +1,11 @@
-"""How the flat elements that a rank updates lie in the whole parameter, for rules that sum over rows, columns or all of it.
+"""Helpers for update rules that sum over rows, columns or whole matrices: where the flat elements of a target are in the full
+parameter.
 
-A piece is cut into parts: tail of a row, whole rows, head of a row (of a parameter with several matrices more of them). A part is a
-box of the global tensor, so its elements have the box's shape, and what belongs to it of a sum over rows is found by the box too.
-Padding is in no part. A unit is one matrix of a parameter, [R, C], or one vector where it holds vectors: what is summed as a whole.
+A contiguous range of a flattened matrix consists of at most three slices: the end of a row, complete rows, and the start of a row.
+(A parameter with several matrices may need more.) Each slice is a rectangular region of the global tensor. So its elements can be
+viewed in that shape, and the region also gives the index of its row sums in an array of all row sums. Padding is in no slice.
+
+A unit is one matrix [R, C] of a parameter, or one vector of a parameter that holds vectors. Statistics are sums over units.
 """
 
 from __future__ import annotations
@@ -14,153 +17,194 @@ from dataclasses import dataclass
 import torch
 
 from megatron.optimizer.rule import Target
-from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
-from megatron.parallel.state_shape import COLUMNS
-from megatron.spec.weights import score_row
+from megatron.parallel.state_shape import PER_COLUMN
+from megatron.parallel.tensor_slice import BufferSlice, FlatRange
+from megatron.spec.weights import get_score_row
 
 Index = tuple[slice, ...]
 
 
-def unit_dims(record: ParamRecord) -> int:
-    """The number of dimensions of a unit, the last ones."""
-    return 1 if record.kind == "vector" else 2
+def num_unit_dims(record: ParamRecord) -> int:
+    """Return the number of trailing dimensions that form a unit: 1 for vectors, 2 for matrices."""
+    return 1 if record.param_type == "vector" else 2
 
 
-def units_of(record: ParamRecord) -> tuple[int, ...]:
-    """Shape in which the units of a parameter lie: the leading dimensions."""
-    return record.shape[: -unit_dims(record)]
+def units_shape(record: ParamRecord) -> tuple[int, ...]:
+    """Return the leading dimensions of a parameter: the shape of an array with one entry per unit."""
+    return record.shape[: -num_unit_dims(record)]
 
 
 def unit_numel(record: ParamRecord) -> int:
-    """Elements of a unit."""
-    return math.prod(record.shape[-unit_dims(record) :])
+    """Return the number of elements of a unit."""
+    return math.prod(record.shape[-num_unit_dims(record) :])
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some elements of a target that are a box of the global tensor."""
+class TargetSlice:
+    """Slice of a target (a main parameter or a part of it): elements that form a rectangular region of the global tensor,
+    contiguous in the target's flat memory."""
 
-    placed: PlacedBox
+    buffer_slice: BufferSlice
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor like the target's, as a view in the shape of the box."""
-        start = self.placed.start
-        return flat[start : start + self.placed.box.numel].view(self.placed.box.sizes)
+        """Return a view of these elements in the shape of the region.
+
+        Args:
+            flat: flat tensor with one value per element of the target.
+        """
+        start = self.buffer_slice.offset
+        return flat[start : start + self.buffer_slice.slice.numel].view(self.buffer_slice.slice.sizes)
 
     @property
-    def rows(self) -> Index:
-        """Their rows, as an index into numbers of all rows."""
-        return self.placed.box.index[:-1]
+    def row_index(self) -> Index:
+        """Index that selects the rows of this slice in an array with one entry per row of the parameter."""
+        return self.buffer_slice.slice.index[:-1]
 
     @property
-    def columns(self) -> Index:
-        """Their columns, as an index into numbers of all columns."""
-        return (*self.placed.box.index[:-2], self.placed.box.index[-1])
+    def column_index(self) -> Index:
+        """Index that selects the columns of this slice in an array with one entry per column of the parameter."""
+        return (*self.buffer_slice.slice.index[:-2], self.buffer_slice.slice.index[-1])
 
     @property
-    def begins_rows(self) -> bool:
-        """Whether they hold the first elements of their rows."""
-        return self.placed.box.offsets[-1] == 0
+    def has_row_starts(self) -> bool:
+        """Whether the slice starts at the first column, so that it contains the start of each of its rows."""
+        return self.buffer_slice.slice.offsets[-1] == 0
 
-    def units(self, dims: int) -> Index:
-        """Their units, as an index into numbers of all units."""
-        return self.placed.box.index[:-dims]
+    def unit_index(self, dims: int) -> Index:
+        """Return the index that selects the units of this slice in an array with one entry per unit of the parameter.
 
-
-def parts_of(target: Target, context: ParallelContext) -> list[Part]:
-    """All elements of a target, without padding."""
-    return [Part(placed) for placed in target.record.boxes(target.piece, context)]
-
-
-def counted_parts(target: Target, context: ParallelContext) -> list[Part]:
-    """The elements whose shares of sums this rank gives: together the ranks' parts are the parameter, once."""
-    start, counted = target.piece.start, target.counted
-    boxes = target.record.boxes(FlatPiece(start + counted.start, start + counted.stop), context)
-    return [Part(PlacedBox(placed.box, counted.start + placed.start)) for placed in boxes]
+        Args:
+            dims: number of dimensions of a unit (`num_unit_dims`).
+        """
+        return self.buffer_slice.slice.index[:-dims]
 
 
-def rows_kept(target: Target, name: str, part: Part, context: ParallelContext) -> torch.Tensor:
-    """What a target keeps of the rows of a part, as a view: [..., R]. A row is in one part of a target at the most."""
-    length = target.record.local_shape(context.axis_sizes)[-1]
-    first = (target.piece.start + part.placed.start) // length - target.piece.start // length
-    sizes = part.placed.box.sizes[:-1]
-    return target.moments[name][first : first + math.prod(sizes)].view(sizes)
+def slice_target(target: Target, context: ParallelContext) -> list[TargetSlice]:
+    """Divide all elements of a target (a main parameter or a part of it), without padding, into rectangular slices."""
+    return [TargetSlice(buffer_slice) for buffer_slice in target.record.slices(target.flat_range, context)]
 
 
-def columns_kept(target: Target, name: str, context: ParallelContext) -> list[tuple[torch.Tensor, Index]]:
-    """What a target keeps of columns, as views, each with its index into numbers of all columns."""
-    boxes = target.record.state_boxes(COLUMNS, target.piece, context)
-    flat = target.moments[name]
-    return [(flat[one.start : one.start + one.box.numel].view(one.box.sizes), one.box.index) for one in boxes]
+def slice_norm_range(target: Target, context: ParallelContext) -> list[TargetSlice]:
+    """Divide into rectangular slices the elements of a target that this rank contributes to sums over the full parameter.
+
+    Each element of the parameter is in such a slice on exactly one rank.
+    """
+    start, norm_range = target.flat_range.start, target.norm_range
+    buffer_slices = target.record.slices(FlatRange(start + norm_range.start, start + norm_range.stop), context)
+    return [TargetSlice(BufferSlice(buffer_slice.slice, norm_range.start + buffer_slice.offset)) for buffer_slice in buffer_slices]
 
 
-def squares(view: torch.Tensor, dims: int) -> torch.Tensor:
-    """Sums of squares over the last dimensions: first over rows, then wider, see `norms.py`."""
-    rows = torch.linalg.vector_norm(view, dim=-1).double().square_()
-    return (rows.sum(-1) if dims == 2 else rows).to(view.dtype)
+def view_row_state(target: Target, state_name: str, target_slice: TargetSlice, context: ParallelContext) -> torch.Tensor:
+    """Return a view [..., R] of an optimizer state with one value per row, for the rows of a slice. A row is in at most one slice
+    of a target."""
+    row_length = target.record.local_shape(context.axis_sizes)[-1]
+    first_row = (target.flat_range.start + target_slice.buffer_slice.offset) // row_length - target.flat_range.start // row_length
+    sizes = target_slice.buffer_slice.slice.sizes[:-1]
+    return target.moments[state_name][first_row : first_row + math.prod(sizes)].view(sizes)
 
 
-def add_squares(into: torch.Tensor, tensor: torch.Tensor, parts: Sequence[Part], dims: int) -> None:
-    """Add the squares of parts to sums of units."""
-    for part in parts:
-        into[part.units(dims)].add_(squares(part.of(tensor), dims).to(into.device))
+def view_column_states(target: Target, state_name: str, context: ParallelContext) -> list[tuple[torch.Tensor, Index]]:
+    """Return an optimizer state with one value per column, for all columns of a target.
+
+    Returns:
+        views of the state, each with its index in an array with one entry per column of the parameter.
+    """
+    state_slices = target.record.state_slices(PER_COLUMN, target.flat_range, context)
+    flat = target.moments[state_name]
+    return [
+        (
+            flat[state_slice.offset : state_slice.offset + state_slice.slice.numel].view(state_slice.slice.sizes),
+            state_slice.slice.index,
+        )
+        for state_slice in state_slices
+    ]
 
 
-# ---- QK-clip: after an update, the query and key weights of heads whose scores grew too large are scaled down (MuonClip; Kimi K2,
+def unit_squared_norms(view: torch.Tensor, dims: int) -> torch.Tensor:
+    """Return the squared norm of each unit in a view. A unit is a matrix or a vector: the last `dims` dimensions of the view.
+
+    Each row is summed in the tensor's dtype, and the sums of the rows are added in float64, as in `statistics.squared_norms`.
+    """
+    row_sums = torch.linalg.vector_norm(view, dim=-1).double().square_()
+    return (row_sums.sum(-1) if dims == 2 else row_sums).to(view.dtype)
+
+
+def add_squared_norms(unit_sums: torch.Tensor, tensor: torch.Tensor, slices: Sequence[TargetSlice], dims: int) -> None:
+    """Add the squared norms of slices of a tensor to `unit_sums`, an array with one entry per unit.
+
+    Args:
+        dims: number of dimensions of a unit (`num_unit_dims`).
+    """
+    for target_slice in slices:
+        unit_sums[target_slice.unit_index(dims)].add_(unit_squared_norms(target_slice.of(tensor), dims).to(unit_sums.device))
+
+
+# ---- QK-clip: after an update, scale down the query and key weights of heads with too large attention logits (MuonClip; Kimi K2,
 # arXiv 2507.20534, section 2.1).
 #
-# With S the largest score of a head in the step (`megatron.attention.largest`) and gamma = min(1, threshold / S), its queries are
-# multiplied by gamma^alpha and its keys by gamma^(1 - alpha): the same inputs would then have given the threshold. Query heads
-# that share a key head share its gamma, the smallest of theirs, as in Megatron-LM. In latent attention the rotated channels of
-# queries take all of gamma, since the rotated key belongs to all heads.
+# Let S be the largest logit of a head in the step (`megatron.attention.max_logits`) and gamma = min(1, threshold / S). The weights
+# of the head's queries are multiplied by gamma^alpha and those of its keys by gamma^(1 - alpha). With the new weights, the largest
+# logit for the same inputs would be the threshold. Query heads that share a key head use the smallest gamma among them, as in
+# Megatron-LM. In latent attention, the rotated channels of queries are multiplied by gamma, because all heads share the rotated
+# key.
 
 
 class QKClip:
-    """Scales the main parameters before they are averaged and published, so that all that is made of them agrees.
+    """QK-clip: scales down the query and key weights of heads whose attention logits are too large.
+
+    The weights are scaled in the main parameters, after the update. Then the moving averages are updated, and the main parameters
+    are copied to the model's weights.
 
     Args:
-        largest: the largest scores of the step over the whole batch, [layers, query heads]; filled anew in each step.
+        max_logits: largest attention logit of each head in the step over the global batch, [layers, query heads]. The tensor is
+            refilled in each step.
+        threshold: largest logit that is not scaled down.
+        alpha: division of the scaling between queries and keys. For a head that must be scaled by c, queries are multiplied by
+            c^alpha and keys by c^(1 - alpha).
     """
 
-    def __init__(self, largest: torch.Tensor, threshold: float, alpha: float, context: ParallelContext) -> None:
-        self._largest, self._threshold, self._context = largest, threshold, context
+    def __init__(self, max_logits: torch.Tensor, threshold: float, alpha: float, context: ParallelContext) -> None:
+        self._max_logits, self._threshold, self._context = max_logits, threshold, context
         self._exponents = {"query": alpha, "key": 1.0 - alpha, "both": 1.0}
         self._gammas: dict[torch.device, torch.Tensor] = {}
 
-    def begin(self) -> None:
-        """Take the scores of a step. Offloaded parameters get the factors in host memory."""
-        gammas = torch.where(self._largest > self._threshold, self._threshold / self._largest, 1.0)
+    def update_factors(self) -> None:
+        """Compute the number by which the logits of each head must be scaled, from the largest logits of the current step."""
+        gammas = torch.where(self._max_logits > self._threshold, self._threshold / self._max_logits, 1.0)
         self._gammas = {gammas.device: gammas}
 
-    def clipper(self, targets: Sequence[Target]) -> Callable[[], None]:
-        """A function that scales the targets, just updated."""
-        parts = [
-            (part.of(target.main), target.record, part.placed.box.index[0])
+    def build_clip(self, targets: Sequence[Target]) -> Callable[[], None]:
+        """Return a function that scales the query and key rows of the main parameters in `targets`. The caller calls it after the
+        update of the parameters."""
+        query_key_slices = [
+            (target_slice.of(target.main), target.record, target_slice.buffer_slice.slice.index[0])
             for target in targets
-            if target.record.scores is not None
-            for part in parts_of(target, self._context)
+            if target.record.score_rows is not None
+            for target_slice in slice_target(target, self._context)
         ]
 
         def clip() -> None:
-            for view, record, rows in parts:
+            for view, record, rows in query_key_slices:
                 factors = self._factors(record, view.device)[rows].to(view.dtype)
                 view.mul_(factors.view(-1, *[1] * (view.dim() - 1)))
 
         return clip
 
     def _factors(self, record: ParamRecord, device: torch.device) -> torch.Tensor:
-        """The factor of each row of a parameter."""
+        """Return the number by which QK-clip multiplies each row of a parameter, as a tensor on `device`."""
         if device not in self._gammas:
             self._gammas[device] = next(iter(self._gammas.values())).to(device)
-        scores = record.scores
+        scores = record.score_rows
         assert scores is not None
-        gammas = self._gammas[device][score_row(record.name)].view(-1, scores.queries).amin(-1, keepdim=True)  # [units, 1]
-        runs = [
+        gammas = (
+            self._gammas[device][get_score_row(record.name)].view(-1, scores.queries_per_unit).amin(-1, keepdim=True)
+        )  # [units, 1]
+        row_factors = [
             gammas.pow(self._exponents[side]).expand(-1, rows)
             if side in self._exponents
             else torch.ones_like(gammas).expand(-1, rows)
-            for rows, side in scores.runs
+            for rows, side in scores.sections
         ]
-        return torch.cat(runs, 1).flatten()
+        return torch.cat(row_factors, 1).flatten()

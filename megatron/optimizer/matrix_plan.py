@@ -1,12 +1,14 @@
-"""Which rank makes which matrix whole, and what travels for it: a plan, the same on all ranks of a stage. Pure arithmetic.
+"""Plan which rank gathers and updates which full matrix, and the exchange that carries it out.
 
-A rule such as Muon computes with whole matrices, of which each rank holds pieces: tensor ranks hold rows or columns, data ranks
-slices of these. Each matrix is given to one rank of the stage, its owner. In a round every rank sends its pieces to the owners,
-these compute, and send back to each rank what lies over its piece. A piece that several ranks hold, as replicas do, comes from the
-one nearest to the owner, and goes back to all.
+Rules such as Muon compute with full matrices, of which each rank holds shards: tensor ranks hold rows or columns, and data ranks
+hold slices of these. Each matrix has one owner among the ranks of a stage. In a round, every rank sends its shards to the owners,
+the owners compute, and each rank receives the results for the elements of its shards. If several ranks hold the same shard, as
+replicas do, the rank nearest to the owner sends the shard, and all of these ranks receive the result.
 
-Matrices are dealt in the order of their work, the largest first, each to the rank that has the least so far (Graham 1969), in
-rounds of similar ones. So ranks have about equal work in each round, and one round can travel while another is computed.
+Matrices are assigned in descending order of cost, each to the rank with the least load so far (Graham 1969), in rounds of similar
+matrices. So all ranks have about equal load in each round, and the exchange of one round overlaps the computation of another.
+
+The plan depends only on shapes and the layout. Every rank of a stage computes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -21,45 +23,45 @@ from functools import cached_property
 
 import torch
 
-from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
-from megatron.parallel.collectives import Pending, start_exchange
+from megatron.parallel.collectives import Pending, start_all_to_all
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam, ParamRecord
+from megatron.parallel.params import ParamPartition, ParamRecord
+from megatron.parallel.tensor_slice import BufferSlice, FlatRange, TensorSlice, map_flat_range
 from megatron.parallel.topology import STAGE_AXES
 
-MOST_ELEMENTS = 2**24
-"""Elements that a rank makes whole in one round, unless one matrix has more: so many that products of equal shape can go together,
-so few that buffers stay small beside the model (32 MiB in bfloat16)."""
+MAX_ROUND_ELEMENTS = 2**24
+"""Elements that a rank gathers in one round, unless a single matrix is larger. Large enough to batch products of equal shape, and
+small enough that buffers are small compared with the model (32 MiB in bfloat16)."""
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Elements of a matrix that some ranks hold, each of them the same."""
+class MatrixShard:
+    """Part of a matrix: the elements that one rank holds, or that several ranks hold as replicas."""
 
-    places: tuple[int, ...]
-    """Places of these ranks in the stage's group, ascending."""
-    piece: FlatPiece
-    """Which elements of a rank's flattened tensor they are."""
-    boxes: tuple[PlacedBox, ...]
-    """Where they lie in the matrix, in the order of the piece."""
+    ranks: tuple[int, ...]
+    """Ranks within the stage's group that hold the shard, ascending."""
+    flat_range: FlatRange
+    """Range of the elements in each of these ranks' flattened local tensors."""
+    slices: tuple[BufferSlice, ...]
+    """Regions of the matrix that the range covers, in the order of the range."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.piece.stop - self.piece.start
+        return self.flat_range.stop - self.flat_range.start
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The last two dimensions of a parameter, at one index of those before."""
+    """One matrix of a parameter, formed by the last two dimensions at one index of the leading dimensions, and its shards."""
 
     record: ParamRecord
     index: int
-    holdings: tuple[Holding, ...]
+    shards: tuple[MatrixShard, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, columns)."""
+        """Number of rows and of columns."""
         return self.record.shape[-2], self.record.shape[-1]
 
     @property
@@ -69,360 +71,453 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Move:
-    """What travels between the ranks that hold a piece of a matrix and the matrix's owner."""
+class ShardTransfer:
+    """Transfer of one shard between the ranks that hold the shard and the owner of its matrix."""
 
     matrix: Matrix
     owner: int
+    """Rank within the stage's group that computes with the full matrix."""
     sender: int
-    """The one of those that hold the piece that sends it."""
-    holding: Holding
+    """Rank within the stage's group that sends the shard to the owner."""
+    shard: MatrixShard
 
 
 @dataclass(frozen=True)
 class MatrixRound:
-    """Matrices that travel together."""
+    """One round of an update: the matrices that are gathered, computed and scattered at a time."""
 
     owned: tuple[tuple[Matrix, ...], ...]
-    """By the owner's place; those of equal shape and cut are neighbours."""
+    """For each rank within the stage's group, the matrices that it owns in this round. Matrices that can be computed in one batch
+    are adjacent."""
 
     @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """All that travels, by owner, matrix and holding."""
+    def transfers(self) -> tuple[ShardTransfer, ...]:
+        """All transfers of the round, ordered by owner, matrix and shard."""
         return tuple(
-            Move(matrix, owner, min(holding.places, key=lambda one: abs(one - owner)), holding)
+            ShardTransfer(matrix, owner, min(shard.ranks, key=lambda rank: abs(rank - owner)), shard)
             for owner, matrices in enumerate(self.owned)
             for matrix in matrices
-            for holding in matrix.holdings
+            for shard in matrix.shards
         )
 
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """How a stage's matrices are made whole in one update."""
+    """Plan of one update of a stage: the rounds in which its ranks exchange and compute all matrices."""
 
     num_ranks: int
     rounds: tuple[MatrixRound, ...]
 
     @property
     def num_slots(self) -> int:
-        """Buffers of each kind: one is filled while the other travels, if there are several rounds."""
+        """Number of buffers of each type: 2 with several rounds, so that one is filled while the other is in flight; otherwise
+        1."""
         return min(len(self.rounds), 2 if self.num_ranks > 1 else 1)
 
     @cached_property
-    def most_sent(self) -> tuple[int, int]:
-        """The most elements that a rank gives to the exchange in a round, its own included: as a holder, and as an owner."""
-        return max((max(one) for one in self._per_round(0)), default=0), max((max(one) for one in self._per_round(1)), default=0)
+    def max_sent(self) -> tuple[int, int]:
+        """Largest number of elements that any rank sends in a round: of shards to owners, and of results from owners.
+
+        Elements that a rank sends to itself count too.
+        """
+        return max((max(row) for row in self._round_loads(0)), default=0), max(
+            (max(row) for row in self._round_loads(1)), default=0
+        )
 
     @cached_property
-    def most_owned(self) -> int:
-        """The most elements that a rank makes whole in a round."""
-        return max((sum(m.numel for m in matrices) for one in self.rounds for matrices in one.owned), default=0)
+    def max_owned(self) -> int:
+        """Largest number of elements of full matrices that a rank owns in a round, over ranks and rounds."""
+        return max((sum(m.numel for m in matrices) for matrix_round in self.rounds for matrices in matrix_round.owned), default=0)
 
     @cached_property
-    def most_held(self) -> int:
-        """The most elements that come back to a rank in a round."""
-        return max((max(one) for one in self._per_round(2)), default=0)
+    def max_returned(self) -> int:
+        """Largest number of result elements that a rank receives in a round, over ranks and rounds."""
+        return max((max(row) for row in self._round_loads(2)), default=0)
 
     @property
     def buffer_elements(self) -> int:
-        """Elements of all memory of an exchange, the same on all ranks."""
-        out, back = self.most_sent
-        travelling = out + back  # alone, a rank receives in place
+        """Number of elements in all buffers of the exchange. It is the same on all ranks."""
+        max_shard_elements, max_result_elements = self.max_sent
+        exchange_elements = max_shard_elements + max_result_elements  # a single rank uses its send buffers to receive
         if self.num_ranks > 1:
-            travelling += self.most_owned + self.most_held
-        return self.num_slots * travelling + 2 * self.most_owned
+            exchange_elements += self.max_owned + self.max_returned
+        return self.num_slots * exchange_elements + 2 * self.max_owned
 
-    def work(self, of: Callable[[Matrix], float]) -> list[float]:
-        """The work of each rank in an update, by that of a matrix."""
-        done = [0.0] * self.num_ranks
-        for one in self.rounds:
-            for owner, matrices in enumerate(one.owned):
-                done[owner] += sum(of(matrix) for matrix in matrices)
-        return done
+    def compute_rank_costs(self, cost: Callable[[Matrix], float]) -> list[float]:
+        """Return for each rank the total cost of the matrices that it owns in an update.
 
-    def sent(self) -> list[int]:
-        """Elements that each rank sends to others in an update."""
-        total = [0] * self.num_ranks
-        for move in itertools.chain.from_iterable(one.moves for one in self.rounds):
-            total[move.sender] += move.holding.numel * (move.sender != move.owner)
-            total[move.owner] += move.holding.numel * sum(place != move.owner for place in move.holding.places)
-        return total
+        Args:
+            cost: returns the cost of computing with a matrix, for example its FLOPs.
+        """
+        costs = [0.0] * self.num_ranks
+        for matrix_round in self.rounds:
+            for owner, matrices in enumerate(matrix_round.owned):
+                costs[owner] += sum(cost(matrix) for matrix in matrices)
+        return costs
 
-    def _per_round(self, which: int) -> list[list[int]]:
-        """For each round the elements of each rank that it 0 sends as a holder, 1 sends as an owner, 2 gets back as a holder."""
-        found = []
-        for one in self.rounds:
-            counts = [0] * self.num_ranks
-            for move in one.moves:
-                for place_ in ((move.sender,), (move.owner,) * len(move.holding.places), move.holding.places)[which]:
-                    counts[place_] += move.holding.numel
-            found.append(counts)
-        return found
+    def count_sent_elements(self) -> list[int]:
+        """Return the number of elements that each rank sends to other ranks in an update."""
+        sent = [0] * self.num_ranks
+        for transfer in itertools.chain.from_iterable(matrix_round.transfers for matrix_round in self.rounds):
+            sent[transfer.sender] += transfer.shard.numel * (transfer.sender != transfer.owner)
+            sent[transfer.owner] += transfer.shard.numel * sum(rank != transfer.owner for rank in transfer.shard.ranks)
+        return sent
+
+    def _round_loads(self, role: int) -> list[list[int]]:
+        """Return how many elements each rank sends or receives in each round: a list per round, with one number per rank.
+
+        Args:
+            role: 0 counts elements sent to owners, 1 results sent by owners, 2 results received from owners.
+        """
+        loads = []
+        for matrix_round in self.rounds:
+            rank_loads = [0] * self.num_ranks
+            for transfer in matrix_round.transfers:
+                for rank in ((transfer.sender,), (transfer.owner,) * len(transfer.shard.ranks), transfer.shard.ranks)[role]:
+                    rank_loads[rank] += transfer.shard.numel
+            loads.append(rank_loads)
+        return loads
 
 
-def plan_matrices(params: Iterable[DividedParam], context: ParallelContext, work: Callable[[Matrix], float]) -> MatrixPlan:
-    """Plan for the parameters that a stage's rule must see whole.
+def plan_matrices(params: Iterable[ParamPartition], context: ParallelContext, cost: Callable[[Matrix], float]) -> MatrixPlan:
+    """Plan the exchange of a stage's parameters whose update rule needs full matrices.
 
     Args:
-        params: as ranks divide them, in an order that is the same on all ranks.
-        work: that of a matrix, in any unit.
+        params: parameters of the stage, in an order that is the same on all ranks.
+        cost: returns the cost of computing with a matrix, for example its FLOPs. Ranks get about equal sums of costs.
     """
     num_ranks = context.group(*STAGE_AXES).size
-    holders = _Holders(context)
-    matrices = [matrix for param in params for matrix in holders.matrices(param)]
-    rest = sorted(matrices, key=lambda one: (-work(one), one.shape))  # stable
-    least = [(0.0, rank) for rank in range(num_ranks)]  # a heap of (work so far, rank)
+    shard_map = _MatrixShards(context)
+    matrices = [matrix for param in params for matrix in shard_map.matrices(param)]
+    remaining = sorted(matrices, key=lambda m: (-cost(m), m.shape))  # a stable sort
+    rank_loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap of (cost so far, rank)
     rounds = []
-    while rest:
-        count = num_ranks * max(1, MOST_ELEMENTS // rest[0].numel)
-        chosen, rest = rest[:count], rest[count:]
+    while remaining:
+        round_size = num_ranks * max(1, MAX_ROUND_ELEMENTS // remaining[0].numel)
+        round_matrices, remaining = remaining[:round_size], remaining[round_size:]
         owned: list[list[Matrix]] = [[] for _ in range(num_ranks)]
-        for matrix in chosen:
-            done, rank = heapq.heappop(least)
+        for matrix in round_matrices:
+            load, rank = heapq.heappop(rank_loads)
             owned[rank].append(matrix)
-            heapq.heappush(least, (done + work(matrix), rank))
-        rounds.append(MatrixRound(tuple(tuple(sorted(some, key=_kind)) for some in owned)))
+            heapq.heappush(rank_loads, (load + cost(matrix), rank))
+        rounds.append(MatrixRound(tuple(tuple(sorted(rank_matrices, key=_batch_key)) for rank_matrices in owned)))
     return MatrixPlan(num_ranks, tuple(rounds))
 
 
-def by_kind(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
-    """Sorted matrices, those together that can be computed together."""
-    return [list(alike) for _, alike in itertools.groupby(matrices, key=_kind)]
+def group_by_batch_key(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
+    """Group matrices that can be computed in one batch. The matrices must be sorted accordingly, as in `MatrixRound.owned`."""
+    return [list(group) for _, group in itertools.groupby(matrices, key=_batch_key)]
 
 
-def _kind(matrix: Matrix) -> tuple[int, ...]:
-    """What matrices that are computed together have in common: the shape, and how heads lie in the rows."""
-    heads = matrix.record.heads
-    return (*matrix.shape, *((heads.queries, heads.size) if heads else ()))
+def _batch_key(matrix: Matrix) -> tuple[int, ...]:
+    """Return a key that is equal for matrices that can be computed in one batch: the shape, and the arrangement of attention heads
+    in the rows."""
+    heads = matrix.record.fused_heads
+    return (*matrix.shape, *((heads.queries_per_group, heads.head_size) if heads else ()))
 
 
-class _Holders:
-    """Who holds what in a stage."""
+class _MatrixShards:
+    """Finds the matrices of a stage's parameters, and the ranks that hold each shard of a matrix."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self._sizes = context.axis_sizes
+        self._axis_sizes = context.axis_sizes
         ranks = context.group(*STAGE_AXES).ranks
         self._coordinates = [context.topology.coordinates(rank) for rank in ranks]
         self._topology, self._ranks = context.topology, ranks
-        self._found: dict[tuple[tuple[str, ...], int], dict[int, list[int]]] = {}
+        self._ranks_by_shard: dict[tuple[tuple[str, ...], int], dict[int, list[int]]] = {}
 
-    def matrices(self, param: DividedParam) -> list[Matrix]:
-        """The matrices of a parameter."""
+    def matrices(self, param: ParamPartition) -> list[Matrix]:
+        """Return the matrices of a parameter with their shards."""
         record = param.record
-        local_shape = record.local_shape(self._sizes)
-        lead, each = math.prod(local_shape[:-2]), math.prod(local_shape[-2:])
+        local_shape = record.local_shape(self._axis_sizes)
+        num_local_matrices, matrix_numel = math.prod(local_shape[:-2]), math.prod(local_shape[-2:])
         assert all(split.dim >= len(local_shape) - 2 for split in record.splits), f"{record.name} is split between matrices"
-        found: list[list[Holding]] = [[] for _ in range(lead)]
-        for number, piece in enumerate(param.pieces(lead * each)):
-            alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for place_ in self._at(param.axes, param.num_ranks)[param.first + number]:
-                alike[tuple(self._coordinates[place_][split.axis] for split in record.splits)].append(place_)
-            for places in alike.values():
-                held = record.held_box(self._sizes, self._coordinates[places[0]])
-                for index in range(piece.start // each, -(-piece.stop // each)):
-                    part = FlatPiece(max(piece.start, index * each), min(piece.stop, (index + 1) * each))
-                    boxes = place(local_shape, held, part)
-                    if boxes:
-                        own = FlatPiece(part.start, part.start + sum(one.box.numel for one in boxes))
-                        found[index].append(Holding(tuple(places), own, tuple(map(_in_matrix, boxes))))
-        return [Matrix(record, index, tuple(holdings)) for index, holdings in enumerate(found)]
+        shards: list[list[MatrixShard]] = [[] for _ in range(num_local_matrices)]
+        for shard_index, flat_range in enumerate(param.flat_ranges(num_local_matrices * matrix_numel)):
+            replicas: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for rank in self._shard_ranks(param.axes, param.num_ranks)[param.first_rank + shard_index]:
+                replicas[tuple(self._coordinates[rank][split.axis] for split in record.splits)].append(rank)
+            for ranks in replicas.values():
+                local_slice = record.local_slice(self._axis_sizes, self._coordinates[ranks[0]])
+                for index in range(flat_range.start // matrix_numel, -(-flat_range.stop // matrix_numel)):
+                    matrix_range = FlatRange(
+                        max(flat_range.start, index * matrix_numel), min(flat_range.stop, (index + 1) * matrix_numel)
+                    )
+                    buffer_slices = map_flat_range(local_shape, local_slice, matrix_range)
+                    if buffer_slices:
+                        unpadded_range = FlatRange(
+                            matrix_range.start, matrix_range.start + sum(buffer_slice.slice.numel for buffer_slice in buffer_slices)
+                        )
+                        shards[index].append(
+                            MatrixShard(tuple(ranks), unpadded_range, tuple(map(_drop_leading_dims, buffer_slices)))
+                        )
+        return [Matrix(record, index, tuple(matrix_shards)) for index, matrix_shards in enumerate(shards)]
 
-    def _at(self, axes: Sequence[str], num_ranks: int) -> dict[int, list[int]]:
-        """Places in the stage's group of the ranks at each place among those that divide a parameter."""
+    def _shard_ranks(self, axes: Sequence[str], num_ranks: int) -> dict[int, list[int]]:
+        """Return the ranks, within the stage's group, that hold each shard of a parameter. The key is the shard's position among
+        the ranks that divide the parameter.
+
+        Args:
+            axes: axes of the ranks that divide the parameter.
+            num_ranks: number of ranks that divide the parameter.
+        """
         key = (tuple(axes), num_ranks)
-        if key not in self._found:
-            self._found[key] = defaultdict(list)
-            dividing: dict[tuple[int, ...], dict[int, int]] = {}
-            for place_, (rank, coordinates) in enumerate(zip(self._ranks, self._coordinates, strict=True)):
-                others = tuple(coordinates[axis] for axis in STAGE_AXES if axis not in axes)
-                if others not in dividing:
-                    dividing[others] = {one: at for at, one in enumerate(self._topology.group(rank, *axes))}
-                self._found[key][dividing[others][rank] % num_ranks].append(place_)
-        return self._found[key]
+        if key not in self._ranks_by_shard:
+            self._ranks_by_shard[key] = defaultdict(list)
+            ranks_in_group: dict[tuple[int, ...], dict[int, int]] = {}
+            for stage_rank, (rank, coordinates) in enumerate(zip(self._ranks, self._coordinates, strict=True)):
+                other_coordinates = tuple(coordinates[axis] for axis in STAGE_AXES if axis not in axes)
+                if other_coordinates not in ranks_in_group:
+                    ranks_in_group[other_coordinates] = {
+                        group_rank: i for i, group_rank in enumerate(self._topology.group(rank, *axes))
+                    }
+                self._ranks_by_shard[key][ranks_in_group[other_coordinates][rank] % num_ranks].append(stage_rank)
+        return self._ranks_by_shard[key]
 
 
-def _in_matrix(placed: PlacedBox) -> PlacedBox:
-    """A box of one matrix of a tensor, as a box of the matrix."""
-    return PlacedBox(Box(placed.box.offsets[-2:], placed.box.sizes[-2:]), placed.start)
+def _drop_leading_dims(buffer_slice: BufferSlice) -> BufferSlice:
+    """Convert a slice of a parameter that lies within one matrix to a slice of that matrix, without the leading dimensions."""
+    return BufferSlice(TensorSlice(buffer_slice.slice.offsets[-2:], buffer_slice.slice.sizes[-2:]), buffer_slice.offset)
 
 
-# ---- Brings pieces of matrices to the ranks that compute with the whole, and the results back, as a plan says (`matrix_plan.py`).
+# ---- Exchange of matrices by a `MatrixPlan`: bring shards to the owners of the full matrices, and bring the results back.
 #
-# Round by round: while one round's matrices are computed, the next one's pieces travel to their owners, and the results of the one
-# before travel back. Buffers are made once, and all views into them. Their sizes are the largest of any rank, so a plan knows them
-# without asking which rank it is for.
+# While the owners compute the matrices of one round, the shards of the next round and the results of the previous round are in
+# flight. Buffers and all views of them are created once. Their sizes are the maximum over the ranks, so the plan gives them for
+# any rank.
 
 Compute = Callable[[int], None]
-"""Computes the results of one round: from `MatrixExchange.whole` to `MatrixExchange.results`."""
+"""Function that computes the results of a round, given its index. It reads `MatrixExchange.full_matrices` and writes
+`MatrixExchange.results`."""
 
 
 @dataclass(frozen=True)
-class LocalPiece:
-    """What this rank holds of a parameter, and what it gives of it."""
+class LocalShard:
+    """This rank's shard of a parameter, with the values to exchange."""
 
-    piece: FlatPiece
-    """Elements of its flattened tensor."""
-    given: torch.Tensor
-    """What travels to the owners; flat."""
+    flat_range: FlatRange
+    """Range of the shard in the flattened local parameter."""
+    values: torch.Tensor
+    """Flat values that are sent to the owners."""
 
 
 @dataclass(frozen=True)
-class Returned:
-    """Results that came back to this rank."""
+class ReturnedResult:
+    """Result that an owner has computed for some elements of this rank's shard of a parameter."""
 
-    name: str
-    """The parameter's."""
-    piece: FlatPiece
-    """Elements of the rank's piece that they lie over."""
+    param_name: str
+    """Global name of the parameter."""
+    shard_range: FlatRange
+    """Range of the elements within the rank's shard."""
     result: torch.Tensor
-    """Flat; in the dtype of the exchange."""
+    """Flat result, in the dtype of the exchange."""
 
 
 @dataclass(frozen=True)
-class _Travel:
-    """One way of a round."""
+class _Exchange:
+    """One all-to-all of a round, with its buffers and the tensors that are copied into the send buffer."""
 
-    received: torch.Tensor
-    sent: torch.Tensor
-    counts: tuple[list[int], list[int]]
-    """Elements that come from each rank, and that go to each."""
-    filled: list[torch.Tensor]
-    """Views of `sent`."""
-    filled_from: list[torch.Tensor]
+    receive_buffer: torch.Tensor
+    send_buffer: torch.Tensor
+    splits: tuple[list[int], list[int]]
+    """Number of elements received from each rank, and number of elements sent to each rank."""
+    send_views: list[torch.Tensor]
+    """Views of `send_buffer` that are filled before the exchange."""
+    send_sources: list[torch.Tensor]
+    """Tensors that are copied into `send_views`, in the same order."""
 
     def start(self, context: ParallelContext) -> Pending:
-        """Fill what is sent, and let it go."""
-        for view, source in zip(self.filled, self.filled_from, strict=True):
+        """Fill the send buffer and start the all-to-all."""
+        for view, source in zip(self.send_views, self.send_sources, strict=True):
             view.copy_(source, non_blocking=True)
-        return start_exchange(self.received, self.sent, self.counts, context.group(*STAGE_AXES))
+        return start_all_to_all(self.receive_buffer, self.send_buffer, self.splits, context.group(*STAGE_AXES))
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A round, as this rank sees it."""
+class _RoundExchange:
+    """The two all-to-alls of one round on this rank: shards to the owners, and results back."""
 
-    there: _Travel
-    arrived: list[tuple[torch.Tensor, torch.Tensor]]
-    """(box of a whole matrix, what is received for it)."""
-    back: _Travel
-    returned: list[Returned]
+    gather: _Exchange
+    """Exchange that brings shards to the owners."""
+    received_copies: list[tuple[torch.Tensor, torch.Tensor]]
+    """Pairs of a region of a full matrix and the received elements to copy there."""
+    scatter: _Exchange
+    """Exchange that brings results back to the ranks that hold the shards."""
+    returned_results: list[ReturnedResult]
 
 
 class MatrixExchange:
-    """The exchange of one rank.
+    """Carries out a `MatrixPlan` on this rank: exchanges shards and results between the ranks of a stage.
 
     Args:
-        pieces: what this rank holds, by the parameter's name.
-        dtype: in which matrices travel, and are computed.
+        local_shards: shards of this rank by the global name of their parameter.
+        dtype: dtype of the exchange and of the full matrices.
     """
 
-    def __init__(self, plan: MatrixPlan, pieces: Mapping[str, LocalPiece], context: ParallelContext, dtype: torch.dtype) -> None:
-        self.plan, self._pieces, self._context = plan, pieces, context
-        self._place = context.group(*STAGE_AXES).index
-        device, slots, (out, back) = context.device, plan.num_slots, plan.most_sent
+    def __init__(
+        self, plan: MatrixPlan, local_shards: Mapping[str, LocalShard], context: ParallelContext, dtype: torch.dtype
+    ) -> None:
+        self.plan, self._local_shards, self._context = plan, local_shards, context
+        self._stage_rank = context.group(*STAGE_AXES).rank
+        device, num_slots, (max_shard_elements, max_result_elements) = context.device, plan.num_slots, plan.max_sent
 
-        def room(*shape: int) -> torch.Tensor:
+        def allocate(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.whole, self.results = room(plan.most_owned), room(plan.most_owned)
-        """Whole matrices of a round, one after the other, and the results in the same order. Both may be written."""
-        self._out, self._back = room(slots, out), room(slots, back)
-        alone = plan.num_ranks == 1
-        self._arriving = self._out if alone else room(slots, plan.most_owned)
-        self._returning = self._back if alone else room(slots, plan.most_held)
-        self._ways = [self._way(one, number % slots) for number, one in enumerate(plan.rounds)]
+        self.full_matrices, self.results = allocate(plan.max_owned), allocate(plan.max_owned)
+        """Full matrices of a round, one after the other. `results` has the results in the same order. Both may be overwritten."""
+        self._gather_send, self._scatter_send = allocate(num_slots, max_shard_elements), allocate(num_slots, max_result_elements)
+        is_single_rank = plan.num_ranks == 1
+        self._gather_receive = self._gather_send if is_single_rank else allocate(num_slots, plan.max_owned)
+        self._scatter_receive = self._scatter_send if is_single_rank else allocate(num_slots, plan.max_returned)
+        self._round_exchanges = [self._build_round(matrix_round, i % num_slots) for i, matrix_round in enumerate(plan.rounds)]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """All memory that it keeps."""
-        found = [self.whole, self.results, self._out, self._back, self._arriving, self._returning]
-        return list({id(one): one for one in found}.values())
+        """All buffers of the exchange. They stay allocated between updates."""
+        buffers = [
+            self.full_matrices,
+            self.results,
+            self._gather_send,
+            self._scatter_send,
+            self._gather_receive,
+            self._scatter_receive,
+        ]
+        return list({id(buffer): buffer for buffer in buffers}.values())
 
-    def owned(self, number: int) -> Sequence[Matrix]:
-        """The matrices that this rank makes whole in a round, in their order in `whole`."""
-        return self.plan.rounds[number].owned[self._place]
+    def owned_matrices(self, round_index: int) -> Sequence[Matrix]:
+        """Return the matrices that this rank owns in a round, in their order in `full_matrices`."""
+        return self.plan.rounds[round_index].owned[self._stage_rank]
 
-    def run(self, compute: Compute) -> Iterator[Sequence[Returned]]:
-        """Go through all rounds; yields what came back in each, in order. All ranks of the stage do so together."""
-        context, ways = self._context, self._ways
-        there = ways[0].there.start(context) if ways else None
-        before: tuple[Pending, _Way] | None = None
-        for number, way in enumerate(ways):
-            following = ways[number + 1].there.start(context) if number + 1 < len(ways) and self.plan.num_slots > 1 else None
-            assert there is not None
-            there.wait()
-            for box, part in way.arrived:
-                box.copy_(part)
-            compute(number)
-            back = way.back.start(context)
-            if before is not None:
-                before[0].wait()
-                yield before[1].returned
-            before, there = (back, way), following
-            if there is None and number + 1 < len(ways):  # alone: one slot, which is free when its results were taken
-                back.wait()
-                yield way.returned
-                before, there = None, ways[number + 1].there.start(context)
-        if before is not None:
-            before[0].wait()
-            yield before[1].returned
+    def run(self, compute: Compute) -> Iterator[Sequence[ReturnedResult]]:
+        """Run all rounds and yield the results that this rank received in each round, in order.
 
-    def _way(self, one: MatrixRound, slot: int) -> _Way:
-        own = one.owned[self._place]
-        starts, at = {}, 0
-        for matrix in own:
-            starts[matrix], at = at, at + matrix.numel
-        place = self._place
+        All ranks of the stage must call this together.
+        """
+        context, rounds = self._context, self._round_exchanges
+        pending_gather = rounds[0].gather.start(context) if rounds else None
+        previous: tuple[Pending, _RoundExchange] | None = None
+        for round_index, round_exchange in enumerate(rounds):
+            next_gather = (
+                rounds[round_index + 1].gather.start(context) if round_index + 1 < len(rounds) and self.plan.num_slots > 1 else None
+            )
+            assert pending_gather is not None
+            pending_gather.wait()
+            for matrix_view, source in round_exchange.received_copies:
+                matrix_view.copy_(source)
+            compute(round_index)
+            pending_scatter = round_exchange.scatter.start(context)
+            if previous is not None:
+                previous[0].wait()
+                yield previous[1].returned_results
+            previous, pending_gather = (pending_scatter, round_exchange), next_gather
+            if pending_gather is None and round_index + 1 < len(
+                rounds
+            ):  # a single rank has one slot, which is free once its results are consumed
+                pending_scatter.wait()
+                yield round_exchange.returned_results
+                previous, pending_gather = None, rounds[round_index + 1].gather.start(context)
+        if previous is not None:
+            previous[0].wait()
+            yield previous[1].returned_results
+
+    def _build_round(self, matrix_round: MatrixRound, slot: int) -> _RoundExchange:
+        """Build the exchanges of a round, with all views of the buffers.
+
+        Args:
+            slot: index of the send and receive buffers.
+        """
+        owned = matrix_round.owned[self._stage_rank]
+        offsets, offset = {}, 0
+        for matrix in owned:
+            offsets[matrix], offset = offset, offset + matrix.numel
+        stage_rank = self._stage_rank
         ranks = range(self.plan.num_ranks)
-        going = [[move for move in one.moves if move.sender == place and move.owner == owner] for owner in ranks]
-        coming = [[move for move in one.moves if move.owner == place and move.sender == sender] for sender in ranks]
-        returning = [[move for move in one.moves if move.owner == place and holder in move.holding.places] for holder in ranks]
-        returned = [[move for move in one.moves if move.owner == owner and place in move.holding.places] for owner in ranks]
+        to_owners = [
+            [transfer for transfer in matrix_round.transfers if transfer.sender == stage_rank and transfer.owner == owner]
+            for owner in ranks
+        ]
+        from_senders = [
+            [transfer for transfer in matrix_round.transfers if transfer.owner == stage_rank and transfer.sender == sender]
+            for sender in ranks
+        ]
+        to_holders = [
+            [transfer for transfer in matrix_round.transfers if transfer.owner == stage_rank and holder in transfer.shard.ranks]
+            for holder in ranks
+        ]
+        from_owners = [
+            [transfer for transfer in matrix_round.transfers if transfer.owner == owner and stage_rank in transfer.shard.ranks]
+            for owner in ranks
+        ]
 
-        def box_of(room: torch.Tensor, move: Move, number: int) -> torch.Tensor:
-            matrix = room[starts[move.matrix] :][: move.matrix.numel].view(move.matrix.shape)
-            return matrix[move.holding.boxes[number].box.index]
+        def view_slice(buffer: torch.Tensor, transfer: ShardTransfer, slice_index: int) -> torch.Tensor:
+            matrix = buffer[offsets[transfer.matrix] :][: transfer.matrix.numel].view(transfer.matrix.shape)
+            return matrix[transfer.shard.slices[slice_index].slice.index]
 
-        out, arriving = self._out[slot], self._arriving[slot]
-        there = self._travel(arriving, coming, out, going)
-        for move, view in _views(out, going):
-            there.filled.append(view)
-            there.filled_from.append(self._own(move))
-        arrived = []
-        for move, view in _views(arriving, coming):
-            for number, placed in enumerate(move.holding.boxes):
-                part = view[placed.start : placed.start + placed.box.numel].view(placed.box.sizes)
-                arrived.append((box_of(self.whole, move, number), part))
-        leaving, back_here = self._back[slot], self._returning[slot]
-        back = self._travel(back_here, returned, leaving, returning)
-        for move, view in _views(leaving, returning):
-            for number, placed in enumerate(move.holding.boxes):
-                back.filled.append(view[placed.start : placed.start + placed.box.numel].view(placed.box.sizes))
-                back.filled_from.append(box_of(self.results, move, number))
-        came_back = [Returned(move.matrix.record.name, self._inside(move), view) for move, view in _views(back_here, returned)]
-        return _Way(there, arrived, back, came_back)
+        gather_send, gather_receive = self._gather_send[slot], self._gather_receive[slot]
+        gather = self._build_exchange(gather_receive, from_senders, gather_send, to_owners)
+        for transfer, view in _views(gather_send, to_owners):
+            gather.send_views.append(view)
+            gather.send_sources.append(self._local_values(transfer))
+        received_copies = []
+        for transfer, view in _views(gather_receive, from_senders):
+            for slice_index, buffer_slice in enumerate(transfer.shard.slices):
+                received = view[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].view(buffer_slice.slice.sizes)
+                received_copies.append((view_slice(self.full_matrices, transfer, slice_index), received))
+        scatter_send, scatter_receive = self._scatter_send[slot], self._scatter_receive[slot]
+        scatter = self._build_exchange(scatter_receive, from_owners, scatter_send, to_holders)
+        for transfer, view in _views(scatter_send, to_holders):
+            for slice_index, buffer_slice in enumerate(transfer.shard.slices):
+                scatter.send_views.append(
+                    view[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].view(buffer_slice.slice.sizes)
+                )
+                scatter.send_sources.append(view_slice(self.results, transfer, slice_index))
+        returned_results = [
+            ReturnedResult(transfer.matrix.record.name, self._range_in_shard(transfer), view)
+            for transfer, view in _views(scatter_receive, from_owners)
+        ]
+        return _RoundExchange(gather, received_copies, scatter, returned_results)
 
-    def _travel(
-        self, received: torch.Tensor, coming: Sequence[Sequence[Move]], sent: torch.Tensor, going: Sequence[Sequence[Move]]
-    ) -> _Travel:
-        come, go = ([sum(move.holding.numel for move in moves) for moves in one] for one in (coming, going))
-        return _Travel(received[: sum(come)], sent[: sum(go)], (come, go), [], [])
+    def _build_exchange(
+        self,
+        receive_buffer: torch.Tensor,
+        receives: Sequence[Sequence[ShardTransfer]],
+        send_buffer: torch.Tensor,
+        sends: Sequence[Sequence[ShardTransfer]],
+    ) -> _Exchange:
+        """Build an all-to-all whose list of tensors to copy into the send buffer is still empty.
 
-    def _inside(self, move: Move) -> FlatPiece:
-        """The elements of what this rank holds that a move is about."""
-        held, moved = self._pieces[move.matrix.record.name].piece, move.holding.piece
-        assert held.start <= moved.start and moved.stop <= held.stop, f"{move.matrix.record.name}: {moved} lies not in {held}"
-        return FlatPiece(moved.start - held.start, moved.stop - held.start)
+        Args:
+            receives: transfers from each rank.
+            sends: transfers to each rank.
+        """
+        receive_splits, send_splits = (
+            [sum(transfer.shard.numel for transfer in transfers) for transfers in direction] for direction in (receives, sends)
+        )
+        return _Exchange(
+            receive_buffer[: sum(receive_splits)], send_buffer[: sum(send_splits)], (receive_splits, send_splits), [], []
+        )
 
-    def _own(self, move: Move) -> torch.Tensor:
-        inside = self._inside(move)
-        return self._pieces[move.matrix.record.name].given[inside.start : inside.stop]
+    def _range_in_shard(self, transfer: ShardTransfer) -> FlatRange:
+        """Return the range of a transfer's elements within this rank's shard of the parameter."""
+        local_range, transfer_range = self._local_shards[transfer.matrix.record.name].flat_range, transfer.shard.flat_range
+        assert local_range.start <= transfer_range.start and transfer_range.stop <= local_range.stop, (
+            f"{transfer.matrix.record.name}: {transfer_range} lies not in {local_range}"
+        )
+        return FlatRange(transfer_range.start - local_range.start, transfer_range.stop - local_range.start)
+
+    def _local_values(self, transfer: ShardTransfer) -> torch.Tensor:
+        """Return the values of this rank's shard that belong to a transfer."""
+        shard_range = self._range_in_shard(transfer)
+        return self._local_shards[transfer.matrix.record.name].values[shard_range.start : shard_range.stop]
 
 
-def _views(room: torch.Tensor, moves: Sequence[Sequence[Move]]) -> Iterator[tuple[Move, torch.Tensor]]:
-    """Where each move lies in a buffer: those of one rank after those of another."""
-    at = 0
-    for move in (move for some in moves for move in some):
-        yield move, room[at : at + move.holding.numel]
-        at += move.holding.numel
+def _views(
+    buffer: torch.Tensor, transfers_by_rank: Sequence[Sequence[ShardTransfer]]
+) -> Iterator[tuple[ShardTransfer, torch.Tensor]]:
+    """Yield each transfer with its view of a flat buffer. The buffer holds the transfers of the first rank, then those of the
+    second, and so on."""
+    offset = 0
+    for transfer in (transfer for transfers in transfers_by_rank for transfer in transfers):
+        yield transfer, buffer[offset : offset + transfer.shard.numel]
+        offset += transfer.shard.numel

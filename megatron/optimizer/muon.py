@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are brought near to orthogonality, so that an update changes all directions equally.
+"""Muon: momentum whose matrices are approximately orthogonalized, so that an update changes all directions equally.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the decoupled weight decay and the scales of Liu et al. 2025 ("Muon is
 scalable for LLM training", arXiv 2502.16982). For a matrix W [outputs, inputs] with gradient G:
@@ -6,11 +6,12 @@ scalable for LLM training", arXiv 2502.16982). For a matrix W [outputs, inputs] 
     M = momentum M + (1 - momentum) G          (Nesterov: U = momentum M + (1 - momentum) G, else U = M)
     W = (1 - rate decay) W - rate scale NS(U)
 
-NS is Newton and Schulz's iteration, which takes singular values to about 1. It needs the whole matrix. Momentum stays where the
-gradient's piece is, as finely cut as any; the pieces of U travel (`matrix_plan.py`).
+NS is the Newton-Schulz iteration, which moves all singular values close to 1. It needs the full matrix. The momentum stays sharded
+like the gradient, at any granularity. The shards of U are exchanged (`matrix_plan.py`).
 
-What is one matrix: the two halves of a gated MLP are two; queries, keys and values, fused in one weight, are three, as both sources
-have them, and as Megatron-LM does. --muon-no-split-qkv takes the fused weight as one, --muon-split-heads each head of each.
+The two halves of a gated MLP's weight are two matrices. Queries, keys and values, fused in one weight, are three matrices, as in
+both papers and in Megatron-LM. --muon-no-split-qkv treats the fused weight as one matrix. --muon-split-heads treats each head of
+queries, keys and values as a matrix.
 """
 
 from __future__ import annotations
@@ -21,207 +22,221 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.matrix_plan import LocalPiece, Matrix, MatrixExchange, MatrixPlan, by_kind, plan_matrices
-from megatron.optimizer.rule import StageSize, StageWork, Target, Update, Updater, UpdateRule
+from megatron.optimizer.matrix_plan import LocalShard, Matrix, MatrixExchange, MatrixPlan, group_by_batch_key, plan_matrices
+from megatron.optimizer.rule import StageUpdate, StageUpdateSize, Target, Update, Updater, UpdateRule
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam
+from megatron.parallel.params import ParamPartition
 from megatron.parallel.torch_private import foreach_lerp_, foreach_mul_
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Factors of x, x^3 and x^5 (Jordan et al. 2024): steepest at 0, and [0.7, 1.2] is mapped to about itself."""
-_EPS = 1e-7  # added to the norm of a matrix, by which it is divided
+"""Factors of x, x^3 and x^5 (Jordan et al. 2024). The polynomial is steepest at 0 and maps [0.7, 1.2] to about itself."""
+_EPS = 1e-7  # added to the norm by which a matrix is divided
 
 Stack = tuple[int, int, int]
-"""Shape of equal matrices that are computed together: [matrices, rows, columns]."""
+"""Shape of equally shaped matrices that are computed in one batch: [matrices, rows, columns]."""
 
 
 class Muon(UpdateRule):
-    """See the module. The rule of matrices in layers; embeddings, the output layer and vectors have another."""
+    """Muon update rule, for the matrices of transformer layers. Embeddings, the output layer and vectors have another rule."""
 
     moments = ("momentum_buffer",)
     elementwise = False
-    works_with_stage = True
+    has_stage_update = True
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
+        """Build the updater, the function that adds the gradients of the targets to their momentum. `OrthogonalizationUpdate` then
+        updates the main parameters."""
         grads = [target.grad for target in targets]
-        momentum, keeps = [target.moments["momentum_buffer"] for target in targets], self._config.muon_momentum
+        momentum_buffers, momentum_factor = [target.moments["momentum_buffer"] for target in targets], self._config.muon_momentum
 
         def step(update: Update) -> Iterator[None]:
-            if update.factor != 1.0:
-                foreach_mul_(grads, update.factor)
-            foreach_lerp_(momentum, grads, 1.0 - keeps)
+            if update.grad_factor != 1.0:
+                foreach_mul_(grads, update.grad_factor)
+            foreach_lerp_(momentum_buffers, grads, 1.0 - momentum_factor)
             if self._config.muon_use_nesterov:
-                foreach_lerp_(grads, momentum, keeps)
-            yield  # and the stage does its work
+                foreach_lerp_(grads, momentum_buffers, momentum_factor)
+            yield  # the ranks of the stage run `OrthogonalizationUpdate`
 
         return step
 
-    def stage_work(self, targets: Sequence[Target], params: Sequence[DividedParam], context: ParallelContext) -> StageWork:
-        """See `UpdateRule`."""
-        return Orthogonalisation(self._config, targets, params, context)
+    def build_stage_update(
+        self, targets: Sequence[Target], params: Sequence[ParamPartition], context: ParallelContext
+    ) -> StageUpdate:
+        """Build the orthogonalization and update that all ranks of a stage compute together."""
+        return OrthogonalizationUpdate(self._config, targets, params, context)
 
-    def stage_size(self, params: Sequence[DividedParam], context: ParallelContext) -> StageSize:
-        """See `UpdateRule`."""
-        plan, each = matrix_plan(params, self._config, context), exchange_dtype(params, self._config).itemsize
-        memory = plan.buffer_elements + scratch_elements(plan, self._config)
-        return StageSize(memory * each, max(plan.sent(), default=0) * each)
+    def stage_update_size(self, params: Sequence[ParamPartition], context: ParallelContext) -> StageUpdateSize:
+        """Return the memory and traffic of the orthogonalization, the same on all ranks of a stage."""
+        plan, itemsize = build_matrix_plan(params, self._config, context), exchange_dtype(params, self._config).itemsize
+        num_elements = plan.buffer_elements + scratch_elements(plan, self._config)
+        return StageUpdateSize(num_elements * itemsize, max(plan.count_sent_elements(), default=0) * itemsize)
 
 
-class Orthogonalisation(StageWork):
-    """What the ranks of a stage do together: each orthogonalises some matrices, and updates its pieces of all.
+class OrthogonalizationUpdate(StageUpdate):
+    """Update by Muon that all ranks of a stage compute together: each rank orthogonalizes the full matrices that it owns, and
+    updates its shards of all matrices.
 
     Args:
-        targets: this rank's.
-        params: all of the stage that the rule updates, in an order that is the same on all ranks.
+        targets: main parameters of this rank with their gradients and momentum.
+        params: all parameters of the stage with this rule, in an order that is the same on all ranks.
     """
 
     def __init__(
-        self, config: OptimizerConfig, targets: Sequence[Target], params: Sequence[DividedParam], context: ParallelContext
+        self, config: OptimizerConfig, targets: Sequence[Target], params: Sequence[ParamPartition], context: ParallelContext
     ) -> None:
         self._config = config
         self._targets = {target.record.name: target for target in targets}
         nesterov = config.muon_use_nesterov
-        pieces = {
-            name: LocalPiece(one.piece, one.grad if nesterov else one.moments["momentum_buffer"])
-            for name, one in self._targets.items()
+        local_shards = {
+            name: LocalShard(t.flat_range, t.grad if nesterov else t.moments["momentum_buffer"])
+            for name, t in self._targets.items()
         }
-        plan, dtype = matrix_plan(params, config, context), exchange_dtype(params, config)
-        self._exchange = MatrixExchange(plan, pieces, context, dtype)
+        plan, dtype = build_matrix_plan(params, config, context), exchange_dtype(params, config)
+        self._exchange = MatrixExchange(plan, local_shards, context, dtype)
         scratch = scratch_elements(plan, config)
-        self._products = torch.empty(2, scratch // 2, dtype=dtype, device=context.device)
-        self._kinds = [by_kind(self._exchange.owned(number)) for number in range(len(plan.rounds))]
+        self._scratch = torch.empty(2, scratch // 2, dtype=dtype, device=context.device)
+        self._batches = [group_by_batch_key(self._exchange.owned_matrices(round_index)) for round_index in range(len(plan.rounds))]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """See `StageWork`."""
-        return [*self._exchange.buffers, self._products]
+        """Buffers of the exchange and scratch memory for products."""
+        return [*self._exchange.buffers, self._scratch]
 
     def run(self, update: Update) -> None:
-        """See `StageWork`."""
-        for returned in self._exchange.run(self._compute):
-            for one in returned:
-                target = self._targets[one.name]
-                main, rate = target.main[one.piece.start : one.piece.stop], update.rate(target.group)
+        """Orthogonalize all matrices of the stage and update this rank's targets."""
+        for results in self._exchange.run(self._compute):
+            for result in results:
+                target = self._targets[result.param_name]
+                main, rate = target.main[result.shard_range.start : result.shard_range.stop], update.rate(target.group)
                 main.mul_(1.0 - rate * update.decay(target.group))
-                main.add_(one.result.to(main.device), alpha=-rate)
+                main.add_(result.result.to(main.device), alpha=-rate)
 
-    def _compute(self, number: int) -> None:
-        """Orthogonalise a round's matrices. What starts in `whole` ends in `results`, whatever the number of steps."""
-        exchange, config, at = self._exchange, self._config, 0
-        for matrices in self._kinds[number]:
-            numel, heads = sum(matrix.numel for matrix in matrices), matrices[0].record.heads
-            stacks = _stacks_of(len(matrices), matrices[0], config)
-            whole, results = exchange.whole[at : at + numel], exchange.results[at : at + numel]
-            at += numel
+    def _compute(self, round_index: int) -> None:
+        """Orthogonalize the matrices that this rank owns in a round: read `full_matrices` of the exchange and write its
+        `results`."""
+        exchange, config, offset = self._exchange, self._config, 0
+        for matrices in self._batches[round_index]:
+            numel, heads = sum(matrix.numel for matrix in matrices), matrices[0].record.fused_heads
+            stacks = _stack_shapes(len(matrices), matrices[0], config)
+            inputs, results = exchange.full_matrices[offset : offset + numel], exchange.results[offset : offset + numel]
+            offset += numel
             if heads is None or len(stacks) == 1:
-                if self._orthogonalise(whole, results, stacks) is not results:
-                    results.copy_(whole)
+                if self._orthogonalize(inputs, results, stacks) is not results:
+                    results.copy_(inputs)
                 continue
-            # Heads lie group by group. Those of queries are put together, and so are those of keys and of values.
-            queries, columns = heads.queries, matrices[0].shape[1]
-            groups, split = (len(matrices), -1, queries + 2, heads.size, columns), math.prod(stacks[0])
-            of_queries, of_others = (len(matrices), -1, queries, heads.size, columns), (len(matrices), 2, -1, heads.size, columns)
-            results[:split].view(of_queries).copy_(whole.view(groups)[:, :, :queries])
-            results[split:].view(of_others).copy_(whole.view(groups)[:, :, queries:].transpose(1, 2))
-            if self._orthogonalise(results, whole, stacks) is not whole:
-                whole.copy_(results)
-            results.view(groups)[:, :, :queries].copy_(whole[:split].view(of_queries))
-            results.view(groups)[:, :, queries:].copy_(whole[split:].view(of_others).transpose(1, 2))
+            # The rows are in query groups: query heads, one key head, one value head. Collect all queries, all keys and all values.
+            queries_per_group, row_length = heads.queries_per_group, matrices[0].shape[1]
+            qkv_shape, query_numel = (len(matrices), -1, queries_per_group + 2, heads.head_size, row_length), math.prod(stacks[0])
+            query_shape, key_value_shape = (
+                (len(matrices), -1, queries_per_group, heads.head_size, row_length),
+                (len(matrices), 2, -1, heads.head_size, row_length),
+            )
+            results[:query_numel].view(query_shape).copy_(inputs.view(qkv_shape)[:, :, :queries_per_group])
+            results[query_numel:].view(key_value_shape).copy_(inputs.view(qkv_shape)[:, :, queries_per_group:].transpose(1, 2))
+            if self._orthogonalize(results, inputs, stacks) is not inputs:
+                inputs.copy_(results)
+            results.view(qkv_shape)[:, :, :queries_per_group].copy_(inputs[:query_numel].view(query_shape))
+            results.view(qkv_shape)[:, :, queries_per_group:].copy_(inputs[query_numel:].view(key_value_shape).transpose(1, 2))
 
-    def _orthogonalise(self, x: torch.Tensor, other: torch.Tensor, stacks: Sequence[Stack]) -> torch.Tensor:
-        """Orthogonalise and scale stacks that lie one after the other in x; the result is in x or in other."""
-        at, steps, found = 0, self._config.muon_num_ns_steps, x
+    def _orthogonalize(self, x: torch.Tensor, scratch: torch.Tensor, stacks: Sequence[Stack]) -> torch.Tensor:
+        """Orthogonalize and scale the matrices in x, which are stored stack after stack. Return the buffer with the result, x or
+        scratch."""
+        offset, steps, result_buffer = 0, self._config.muon_num_ns_steps, x
         for stack in stacks:
-            count, rows, columns = stack
-            numel, side = math.prod(stack), min(rows, columns)
-            here = slice(at, at + numel)
-            a, b = (products[: count * side * side].view(count, side, side) for products in self._products)
-            result = newton_schulz(x[here].view(stack), other[here].view(stack), a, b, steps)
-            result.mul_(scale_of(rows, columns, self._config))
-            found, at = other if steps % 2 else x, at + numel
-        return found
+            count, rows, row_length = stack
+            numel, side = math.prod(stack), min(rows, row_length)
+            stack_range = slice(offset, offset + numel)
+            a, b = (product[: count * side * side].view(count, side, side) for product in self._scratch)
+            result = newton_schulz(x[stack_range].view(stack), scratch[stack_range].view(stack), a, b, steps)
+            result.mul_(update_scale(rows, row_length, self._config))
+            result_buffer, offset = scratch if steps % 2 else x, offset + numel
+        return result_buffer
 
 
-def newton_schulz(x: torch.Tensor, other: torch.Tensor, a: torch.Tensor, b: torch.Tensor, steps: int) -> torch.Tensor:
-    """Take the singular values of matrices to about 1.
+def newton_schulz(x: torch.Tensor, scratch: torch.Tensor, a: torch.Tensor, b: torch.Tensor, steps: int) -> torch.Tensor:
+    """Move the singular values of matrices close to 1 by Newton-Schulz iterations.
 
     Args:
-        x: [k, m, n]; overwritten.
-        other, a, b: memory like x, and twice [k, s, s] with s the smaller of m and n.
+        x: matrices [k, m, n]; overwritten.
+        scratch: memory of the shape of x.
+        a, b: scratch memory [k, s, s], where s is the smaller of m and n.
+        steps: number of iterations.
 
     Returns:
-        x or other, whichever has the result.
+        x or scratch, whichever has the result.
     """
     first, third, fifth = NS_COEFFICIENTS
-    wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide) + _EPS)
-    tall = x.shape[-2] > x.shape[-1]
+    norm_dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=norm_dtype) + _EPS)
+    is_tall = x.shape[-2] > x.shape[-1]
     for _ in range(steps):
-        torch.bmm(*((x.mT, x) if tall else (x, x.mT)), out=a)
+        torch.bmm(*((x.mT, x) if is_tall else (x, x.mT)), out=a)
         torch.baddbmm(a, a, a, beta=third, alpha=fifth, out=b)
-        torch.baddbmm(x, *((x, b) if tall else (b, x)), beta=first, out=other)
-        x, other = other, x
+        torch.baddbmm(x, *((x, b) if is_tall else (b, x)), beta=first, out=scratch)
+        x, scratch = scratch, x
     return x
 
 
-def scale_of(rows: int, columns: int, config: OptimizerConfig) -> float:
-    """The factor on an orthogonalised matrix [outputs, inputs].
+def update_scale(num_outputs: int, num_inputs: int, config: OptimizerConfig) -> float:
+    """Return the number by which an orthogonalized matrix [outputs, inputs] is multiplied, by --muon-scale-mode.
 
-    - spectral: sqrt(max(outputs, inputs)), so that elements have the same mean square in matrices of every shape. With
-      --muon-extra-scale-factor 0.2 it is about that of AdamW's updates, and its rates carry over (Liu et al. 2025, section 2.2).
-    - unit_rms_norm: sqrt(outputs / inputs), by which outputs change as much as inputs are large (Bernstein 2025).
-    - shape_scaling: the same but at least 1 (Jordan et al. 2024).
+    - spectral: sqrt(max(outputs, inputs)). The elements then have the same mean square in matrices of every shape. With
+      --muon-extra-scale-factor 0.2 the mean square is about that of AdamW's updates, so AdamW's learning rates can be used (Liu et
+      al. 2025, section 2.2).
+    - unit_rms_norm: sqrt(outputs / inputs). The change of the outputs is then as large as the inputs (Bernstein 2025).
+    - shape_scaling: sqrt(outputs / inputs), but at least 1 (Jordan et al. 2024).
     """
     factor = {
-        "spectral": math.sqrt(max(rows, columns)),
-        "unit_rms_norm": math.sqrt(rows / columns),
-        "shape_scaling": math.sqrt(max(1.0, rows / columns)),
+        "spectral": math.sqrt(max(num_outputs, num_inputs)),
+        "unit_rms_norm": math.sqrt(num_outputs / num_inputs),
+        "shape_scaling": math.sqrt(max(1.0, num_outputs / num_inputs)),
     }[config.muon_scale_mode]
     return factor * config.muon_extra_scale_factor
 
 
-def exchange_dtype(params: Sequence[DividedParam], config: OptimizerConfig) -> torch.dtype:
-    """In which dtype matrices travel and are orthogonalised: float64 where all is."""
+def exchange_dtype(params: Sequence[ParamPartition], config: OptimizerConfig) -> torch.dtype:
+    """Return the dtype in which matrices are exchanged and orthogonalized: --muon-dtype, or float64 if main parameters are
+    float64."""
     if any(param.main_dtype == torch.float64 for param in params):
         return torch.float64
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.muon_dtype]
 
 
-def matrix_plan(params: Sequence[DividedParam], config: OptimizerConfig, context: ParallelContext) -> MatrixPlan:
-    """Which rank orthogonalises which matrix."""
-    return plan_matrices(params, context, lambda matrix: flops(matrix, config))
+def build_matrix_plan(params: Sequence[ParamPartition], config: OptimizerConfig, context: ParallelContext) -> MatrixPlan:
+    """Plan which rank orthogonalizes which matrix."""
+    return plan_matrices(params, context, lambda matrix: matrix_flops(matrix, config))
 
 
-def flops(matrix: Matrix, config: OptimizerConfig) -> float:
-    """Number of them in a matrix's orthogonalisation: per step 4 s^2 l + 2 s^3 with its sides s <= l."""
+def matrix_flops(matrix: Matrix, config: OptimizerConfig) -> float:
+    """Return the floating-point operations to orthogonalize a matrix. A step takes 4 s^2 l + 2 s^3 for sides s <= l."""
     return sum(
         count * config.muon_num_ns_steps * (4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3)
-        for count, m, n in _stacks_of(1, matrix, config)
+        for count, m, n in _stack_shapes(1, matrix, config)
     )
 
 
 def scratch_elements(plan: MatrixPlan, config: OptimizerConfig) -> int:
-    """Elements of memory for the small products of the fullest round of any rank."""
+    """Return the number of elements of scratch memory that `newton_schulz` needs for two products [k, s, s], for the largest batch
+    of any round and rank."""
     sizes = (
         count * min(m, n) ** 2
-        for one in plan.rounds
-        for owned in one.owned
-        for matrices in by_kind(owned)
-        for count, m, n in _stacks_of(len(matrices), matrices[0], config)
+        for matrix_round in plan.rounds
+        for owned in matrix_round.owned
+        for matrices in group_by_batch_key(owned)
+        for count, m, n in _stack_shapes(len(matrices), matrices[0], config)
     )
     return 2 * max(sizes, default=0)
 
 
-def _stacks_of(count: int, matrix: Matrix, config: OptimizerConfig) -> list[Stack]:
-    """The stacks of so many matrices of one kind."""
-    (rows, columns), heads = matrix.shape, matrix.record.heads
+def _stack_shapes(count: int, matrix: Matrix, config: OptimizerConfig) -> list[Stack]:
+    """Return the shapes of the stacks that `count` equal matrices form, after queries, keys and values are separated."""
+    (rows, row_length), heads = matrix.shape, matrix.record.fused_heads
     if heads is not None and config.muon_split_heads:
-        return [(count * (rows // heads.size), heads.size, columns)]
+        return [(count * (rows // heads.head_size), heads.head_size, row_length)]
     if heads is None or config.muon_no_split_qkv:
-        return [(count, rows, columns)]
-    each = rows // (heads.queries + 2)
-    return [(count, each * heads.queries, columns), (2 * count, each, columns)]
+        return [(count, rows, row_length)]
+    rows_per_query_group = rows // (heads.queries_per_group + 2)
+    return [(count, rows_per_query_group * heads.queries_per_group, row_length), (2 * count, rows_per_query_group, row_length)]

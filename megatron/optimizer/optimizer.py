@@ -1,9 +1,14 @@
-"""One optimizer over shards. Parameters in float32 or wider are their own main parameters; those in 16 bits have float32 copies.
+"""Optimizer over the shards of one rank.
 
-It makes the main parameters and moments of each group of shards, on the device or in host memory, by the rule of each parameter. It
-updates one group after the other, so that gathering the parameters of one group overlaps the update of the next. (Rules that need
-numbers of whole parameters, see `statistics.py`, or whole matrices, see `matrix_plan.py`, begin with all groups.) Unscaling and
-clipping are one factor on the gradient, which torch's fused kernels apply while they update, so it costs no pass over memory.
+A parameter in float32 or wider is its own main parameter. A 16-bit parameter has a float32 copy as its main parameter.
+
+For each group of shards, the optimizer allocates main parameters and states, on the device or in host memory. The update rule of
+each parameter decides which states there are. The optimizer updates one group after the other, so that the all-gather of one
+group's parameters overlaps the update of the next group. Rules that need statistics of full parameters (`statistics.py`) or full
+matrices (`matrix_plan.py`) first run the reductions and exchanges for all groups.
+
+Unscaling and clipping are one factor on the gradient. Torch's fused kernels apply this factor during the update, so it needs no
+extra pass over memory.
 """
 
 from __future__ import annotations
@@ -15,31 +20,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.placement import Link, OnDevice, OnHost, StatePlacement, choose_offloaded
+from megatron.optimizer.placement import HostTransfer, OnDevice, OnHost, StatePlacement, select_offloaded
 from megatron.optimizer.rule import Update, UpdateRule
-from megatron.optimizer.rules import rules_of
-from megatron.optimizer.statistics import WholeNumbers
+from megatron.optimizer.rules import build_rule_selector
+from megatron.optimizer.statistics import ParamStatistics
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam, Shard, ShardGroup
-from megatron.spec.groups import RUN_ENDS, RateEnds, groups_of
+from megatron.parallel.params import ParamPartition, Shard, ShardGroup
+from megatron.spec.groups import DEFAULT_LR_BOUNDS, LearningRateBounds, build_group_lookup
 
 if TYPE_CHECKING:
     from megatron.optimizer.matrices import QKClip
 
 
 class ShardedOptimizer:
-    """Makes and updates `main` and `moments` of each shard of some groups.
+    """Optimizer that allocates and updates the main parameters and optimizer states of this rank's shards.
 
-    Gradients and weights must stay at the same place in memory as long as the optimizer lives.
+    Gradients and weights must keep their memory addresses for the lifetime of the optimizer.
 
     Args:
-        context: gives the shapes of parameters, and the groups over which a rule may communicate.
-        staged: whether the gradients and weights of offloaded shards are copied from and to the device; by default on every device
-            but the CPU, whose memory is the host's.
-        largest: the largest scores of a step, [layers, query heads]; only --qk-clip needs them.
-        frozen: what it never changes, and checkpoints hold beside its shards.
+        groups: shards, grouped by whose updated parameters are all-gathered together.
+        context: provides the local shapes of parameters and the process groups for the rules' communication.
+        uses_staging: copy gradients of offloaded shards from the device to the host, and updated weights back. False if the
+            device's memory is the host's memory. Default: True, except on the CPU and the meta device.
+        max_logits: largest attention logit of each head in a step, [layers, query heads]. Required only for --qk-clip.
+        frozen_shards: shards that the optimizer does not update but that checkpoints contain.
 
     Raises:
         ValueError: a package that the settings need is not installed.
@@ -51,121 +57,135 @@ class ShardedOptimizer:
         config: OptimizerConfig,
         context: ParallelContext,
         *,
-        staged: bool | None = None,
-        largest: torch.Tensor | None = None,
-        frozen: Sequence[Shard] = (),
+        uses_staging: bool | None = None,
+        max_logits: torch.Tensor | None = None,
+        frozen_shards: Sequence[Shard] = (),
     ) -> None:
-        self.groups, self.frozen = list(groups), list(frozen)
+        self.groups, self.frozen_shards = list(groups), list(frozen_shards)
         self.shards = [shard for group in self.groups for shard in group.shards]
-        self.num_updates = 0
-        """Updates made so far, also before a resume. (The moments are loaded in place.)"""
+        self.num_steps = 0
+        """Updates made so far, including those before a resume. (The states are loaded in place.)"""
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        movable = {shard.record.name: shard.grad.numel() for shard in self.shards if not shard.on_host}
-        self._chosen = chosen = choose_offloaded(movable, fraction)
-        if staged is None:
-            staged = context.device.type not in ("cpu", "meta")
-        link = Link(context.device) if chosen and staged else None
-        rule_of, group_of = rules_of(config), groups_of(config)
-        self.own_ends = {group_of(shard.record).ends for shard in self.shards} - {RUN_ENDS}
-        """Ends of the learning rate's courses that differ from the run's."""
+        offloadable = {shard.record.name: shard.grad.numel() for shard in self.shards if not shard.on_host}
+        self._offloaded_names = offloaded_names = select_offloaded(offloadable, fraction)
+        if uses_staging is None:
+            uses_staging = context.device.type not in ("cpu", "meta")
+        transfer = HostTransfer(context.device) if offloaded_names and uses_staging else None
+        select_rule, get_group = build_rule_selector(config), build_group_lookup(config)
+        self.custom_lr_bounds = {get_group(shard.record).lr_bounds for shard in self.shards} - {DEFAULT_LR_BOUNDS}
+        """Maximum and minimum learning rates of parameter groups that differ from --lr and --min-lr."""
         params = [param for group in self.groups for param in group.params]
-        self._numbers = WholeNumbers(params, lambda param: rule_of(param.record).statistics(param, context), context)
-        self._clip: QKClip | None = None
+        self._statistics = ParamStatistics(params, lambda param: select_rule(param.record).statistics(param, context), context)
+        self._qk_clip: QKClip | None = None
         if config.qk_clip:
-            assert largest is not None, "they were watched"
-            self._clip = named("megatron.optimizer.matrices:QKClip")(
-                largest, config.qk_clip_threshold, config.qk_clip_alpha, context
+            assert max_logits is not None, "--qk-clip needs the largest attention logits"
+            self._qk_clip = import_object("megatron.optimizer.matrices:QKClip")(
+                max_logits, config.qk_clip_threshold, config.qk_clip_alpha, context
             )
         self._placements: list[list[StatePlacement]] = []
         for group in self.groups:
-            # Placements on the device come first: its kernels only have to be started, and run while the host updates the others.
-            together: dict[tuple[bool, UpdateRule], list[Shard]] = {}
-            for shard in sorted(group.shards, key=lambda shard: shard.record.name in chosen):
-                together.setdefault((shard.record.name in chosen, rule_of(shard.record)), []).append(shard)
+            # Placements on the device come first: their kernels are only launched, and run while the host updates offloaded shards.
+            shards_by_rule: dict[tuple[bool, UpdateRule], list[Shard]] = {}
+            for shard in sorted(group.shards, key=lambda shard: shard.record.name in offloaded_names):
+                shards_by_rule.setdefault((shard.record.name in offloaded_names, select_rule(shard.record)), []).append(shard)
             self._placements.append(
                 [
-                    OnHost(group, shards, rule, group_of, context, self._numbers, config.ema_decay, link, self._clip)
-                    if offloaded and link is not None
-                    else OnDevice(shards, rule, group_of, context, self._numbers, config.ema_decay, self._clip)
-                    for (offloaded, rule), shards in together.items()
+                    OnHost(group, shards, rule, get_group, context, self._statistics, config.ema_decay, transfer, self._qk_clip)
+                    if offloaded and transfer is not None
+                    else OnDevice(shards, rule, get_group, context, self._statistics, config.ema_decay, self._qk_clip)
+                    for (offloaded, rule), shards in shards_by_rule.items()
                 ]
             )
 
-        placed = list(itertools.chain(*self._placements))
-        together_by: dict[UpdateRule, list[DividedParam]] = {}
+        all_placements = list(itertools.chain(*self._placements))
+        params_by_rule: dict[UpdateRule, list[ParamPartition]] = {}
         for param in params:
-            together_by.setdefault(rule_of(param.record), []).append(param)
-        self._stage_works = [
-            rule.stage_work([target for one in placed if one.rule is rule for target in one.targets], some, context)
-            for rule, some in together_by.items()
-            if rule.works_with_stage
+            params_by_rule.setdefault(select_rule(param.record), []).append(param)
+        self._stage_updates = [
+            rule.build_stage_update(
+                [target for placement in all_placements if placement.rule is rule for target in placement.targets],
+                rule_params,
+                context,
+            )
+            for rule, rule_params in params_by_rule.items()
+            if rule.has_stage_update
         ]
-        """What the ranks of a stage do together, in an order that is the same on all of them."""
-        self.averages = config.ema_decay is not None
-        """Whether the shards have an average of the weights."""
-        self.begin_averages()
+        """Updates that all ranks of a stage compute together, in the same order on all of these ranks."""
+        self.has_averages = config.ema_decay is not None
+        """Whether the shards have an exponential moving average of the weights."""
+        self.reset_averages()
 
     @property
-    def held(self) -> list[Shard]:
-        """All shards, those that it never changes too: what checkpoints hold."""
-        return [*self.shards, *self.frozen]
+    def checkpoint_shards(self) -> list[Shard]:
+        """All shards that checkpoints contain: the updated shards and the frozen ones."""
+        return [*self.shards, *self.frozen_shards]
 
     @torch.no_grad()
-    def begin_averages(self) -> None:
-        """Let the averages of the weights, if there are any, begin at the main parameters as they are."""
+    def reset_averages(self) -> None:
+        """Set the moving averages of the weights to the current main parameters. Do nothing if the run keeps no averages."""
         for shard in self.shards:
             if shard.average is not None:
-                shard.average.copy_(shard.main)
+                shard.average.copy_(shard.main_param)
 
     @property
-    def offloaded(self) -> list[Shard]:
-        """The shards whose main parameters and moments are in host memory."""
-        return [shard for shard in self.shards if shard.on_host or shard.record.name in self._chosen]
+    def offloaded_shards(self) -> list[Shard]:
+        """Shards whose main parameters and optimizer states are in host memory."""
+        return [shard for shard in self.shards if shard.on_host or shard.record.name in self._offloaded_names]
 
     @property
-    def staging(self) -> list[torch.Tensor]:
-        """Host memory that gradients and weights of offloaded shards pass through."""
-        on_host = [placed for placements in self._placements for placed in placements if isinstance(placed, OnHost)]
-        return [tensor for placed in on_host for tensor in placed.staging]
+    def staging_buffers(self) -> list[torch.Tensor]:
+        """Host buffers for the gradients and updated weights of offloaded shards."""
+        host_placements = [
+            placement for placements in self._placements for placement in placements if isinstance(placement, OnHost)
+        ]
+        return [tensor for placement in host_placements for tensor in placement.staging_buffers]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Memory of the numbers of whole parameters, and of what the ranks of a stage do together."""
-        return [*self._numbers.buffers, *(buffer for work in self._stage_works for buffer in work.buffers)]
+        """Buffers for statistics of full parameters (such as norms), and for updates that all ranks of a stage compute together."""
+        return [*self._statistics.buffers, *(buffer for stage_update in self._stage_updates for buffer in stage_update.buffers)]
 
     @torch.no_grad()
     def step(
-        self, learning_rate: float, weight_decay: float, factor: float, own_rates: Mapping[RateEnds, float] = MappingProxyType({})
+        self,
+        learning_rate: float,
+        weight_decay: float,
+        grad_factor: float,
+        group_rates: Mapping[LearningRateBounds, float] = MappingProxyType({}),
     ) -> None:
-        """Make one update.
+        """Update all shards once. After each group of shards, start the all-gather of the group's updated parameters.
 
         Args:
-            factor: multiplies every gradient: clip coefficient / loss scale.
-            own_rates: the learning rates of groups whose course ends elsewhere.
+            learning_rate: current value of the --lr schedule.
+            weight_decay: current weight decay, before the factors of the parameter groups.
+            grad_factor: factor on every gradient, that is clip coefficient / loss scale.
+            group_rates: current learning rates of the parameter groups with bounds other than --lr and --min-lr.
         """
-        update = Update(learning_rate, weight_decay, factor, self.num_updates + 1, own_rates)
-        if self._clip is not None:
-            self._clip.begin()
-        running = [[placement.update(update) for placement in placements] for placements in self._placements]
-        self._numbers.begin()
-        for number in range(max(self._numbers.num_rounds, int(bool(self._stage_works)))):
-            for placement, one in zip(itertools.chain(*self._placements), itertools.chain(*running), strict=True):
-                if placement.num_rounds > number:
-                    next(one, None)
-            if number < self._numbers.num_rounds:
-                self._numbers.put_together(number)
-            for work in self._stage_works if number == 0 else ():
-                work.run(update)
-        for group, updates in zip(self.groups, running, strict=True):
-            for one in updates:
-                assert next(one, True), "a rule has more rounds than statistics"
-            group.publish()
-        self.num_updates += 1
+        update = Update(learning_rate, weight_decay, grad_factor, self.num_steps + 1, group_rates)
+        if self._qk_clip is not None:
+            self._qk_clip.update_factors()
+        updates_by_group = [[placement.update(update) for placement in placements] for placements in self._placements]
+        self._statistics.reset()
+        for round_index in range(max(self._statistics.num_rounds, int(bool(self._stage_updates)))):
+            for placement, placement_update in zip(
+                itertools.chain(*self._placements), itertools.chain(*updates_by_group), strict=True
+            ):
+                if placement.num_rounds > round_index:
+                    next(placement_update, None)
+            if round_index < self._statistics.num_rounds:
+                self._statistics.reduce_round(round_index)
+            for stage_update in self._stage_updates if round_index == 0 else ():
+                stage_update.run(update)
+        for group, group_updates in zip(self.groups, updates_by_group, strict=True):
+            for placement_update in group_updates:
+                assert next(placement_update, True), "an updater yields more often than its rule has rounds of statistics"
+            group.gather_params()
+        self.num_steps += 1
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the main parameters as they are to the weights, here and on the other ranks that hold them."""
+    def copy_main_to_model_params(self) -> None:
+        """Copy the current main parameters to the model's weights, on this rank and on the other ranks that hold these weights."""
         for group, placements in zip(self.groups, self._placements, strict=True):
             for placement in placements:
-                placement.write()
-            group.publish()
+                placement.copy_main_to_model_params()
+            group.gather_params()

@@ -1,17 +1,21 @@
-"""Update rules: what each must see of a parameter, which state it keeps, and the code that updates. AdamW is here too.
+"""Update rules: the interface between the sharded optimizer and an algorithm such as AdamW. AdamW itself is also here.
 
-A rule is chosen for each parameter by its group (`spec/groups.py`) and its record, so an optimizer may treat some parameters
-differently (as Muon leaves vectors and embeddings to AdamW). It gets targets: the main parameters that lie on this rank, each with
-its parameter's record and group, which gives its rate and decay (`Update.rate`, `Update.decay`). A rule does not know how state is
-cut over the data ranks, reduced, published, saved or kept in host memory; and the code that does these things does not know the
-rule. To add one, write a subclass of UpdateRule and enter in `rules.py` which parameters it gets.
+A rule declares its optimizer states and its statistics of full parameters (such as norms), and builds the functions that update.
+The parameter group (`spec/groups.py`) and the record of a parameter select its rule. An optimizer may therefore treat some
+parameters differently, as Muon leaves vectors and embeddings to AdamW.
 
-A target is a view of the main parameter with a view of its gradient. It is flat and any part of the parameter, and may be cut
-further unless the rule says that it is not `elementwise`. What a rule must know of whole parameters it asks for as statistics. One
-that needs whole matrices has work for all ranks of a stage together (`StageWork`), as Muon has.
+A rule updates targets: the main parameters of this rank, each with its parameter's record and group. `Update.rate` and
+`Update.decay` give the group's learning rate and weight decay. A rule does not depend on how states are sharded, reduced, gathered,
+saved or offloaded, and the code for these tasks does not depend on the rule. To add a rule, write a subclass of UpdateRule and
+define in `rules.py` which parameters use it.
 
-torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time:
-there the bookkeeping of `torch.optim.AdamW.step`, driven out of the cache by the data, takes a third as long as the kernel.
+A target is a flat view of a main parameter and its gradient, or of any part of them. It may be divided further unless the rule sets
+`elementwise` to False. A rule that needs numbers about full parameters declares statistics. A rule that needs full matrices, such
+as Muon, runs a computation on all ranks of a stage (`StageUpdate`).
+
+Torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time.
+At this size, the bookkeeping of `torch.optim.AdamW.step` takes a third as long as the kernel, because the data evicts it from the
+cache.
 """
 
 from __future__ import annotations
@@ -26,161 +30,185 @@ from typing import Any
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.statistics import Rounds
-from megatron.parallel.boxes import FlatPiece, aligned
+from megatron.optimizer.statistics import StatisticsRounds
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam, ParamRecord
-from megatron.parallel.state_shape import ELEMENTS, StateShape
+from megatron.parallel.params import ParamPartition, ParamRecord
+from megatron.parallel.state_shape import PER_ELEMENT, StateShape
+from megatron.parallel.tensor_slice import FlatRange, align_numel
 from megatron.parallel.torch_private import foreach_mul_, fused_adamw_
-from megatron.spec.groups import RUN_ENDS, ParamGroup, RateEnds
+from megatron.spec.groups import DEFAULT_LR_BOUNDS, LearningRateBounds, ParamGroup
 
 
 @dataclass(frozen=True)
 class Target:
-    """One main parameter, or a part of one, as an update rule sees it."""
+    """Input of an update rule: a main parameter, or a part of it, with its gradient and optimizer states."""
 
     main: torch.Tensor
-    """The elements, which are updated in place."""
+    """Elements of the main parameter. Updated in place."""
     grad: torch.Tensor
-    """Their gradient, neither unscaled nor clipped; see `Update.factor`."""
+    """Gradient of the elements in `main`, not yet multiplied by `Update.grad_factor`, which unscales and clips it."""
     moments: dict[str, torch.Tensor]
-    """The states by name; zeros at first, updated in place. One with a number for each element has the shape of `main`."""
+    """Optimizer states by name, initially zero. Updated in place. States with one number per element have the shape of `main`."""
     record: ParamRecord
     group: ParamGroup
-    piece: FlatPiece
-    """The elements of this rank's flattened parameter that `main` holds, where it is flat."""
-    counted: range
-    """Indices of the elements of `main` whose shares of the whole parameter's sums this rank gives."""
-    cuts: tuple[int, ...]
-    """Elements of this rank's flattened parameter at which another rank's piece begins, see `DividedParam`."""
-    whole: Mapping[str, torch.Tensor]
-    """The numbers of the whole parameter that the rule asked for, see `statistics.py`."""
+    flat_range: FlatRange
+    """Range, in this rank's flattened local parameter, of the elements in `main`."""
+    norm_range: range
+    """Indices in `main` of the elements that this rank contributes to sums over the full parameter."""
+    shard_boundaries: tuple[int, ...]
+    """Elements of this rank's flattened parameter at which another rank's shard starts (see `ParamPartition`)."""
+    statistics: Mapping[str, torch.Tensor]
+    """Statistics of the full parameter (such as norms) that `UpdateRule.statistics` declares, by name."""
 
 
 @dataclass
 class Update:
-    """The numbers of one update of all parameters."""
+    """One update of all parameters: its number, learning rates, weight decay and the number by which gradients are multiplied."""
 
     learning_rate: float
-    """The value of --lr now; `rate` gives the learning rate of a group."""
+    """Current value of the --lr schedule. `rate` returns the learning rate of a parameter group."""
     weight_decay: float
-    """Weight decay before a group's factor; a group's is `decay`."""
-    factor: float
-    """Multiplies every gradient: clip coefficient / loss scale."""
-    number: int
-    """Number of the update, counted from 1."""
-    own_rates: Mapping[RateEnds, float] = field(default_factory=dict)
-    """The learning rates of courses that end elsewhere than the run's."""
-    _made: dict[tuple[float, torch.device], torch.Tensor] = field(default_factory=dict)
+    """Current weight decay, without the factors of the parameter groups. `decay` returns the weight decay of a parameter group."""
+    grad_factor: float
+    """Number by which every gradient is multiplied: clip coefficient / loss scale."""
+    step: int
+    """Number of the update, starting at 1."""
+    group_rates: Mapping[LearningRateBounds, float] = field(default_factory=dict)
+    """Current learning rates of the parameter groups whose bounds differ from --lr and --min-lr."""
+    _scalars: dict[tuple[float, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def scalar(self, value: float, device: torch.device) -> torch.Tensor:
-        """A float32 scalar on a device, made once for each value."""
-        if (value, device) not in self._made:
-            self._made[value, device] = torch.full((), value, dtype=torch.float32, device=device)
-        return self._made[value, device]
+        """Return a float32 scalar on a device. Each value is created once and cached."""
+        if (value, device) not in self._scalars:
+            self._scalars[value, device] = torch.full((), value, dtype=torch.float32, device=device)
+        return self._scalars[value, device]
 
     def rate(self, group: ParamGroup) -> float:
-        """The learning rate of a group."""
-        return group.lr_mult * (self.learning_rate if group.ends == RUN_ENDS else self.own_rates[group.ends])
+        """Return the learning rate of a parameter group."""
+        return group.lr_mult * (self.learning_rate if group.lr_bounds == DEFAULT_LR_BOUNDS else self.group_rates[group.lr_bounds])
 
     def decay(self, group: ParamGroup) -> float:
-        """The weight decay of a group, before its learning rate multiplies it."""
+        """Return the weight decay of a parameter group, not yet multiplied by the learning rate."""
         return group.wd_mult * self.weight_decay
 
 
 Updater = Callable[[Update], Iterator[None] | None]
-"""Updates some targets in place. If it needs numbers of whole parameters it is a generator: in each round it adds its shares to
-`Target.whole` and yields; when it goes on, they are put together."""
+"""Function that updates some targets in place.
+
+An updater that needs statistics of full parameters (such as norms) is a generator. In each round it adds this rank's contribution
+to `Target.statistics` and yields. When it continues, `Target.statistics` has the values reduced over all ranks.
+"""
 
 
 @dataclass(frozen=True)
-class KeptState:
-    """Something that a rule keeps of a parameter."""
+class StateSpec:
+    """Specification of an optimizer state that a rule keeps for a parameter."""
 
     name: str
-    """In a checkpoint it is `<name>.<parameter>`."""
-    shape: StateShape = ELEMENTS
-    """How it lies over the parameter."""
+    """Name of the state. A checkpoint stores it as `<name>.<parameter>`."""
+    shape: StateShape = PER_ELEMENT
+    """Shape of the state relative to the parameter: one number per element, row, column or block."""
     dtype: torch.dtype | None = None
-    """None: that of the main parameter."""
+    """Dtype of the state; None for the dtype of the main parameter."""
 
-    def room(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int) -> int:
-        """Its elements for a shard of `numel` elements, the same on all ranks."""
-        return self.shape.room(record.shape, record.local_shape(axis_sizes), numel)
+    def max_numel(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int) -> int:
+        """Return the number of elements to allocate for a shard of `numel` elements. It is the same on all ranks.
 
-    def num_bytes(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int, main: torch.dtype) -> tuple[int, int]:
-        """(bytes that it takes for a shard of `numel` elements, those of them that are padding)."""
-        room = self.room(record, axis_sizes, numel)
-        each = (self.dtype or main).itemsize
-        return aligned(room) * each, (aligned(room) - room) * each
+        Args:
+            record: record of the parameter.
+            axis_sizes: number of ranks along each axis.
+        """
+        return self.shape.max_numel(record.shape, record.local_shape(axis_sizes), numel)
+
+    def num_bytes(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int, main_dtype: torch.dtype) -> tuple[int, int]:
+        """Return the allocated bytes for a shard of `numel` elements, and how many of these bytes are padding.
+
+        Args:
+            record: record of the parameter.
+            axis_sizes: number of ranks along each axis.
+            main_dtype: dtype of the main parameter.
+        """
+        numel_max = self.max_numel(record, axis_sizes, numel)
+        itemsize = (self.dtype or main_dtype).itemsize
+        return align_numel(numel_max) * itemsize, (align_numel(numel_max) - numel_max) * itemsize
 
 
-class StageWork(ABC):
-    """What all ranks of a stage do together in an update, once each has taken its gradients into its states."""
+class StageUpdate(ABC):
+    """Computation that all ranks of a stage run together to update parameters, for rules that need full matrices.
+
+    It runs after each rank has added its gradients to its optimizer states.
+    """
 
     @property
     @abstractmethod
     def buffers(self) -> list[torch.Tensor]:
-        """The memory that it keeps."""
+        """Buffers of the computation, which stay allocated between steps."""
 
     @abstractmethod
     def run(self, update: Update) -> None:
-        """Do it. All ranks of the stage call it together, and all targets are updated then."""
+        """Update the main parameters of this rank's targets. All ranks of the stage must call this together."""
 
 
 @dataclass(frozen=True)
-class StageSize:
-    """The size of such work, the same on all ranks of a stage."""
+class StageUpdateSize:
+    """Memory and traffic of a `StageUpdate`, the same on all ranks of a stage."""
 
-    buffers: int = 0
-    """Bytes of memory on the device."""
-    sent: int = 0
-    """Bytes that the rank which sends most sends in an update."""
-    numbers: int = 0
-    """Bytes that each rank sends, over the ranks of the stage, for numbers of whole parameters."""
-    numbers_of_tied: int = 0
-    """The same between first and last stage."""
+    buffer_bytes: int = 0
+    """Bytes of device memory."""
+    max_sent_bytes: int = 0
+    """Bytes that a rank sends in an update; the maximum over the ranks."""
+    statistics_bytes: int = 0
+    """Bytes that each rank sends to ranks of its stage, for statistics of full parameters."""
+    tied_statistics_bytes: int = 0
+    """Bytes that the first and the last stage exchange, for statistics of tied parameters."""
 
-    def plus(self, other: StageSize) -> StageSize:
-        """Both together."""
-        return StageSize(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+    def plus(self, size: StageUpdateSize) -> StageUpdateSize:
+        """Return the sum of both sizes, field by field."""
+        return StageUpdateSize(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(size)))
 
 
 class UpdateRule(ABC):
-    """One way to update parameters."""
+    """Algorithm that updates parameters, such as AdamW: its optimizer states, and the functions that update."""
 
-    works_with_stage = False
-    """Whether the ranks of a stage work together in an update. Then an updater is a generator that yields before that."""
+    has_stage_update = False
+    """Whether all ranks of a stage compute a part of the update together. If so, an updater is a generator that yields before this
+    part."""
 
     elementwise = True
-    """Whether the update of an element depends on no other: then a target may be cut further."""
+    """Whether the update of an element depends on no other element. If so, a main parameter may be updated in several parts."""
     moments: tuple[str, ...] = ()
-    """Names of what the rule keeps for each element of every parameter, in the dtype of the main parameters."""
+    """Names of the states with one value per element that every parameter has, in the dtype of the main parameters."""
 
-    def states(self, record: ParamRecord) -> tuple[KeptState, ...]:
-        """What the rule keeps of a parameter."""
-        return tuple(KeptState(name) for name in self.moments)
+    def states(self, record: ParamRecord) -> tuple[StateSpec, ...]:
+        """Return the optimizer states of a parameter."""
+        return tuple(StateSpec(name) for name in self.moments)
 
-    def statistics(self, param: DividedParam, context: ParallelContext) -> Rounds:
-        """Numbers of a whole parameter that an update needs, round by round. It may look at nothing but the layout's facts."""
+    def statistics(self, param: ParamPartition, context: ParallelContext) -> StatisticsRounds:
+        """Return the statistics of a full parameter (such as norms) that an update needs, one list for each round of reductions.
+        Statistics of the second round may depend on results of the first.
+
+        The result may depend on the layout and the shape of the parameter, but not on values.
+        """
         return ()
 
-    def stage_work(self, targets: Sequence[Target], params: Sequence[DividedParam], context: ParallelContext) -> StageWork:
-        """What the ranks of a stage do together.
+    def build_stage_update(
+        self, targets: Sequence[Target], params: Sequence[ParamPartition], context: ParallelContext
+    ) -> StageUpdate:
+        """Build the computation that all ranks of a stage run together. Only for rules that need full matrices.
 
         Args:
-            targets: this rank's, each all of its piece of a parameter.
-            params: the stage's that the rule updates, in an order that is the same on all its ranks.
+            targets: main parameters of this rank with their gradients and states; each target has all elements of its shard.
+            params: parameters of the stage with this rule, in an order that is the same on all ranks of the stage.
         """
         raise NotImplementedError
 
-    def stage_size(self, params: Sequence[DividedParam], context: ParallelContext) -> StageSize:
-        """The size of this."""
-        return StageSize()
+    def stage_update_size(self, params: Sequence[ParamPartition], context: ParallelContext) -> StageUpdateSize:
+        """Return the memory and traffic of the `StageUpdate` for these parameters."""
+        return StageUpdateSize()
 
     @abstractmethod
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Make the updater of these targets.
+        """Build the updater: the function that updates the main parameters and states of the targets in place.
 
         Raises:
             ValueError: a package that the settings need is not installed.
@@ -188,8 +216,9 @@ class UpdateRule(ABC):
 
 
 @dataclass(frozen=True)
-class Lists:
-    """Targets of one group, as the kernels take them."""
+class TensorLists:
+    """Everything that the optimizer updates in one parameter group, as one list of tensors per type (main parameters, gradients,
+    states). Foreach and fused kernels take such lists."""
 
     group: ParamGroup
     main_params: list[torch.Tensor]
@@ -197,62 +226,78 @@ class Lists:
     moments: list[list[torch.Tensor]]
 
 
-def lists_by_group(targets: Sequence[Target], moments: Sequence[str]) -> list[Lists]:
-    """Targets as kernels take them, group by group."""
+def build_tensor_lists(targets: Sequence[Target], moments: Sequence[str]) -> list[TensorLists]:
+    """Return the tensors of the targets (main parameters with their gradients and states) as lists, one `TensorLists` for each
+    parameter group.
+
+    Args:
+        moments: names of the states, in the order in which the kernel takes them.
+    """
     return [
-        Lists(group, [t.main for t in some], [t.grad for t in some], [[t.moments[name] for t in some] for name in moments])
-        for group, some in by_group(targets)
+        TensorLists(
+            group,
+            [t.main for t in group_members],
+            [t.grad for t in group_members],
+            [[t.moments[name] for t in group_members] for name in moments],
+        )
+        for group, group_members in group_targets(targets)
     ]
 
 
 def fused(
-    targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[Lists, Update, torch.Tensor | None], None]
+    targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[TensorLists, Update, torch.Tensor | None], None]
 ) -> Updater:
-    """Update targets on one device, in one dtype, by a kernel of torch's.
+    """Build an updater that calls a fused torch kernel. All tensors of the targets are on one device and in one dtype.
 
     Args:
-        moments: their names, in the order in which the kernel takes them.
-        kernel: updates the targets of one group. It divides their gradients by a float32 scalar on their device, if given.
+        moments: names of the states, in the order in which the kernel takes them.
+        kernel: updates the targets of one parameter group. It divides the gradients by its third argument, a float32 scalar on the
+            device, unless this argument is None.
     """
-    all_lists = lists_by_group(targets, moments)
+    all_lists = build_tensor_lists(targets, moments)
 
     def step(update: Update) -> None:
         for lists in all_lists:
             scale: torch.Tensor | None = None
-            if update.factor != 1.0:
-                if lists.grads[0].dtype == torch.float64:  # for which a float32 scalar is too coarse
-                    foreach_mul_(lists.grads, update.factor)
+            if update.grad_factor != 1.0:
+                if lists.grads[0].dtype == torch.float64:  # a float32 scalar is too coarse for float64
+                    foreach_mul_(lists.grads, update.grad_factor)
                 else:
-                    scale = update.scalar(1.0 / update.factor, lists.grads[0].device)
+                    scale = update.scalar(1.0 / update.grad_factor, lists.grads[0].device)
             kernel(lists, update, scale)
 
     return step
 
 
-def scaled(targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[Lists, Update], None]) -> Updater:
-    """Update targets on one device, in one dtype, by operations on lists. The factor costs a pass over the gradients.
+def scaled(targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[TensorLists, Update], None]) -> Updater:
+    """Build an updater that first unscales and clips the gradients, and then calls operations on lists of tensors. All tensors of
+    the targets are on one device and in one dtype.
+
+    Multiplying the gradients by `Update.grad_factor` costs an extra pass over their memory.
 
     Args:
-        moments: their names, in the order in which the kernel takes them.
-        kernel: updates the targets of one group by their unscaled, clipped gradients, which it may change.
+        moments: names of the states, in the order in which the kernel takes them.
+        kernel: updates the targets of one parameter group from their unscaled, clipped gradients. It may overwrite the gradients.
     """
-    all_lists = lists_by_group(targets, moments)
+    all_lists = build_tensor_lists(targets, moments)
 
     def step(update: Update) -> None:
         for lists in all_lists:
-            if update.factor != 1.0:
-                foreach_mul_(lists.grads, update.factor)
+            if update.grad_factor != 1.0:
+                foreach_mul_(lists.grads, update.grad_factor)
             kernel(lists, update)
 
     return step
 
 
-def by_torch(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Updater:
-    """Update targets by a torch optimizer. It finds gradients in `.grad`, moments in its state. The factor costs a pass over the
-    gradients.
+def wrap_torch_optimizer(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Updater:
+    """Build an updater from a `torch.optim.Optimizer`, which reads gradients from `.grad` and keeps its states in
+    `optimizer.state`.
+
+    Multiplying the gradients by `Update.grad_factor` (unscaling and clipping) costs an extra pass over their memory.
 
     Args:
-        optimizer: made with `param_groups` of the targets.
+        optimizer: optimizer that was constructed with the result of `build_param_groups` for these targets.
     """
     grads = [target.grad for target in targets]
     for target in targets:
@@ -260,34 +305,34 @@ def by_torch(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Upd
         optimizer.state[target.main].update(target.moments)
 
     def step(update: Update) -> None:
-        if update.factor != 1.0:
-            foreach_mul_(grads, update.factor)
+        if update.grad_factor != 1.0:
+            foreach_mul_(grads, update.grad_factor)
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"] = update.rate(group["group"]), update.decay(group["group"])
-            group["step"] = update.number - 1  # NVIDIA apex counts updates here
+            group["step"] = update.step - 1  # NVIDIA apex increments this count in each step
         optimizer.step()
 
     return step
 
 
-def param_groups(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Param groups for `by_torch`, one for each group of the targets."""
+def build_param_groups(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Return the targets as param groups of a torch optimizer, for `wrap_torch_optimizer`."""
     return [
-        {"params": [target.main for target in some], "group": group, "betas": group.betas, "eps": group.eps}
-        for group, some in by_group(targets)
+        {"params": [target.main for target in group_members], "group": group, "betas": group.betas, "eps": group.eps}
+        for group, group_members in group_targets(targets)
     ]
 
 
-def by_group(targets: Sequence[Target]) -> list[tuple[ParamGroup, list[Target]]]:
-    """Targets by their group, in the order in which each group first occurs."""
-    found: dict[ParamGroup, list[Target]] = {}
+def group_targets(targets: Sequence[Target]) -> list[tuple[ParamGroup, list[Target]]]:
+    """Group targets by their parameter group, in the order in which the groups first occur."""
+    targets_by_group: dict[ParamGroup, list[Target]] = {}
     for target in targets:
-        found.setdefault(target.group, []).append(target)
-    return list(found.items())
+        targets_by_group.setdefault(target.group, []).append(target)
+    return list(targets_by_group.items())
 
 
-def apex_optimizer(name: str) -> Any:
-    """The class of an optimizer of NVIDIA apex (--use-apex).
+def load_apex_optimizer(name: str) -> Any:
+    """Return an optimizer class of NVIDIA apex (--use-apex).
 
     Raises:
         ValueError: apex is not installed.
@@ -302,7 +347,7 @@ def apex_optimizer(name: str) -> Any:
     return getattr(optimizers, name)
 
 
-# ---- The rule of most runs. Others are in `rules.py`.
+# ---- The default update rule. Other rules are in `rules.py`.
 
 
 class AdamW(UpdateRule):
@@ -311,17 +356,19 @@ class AdamW(UpdateRule):
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self._apex = config.use_apex
+        self._uses_apex = config.use_apex
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Make the updater by torch's fused AdamW, or by NVIDIA apex."""
-        if self._apex:
-            return by_torch(targets, apex_optimizer("FusedAdam")(param_groups(targets), adam_w_mode=True, lr=0.0))
+        """Build the updater from torch's fused AdamW or, with --use-apex, from NVIDIA apex."""
+        if self._uses_apex:
+            return wrap_torch_optimizer(
+                targets, load_apex_optimizer("FusedAdam")(build_param_groups(targets), adam_w_mode=True, lr=0.0)
+            )
         return fused(targets, self.moments, self._kernel)
 
-    def _kernel(self, lists: Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """Update by torch's fused AdamW, which takes the number of the update for each tensor, from its device."""
-        number = update.scalar(float(update.number), lists.main_params[0].device)
+    def _kernel(self, lists: TensorLists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """Call torch's fused AdamW. The kernel reads the step of each tensor from a scalar on the tensor's device."""
+        step = update.scalar(float(update.step), lists.main_params[0].device)
         first, second = lists.moments
         fused_adamw_(
             lists.main_params,
@@ -329,7 +376,7 @@ class AdamW(UpdateRule):
             first,
             second,
             max_exp_avg_sqs=[],
-            state_steps=[number] * len(lists.main_params),
+            state_steps=[step] * len(lists.main_params),
             lr=update.rate(lists.group),
             beta1=lists.group.betas[0],
             beta2=lists.group.betas[1],

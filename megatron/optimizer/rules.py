@@ -1,4 +1,4 @@
-"""The update rules by the value of --optimizer, and which parameters each of them gets. AdamW is in `rule.py`."""
+"""Table of update rules by the value of --optimizer, and which parameters use which rule. AdamW is in `rule.py`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megatron.config.flags import flag_for
-from megatron.config.imports import named
+from megatron.config.flags import get_flag
+from megatron.config.imports import import_object
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer.rule import (
     AdamW,
-    Lists,
     Target,
+    TensorLists,
     Update,
     Updater,
     UpdateRule,
-    apex_optimizer,
-    by_torch,
+    build_param_groups,
     fused,
-    param_groups,
+    load_apex_optimizer,
     scaled,
+    wrap_torch_optimizer,
 )
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
@@ -40,44 +40,51 @@ from megatron.parallel.torch_private import (
     fused_sgd_,
 )
 from megatron.spec.activations import add_choice
-from megatron.spec.groups import groups_of
+from megatron.spec.groups import build_group_lookup
 
-# ---- Update rules that see each element by itself: SGD, Lion and AdEMAMix.
+# ---- Elementwise update rules: SGD, Lion and AdEMAMix.
 
 
-class CountsRule(UpdateRule):
-    """Moves what choices of experts move (`ByCounts`), by what `Balance.gradient` gives. There is no rate, decay or clipping."""
+class ExpertCountsRule(UpdateRule):
+    """Update rule for vectors that are updated from the number of tokens per expert instead of a gradient, such as the router's
+    expert bias.
+
+    `CountUpdate` defines the update, and `RouterTracker.excess_load` provides the load of each expert. Learning rate, weight decay
+    and clipping do not apply.
+    """
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
+        """Build the updater: the function that updates the main parameters of the targets in place."""
 
-        def move(update: Update) -> None:
+        def apply_counts(update: Update) -> None:
             for target in targets:
-                assert target.record.by_counts is not None
-                step = target.record.by_counts.step
+                assert target.record.count_update is not None
+                step = target.record.count_update.update_rate
                 if step is None:
                     torch.add(target.grad, 1.0, out=target.main)
                 else:
                     target.main.sub_(target.grad.sign(), alpha=step)
 
-        return move
+        return apply_counts
 
 
 class SGD(UpdateRule):
-    """Gradient descent with momentum. The weight decay is added to the gradient."""
+    """Stochastic gradient descent with momentum. The weight decay is added to the gradient."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self._momentum, self._apex = config.sgd_momentum, config.use_apex
+        self._momentum, self._uses_apex = config.sgd_momentum, config.use_apex
         self.moments = ("momentum_buffer",) if config.sgd_momentum else ()
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
-        if self._apex:
-            return by_torch(targets, apex_optimizer("FusedSGD")(param_groups(targets), lr=0.0, momentum=self._momentum))
+        """Build the updater from torch's fused SGD or, with --use-apex, from NVIDIA apex."""
+        if self._uses_apex:
+            return wrap_torch_optimizer(
+                targets, load_apex_optimizer("FusedSGD")(build_param_groups(targets), lr=0.0, momentum=self._momentum)
+            )
         return fused(targets, self.moments, self._kernel)
 
-    def _kernel(self, lists: Lists, update: Update, grad_scale: torch.Tensor | None) -> None:
-        """Update by torch's fused SGD. At the first update the momentum is zero, so no case of its own is needed."""
+    def _kernel(self, lists: TensorLists, update: Update, grad_scale: torch.Tensor | None) -> None:
+        """Call torch's fused SGD. The momentum is zero at the first update, so the first step needs no special case."""
         fused_sgd_(
             lists.main_params,
             lists.grads,
@@ -94,7 +101,8 @@ class SGD(UpdateRule):
 
 
 class Lion(UpdateRule):
-    """The sign of an average of momentum and gradient (Chen et al. 2023, algorithm 2), with decoupled weight decay."""
+    """Lion (Chen et al. 2023, algorithm 2): the update is the sign of an average of momentum and gradient. The weight decay is
+    decoupled."""
 
     moments = ("exp_avg",)
 
@@ -102,10 +110,10 @@ class Lion(UpdateRule):
         self._betas = config.lion_beta1, config.lion_beta2
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
+        """Build the updater: the function that updates the main parameters and momentum of the targets in place."""
         return scaled(targets, self.moments, self._kernel)
 
-    def _kernel(self, lists: Lists, update: Update) -> None:
+    def _kernel(self, lists: TensorLists, update: Update) -> None:
         rate, (momentum,) = update.rate(lists.group), lists.moments
         signs = foreach_lerp(momentum, lists.grads, 1.0 - self._betas[0])
         foreach_sign_(signs)
@@ -115,10 +123,10 @@ class Lion(UpdateRule):
 
 
 class AdEMAMix(UpdateRule):
-    """AdamW with a second, slow average of gradients (Pagliardini et al. 2024, algorithm 1).
+    """AdamW with a second, slow moving average of the gradients (Pagliardini et al. 2024, algorithm 1).
 
-    The update is (m / (1 - beta1^t) + alpha slow) / (sqrt(v / (1 - beta2^t)) + eps). Over a warm-up alpha grows linearly from 0,
-    and the decay rate of the slow average from beta1 to beta3, so that its half-life, ln(1/2) / ln(rate), grows linearly.
+    The update is (m / (1 - beta1^t) + alpha slow) / (sqrt(v / (1 - beta2^t)) + eps). During the warm-up, alpha grows linearly from
+    0. The decay rate of the slow average grows from beta1 to beta3 so that its half-life, ln(1/2) / ln(rate), grows linearly.
     """
 
     moments = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
@@ -128,100 +136,105 @@ class AdEMAMix(UpdateRule):
         self._warmup = config.ademamix_warmup_iters or 0
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """See `UpdateRule`."""
+        """Build the updater: the function that updates the main parameters and moments of the targets in place."""
         return scaled(targets, self.moments, self._kernel)
 
-    def _kernel(self, lists: Lists, update: Update) -> None:
-        rate, (beta1, beta2), number = update.rate(lists.group), lists.group.betas, update.number
+    def _kernel(self, lists: TensorLists, update: Update) -> None:
+        rate, (beta1, beta2), step = update.rate(lists.group), lists.group.betas, update.step
         (fast, second, slow), grads = lists.moments, lists.grads
-        alpha, beta3 = self._slow_at(number, beta1)
+        alpha, beta3 = self._slow_schedule(step, beta1)
         foreach_lerp_(fast, grads, 1.0 - beta1)
         foreach_lerp_(slow, grads, 1.0 - beta3)
         foreach_mul_(second, beta2)
         foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
-        foreach_copy_(grads, second)  # the gradient has served: its place takes the denominator
-        foreach_div_(grads, 1.0 - beta2**number)
+        foreach_copy_(grads, second)  # the gradient is no longer needed: reuse its memory for the denominator
+        foreach_div_(grads, 1.0 - beta2**step)
         foreach_sqrt_(grads)
         foreach_add_(grads, lists.group.eps)
-        steps = foreach_div(fast, 1.0 - beta1**number)
+        steps = foreach_div(fast, 1.0 - beta1**step)
         foreach_add_(steps, slow, alpha=alpha)
         foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
         foreach_addcdiv_(lists.main_params, steps, grads, value=-rate)
 
-    def _slow_at(self, number: int, beta1: float) -> tuple[float, float]:
-        """Weight of the slow average in an update, and its decay rate."""
-        if number >= self._warmup:
+    def _slow_schedule(self, step: int, beta1: float) -> tuple[float, float]:
+        """Return the weight alpha and the decay rate of the slow average for an update."""
+        if step >= self._warmup:
             return self._alpha, self._beta3
-        way = number / self._warmup
-        if not beta1:  # whose half-life is zero
-            return way * self._alpha, self._beta3 ** (1.0 / way)
-        first, last = math.log(beta1), math.log(self._beta3)
-        return way * self._alpha, math.exp(first * last / ((1.0 - way) * last + way * first))
+        progress = step / self._warmup
+        if not beta1:  # its half-life is zero
+            return progress * self._alpha, self._beta3 ** (1.0 / progress)
+        log_beta1, log_beta3 = math.log(beta1), math.log(self._beta3)
+        return progress * self._alpha, math.exp(log_beta1 * log_beta3 / ((1.0 - progress) * log_beta3 + progress * log_beta1))
 
 
-RuleOf = Callable[[ParamRecord], UpdateRule]
-"""Gives the rule that updates a parameter."""
+RuleSelector = Callable[[ParamRecord], UpdateRule]
+"""Function that returns the update rule of a parameter."""
 
 
-def for_all(rule: UpdateRule) -> RuleOf:
-    """Use one rule for every parameter."""
+def use_for_all(rule: UpdateRule) -> RuleSelector:
+    """Return a selector that uses one rule for every parameter."""
     return lambda record: rule
 
 
-def vectors_by(of_vectors: UpdateRule, others: UpdateRule) -> RuleOf:
-    """Use one rule for biases and the weights of norms, another for matrices and tables."""
-    return lambda record: of_vectors if record.kind == "vector" else others
+def use_by_param_type(vector_rule: UpdateRule, matrix_rule: UpdateRule) -> RuleSelector:
+    """Return a selector that uses one rule for biases and the weights of norms, and another rule for matrices and tables."""
+    return lambda record: vector_rule if record.param_type == "vector" else matrix_rule
 
 
-RULES: dict[str, Callable[[OptimizerConfig], RuleOf]] = {
-    "adam": lambda config: for_all(AdamW(config)),
-    "sgd": lambda config: for_all(SGD(config)),
-    "lion": lambda config: for_all(Lion(config)),
-    "ademamix": lambda config: for_all(AdEMAMix(config)),
-    "adafactor": lambda config: for_all(named("megatron.optimizer.adafactor:Adafactor")(config)),
-    "adam8bit": lambda config: vectors_by(AdamW(config), named("megatron.optimizer.eight_bits:EightBitAdamW")(config)),
-    "lamb": lambda config: vectors_by(AdamW(config), named("megatron.optimizer.lamb:Lamb")()),
-    "muon": lambda config: for_all(named("megatron.optimizer.muon:Muon")(config)),
+RULES: dict[str, Callable[[OptimizerConfig], RuleSelector]] = {
+    "adam": lambda config: use_for_all(AdamW(config)),
+    "sgd": lambda config: use_for_all(SGD(config)),
+    "lion": lambda config: use_for_all(Lion(config)),
+    "ademamix": lambda config: use_for_all(AdEMAMix(config)),
+    "adafactor": lambda config: use_for_all(import_object("megatron.optimizer.adafactor:Adafactor")(config)),
+    "adam8bit": lambda config: use_by_param_type(
+        AdamW(config), import_object("megatron.optimizer.eight_bits:EightBitAdamW")(config)
+    ),
+    "lamb": lambda config: use_by_param_type(AdamW(config), import_object("megatron.optimizer.lamb:Lamb")()),
+    "muon": lambda config: use_for_all(import_object("megatron.optimizer.muon:Muon")(config)),
 }
-"""The rules by the value of --optimizer, or of a group's."""
+"""For each optimizer name, a function that builds the rule selector from the settings. A name is a value of --optimizer or the
+optimizer of a parameter group."""
 
 
-def register_optimizer(name: str, make: Callable[[OptimizerConfig], UpdateRule | RuleOf], *, reads: Iterable[str] = ()) -> None:
-    """Add an update rule of the user's own, for `--optimizer NAME`.
+def register_optimizer(
+    name: str, make: Callable[[OptimizerConfig], UpdateRule | RuleSelector], *, reads: Iterable[str] = ()
+) -> None:
+    """Register a custom update rule for `--optimizer NAME`.
 
     Args:
-        make: makes the rule of all parameters, or what gives each parameter its rule, for a run with these settings.
-        reads: settings of other optimizers that act with this one too, by their fields: `adam_beta1`.
+        make: returns, for the settings of a run, the rule of all parameters, or a function that returns the rule of each parameter.
+        reads: field names of settings of other optimizers that apply to this optimizer too, for example `adam_beta1`.
 
     Raises:
-        ValueError: the name is taken, or cannot stand in a command line.
+        ValueError: the name is already registered or is not allowed on a command line.
     """
-    add_choice("optimizer", name, flag_for("optimizer").built_in, reads)
+    add_choice("optimizer", name, get_flag("optimizer").builtin_choices, reads)
 
-    def rule_of(config: OptimizerConfig) -> RuleOf:
-        made = make(config)
-        return for_all(made) if isinstance(made, UpdateRule) else made
+    def build_selector(config: OptimizerConfig) -> RuleSelector:
+        rule = make(config)
+        return use_for_all(rule) if isinstance(rule, UpdateRule) else rule
 
-    RULES[name] = rule_of
+    RULES[name] = build_selector
 
 
-def rules_of(config: OptimizerConfig) -> RuleOf:
-    """The rule of each parameter in a run with these settings: that of its group.
+def build_rule_selector(config: OptimizerConfig) -> RuleSelector:
+    """Return a function that selects the update rule of each parameter by the optimizer of its parameter group.
 
-    It raises a ValueError where no module has registered it.
+    The returned function raises a ValueError if no module has registered the optimizer.
     """
-    group_of = groups_of(config)
-    made: dict[str, RuleOf] = {}
-    by_counts = CountsRule()
+    get_group = build_group_lookup(config)
+    selectors: dict[str, RuleSelector] = {}
+    expert_counts_rule = ExpertCountsRule()
 
-    def rule_of(record: ParamRecord) -> UpdateRule:
-        if record.by_counts is not None:
-            return by_counts
-        optimizer = group_of(record).optimizer
+    def select_rule(record: ParamRecord) -> UpdateRule:
+        if record.count_update is not None:
+            return expert_counts_rule
+        optimizer = get_group(record).optimizer
         if optimizer not in RULES:
-            raise ValueError(f"--optimizer {optimizer} is registered by no module here: name the one that does by --imports")
-        if optimizer not in made:
-            made[optimizer] = RULES[optimizer](config)
-        return made[optimizer](record)
+            raise ValueError(f"--optimizer {optimizer} is not registered: add the module that registers it to --imports")
+        if optimizer not in selectors:
+            selectors[optimizer] = RULES[optimizer](config)
+        return selectors[optimizer](record)
 
-    return rule_of
+    return select_rule

@@ -1,12 +1,16 @@
-"""Numbers of whole parameters, such as sums over the rows of a matrix, of which each rank knows only the share of its elements.
+"""Statistics of full parameters, such as the row sums of a matrix, for update rules that need more than the elements of their
+shard.
 
-A rule names them in rounds. In each it writes this rank's shares of all its parameters; then they are put together over the tensor
-and data ranks, in one reduction whatever the number of parameters, and every rank reads whole numbers. So what is computed from
-them is the same at every layout. Of sums each element of the model gives its share once, on the rank that counts it in the global
-norm. The layout of the numbers in memory is the same on all ranks of a stage.
+A rule declares its statistics in rounds. In each round, every rank writes the contribution of its own elements. One all-reduce over
+the tensor and data ranks then combines the contributions of all parameters, so the number of collectives does not grow with the
+number of parameters. Every rank reads the result for the full parameter. Updates that use these statistics therefore do not depend
+on the layout.
 
-A tied parameter on the first and the last stage is counted on the first. Its sums go on to the last as they are, so both update it
-to the same bits.
+For sums, each element of the model contributes exactly once: on the rank that counts the element in the global gradient norm. All
+ranks of a stage arrange the statistics in memory in the same way.
+
+A tied parameter on the first and the last stage contributes on the first stage only. The last stage receives the finished sums, so
+both stages update the parameter to bitwise equal values.
 """
 
 from __future__ import annotations
@@ -19,191 +23,214 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.boxes import aligned
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.params import DividedParam
+from megatron.parallel.params import ParamPartition
+from megatron.parallel.tensor_slice import align_numel
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.parallel.torch_private import foreach_norm
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """Some numbers of a whole parameter."""
+    """Named array of sums or maxima over a full parameter, such as the sum of each row."""
 
     name: str
     shape: tuple[int, ...]
-    """In terms of the global tensor."""
-    largest: bool = False
-    """Whether ranks give candidates of which the largest counts. (None is below zero.) If not, they give summands."""
+    """Shape of the array for the global, unsharded parameter."""
+    uses_max: bool = False
+    """Whether the ranks' contributions are combined by their maximum instead of their sum. Contributions must not be negative."""
 
 
-Rounds = Sequence[Sequence[Statistic]]
-StatisticsOf = Callable[[DividedParam], Rounds]
-"""Gives the numbers of a parameter that its rule needs, round by round."""
+StatisticsRounds = Sequence[Sequence[Statistic]]
+"""Statistics of a parameter that its update rule needs, one list for each round of reductions. Statistics of round 2 may depend
+on results of round 1."""
+StatisticsFunction = Callable[[ParamPartition], StatisticsRounds]
+"""Function that returns the statistics of a parameter that its update rule needs, one list for each round of reductions."""
 
 
 @dataclass(frozen=True)
-class NumbersPlan:
-    """Numbers of several parameters that are put together in one reduction, one after the other in a buffer."""
+class StatisticsBufferPlan:
+    """Plan of one flat buffer, which holds statistics of several parameters and is reduced by one collective."""
 
-    numbers: tuple[tuple[DividedParam, Statistic], ...]
+    statistics: tuple[tuple[ParamPartition, Statistic], ...]
+    """Each statistic with its parameter, in the order of the buffer. Tied parameters come first."""
     dtype: torch.dtype
-    largest: bool
+    uses_max: bool
 
     @property
-    def starts(self) -> list[int]:
-        """Where each begins, and where the last ends."""
-        return list(itertools.accumulate((aligned(math.prod(one.shape)) for _, one in self.numbers), initial=0))
+    def offsets(self) -> list[int]:
+        """Offset of each statistic in the buffer, followed by the size of the buffer, in elements."""
+        return list(itertools.accumulate((align_numel(math.prod(statistic.shape)) for _, statistic in self.statistics), initial=0))
 
     @property
-    def num_tied(self) -> int:
-        """Elements at the begin that belong to parameters that another stage holds too."""
-        return self.starts[sum(param.tied_apart for param, _ in self.numbers)]
+    def tied_numel(self) -> int:
+        """Number of elements, at the start of the buffer, for parameters that another stage holds too."""
+        return self.offsets[sum(param.is_tied_across_stages for param, _ in self.statistics)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer."""
-        return self.starts[-1] * self.dtype.itemsize
+        """Size of the buffer in bytes."""
+        return self.offsets[-1] * self.dtype.itemsize
 
-    def sent(self, ranks: int) -> tuple[int, int]:
-        """Bytes that a rank sends: of a ring over so many ranks, and between the first and the last stage."""
-        return 2 * (ranks - 1) * self.starts[-1] // ranks * self.dtype.itemsize, self.num_tied * self.dtype.itemsize
-
-
-def plan_numbers(params: Sequence[DividedParam], statistics_of: StatisticsOf) -> list[list[NumbersPlan]]:
-    """What is put together in each round."""
-    rounds = {param: statistics_of(param) for param in params}
-    planned: list[list[NumbersPlan]] = []
-    for number in range(max((len(of) for of in rounds.values()), default=0)):
-        plans = []
-        for largest, dtype in itertools.product((False, True), dict.fromkeys(param.main_dtype for param in params)):
-            chosen = [
-                (param, one)
-                for param, of in sorted(rounds.items(), key=lambda item: not item[0].tied_apart)
-                if param.main_dtype == dtype and number < len(of)
-                for one in of[number]
-                if one.largest is largest
-            ]
-            if chosen:
-                plans.append(NumbersPlan(tuple(chosen), dtype, largest))
-        planned.append(plans)
-    return planned
+    def sent_bytes(self, num_ranks: int) -> tuple[int, int]:
+        """Return how many bytes a rank sends: in a ring all-reduce over `num_ranks` ranks, and between the first and the last
+        stage."""
+        return 2 * (num_ranks - 1) * self.offsets[-1] // num_ranks * self.dtype.itemsize, self.tied_numel * self.dtype.itemsize
 
 
-class WholeNumbers:
-    """The numbers of all parameters of a stage, in memory that stays.
+def plan_statistics_buffers(
+    params: Sequence[ParamPartition], get_statistics: StatisticsFunction
+) -> list[list[StatisticsBufferPlan]]:
+    """Plan the buffers of each round of reductions: one buffer for each combination of dtype and reduction (sum or maximum).
 
     Args:
-        params: those of all shards of the stage, in an order that is the same on all its ranks.
+        params: parameters of the stage, in an order that is the same on all of its ranks.
+        get_statistics: returns the statistics of a parameter, one list per round.
+    """
+    rounds = {param: get_statistics(param) for param in params}
+    plans_by_round: list[list[StatisticsBufferPlan]] = []
+    for round_index in range(max((len(param_rounds) for param_rounds in rounds.values()), default=0)):
+        plans = []
+        for uses_max, dtype in itertools.product((False, True), dict.fromkeys(param.main_dtype for param in params)):
+            param_statistics = [
+                (param, statistic)
+                for param, param_rounds in sorted(rounds.items(), key=lambda item: not item[0].is_tied_across_stages)
+                if param.main_dtype == dtype and round_index < len(param_rounds)
+                for statistic in param_rounds[round_index]
+                if statistic.uses_max is uses_max
+            ]
+            if param_statistics:
+                plans.append(StatisticsBufferPlan(tuple(param_statistics), dtype, uses_max))
+        plans_by_round.append(plans)
+    return plans_by_round
+
+
+class ParamStatistics:
+    """Statistics of all parameters of a stage, in buffers that are allocated once. Update rules add this rank's contributions, and
+    one collective per buffer reduces the contributions of all ranks.
+
+    Args:
+        params: parameters of all shards of the stage, in an order that is the same on all of its ranks.
+        get_statistics: returns the statistics of a parameter, one list per round. A round reduces its statistics over the ranks;
+            statistics of round 2 may depend on results of round 1.
     """
 
-    def __init__(self, params: Sequence[DividedParam], statistics_of: StatisticsOf, context: ParallelContext) -> None:
+    def __init__(self, params: Sequence[ParamPartition], get_statistics: StatisticsFunction, context: ParallelContext) -> None:
         self._context = context
-        self._rounds_of = {param.record.name: len(statistics_of(param)) for param in params}
-        self._cuts = {param.record.name: param.cuts for param in params}
-        self._found: dict[str, dict[str, torch.Tensor]] = {param.record.name: {} for param in params}
-        self._rounds = [[self._make(plan) for plan in plans] for plans in plan_numbers(params, statistics_of)]
+        self._num_rounds = {param.record.name: len(get_statistics(param)) for param in params}
+        self._boundaries = {param.record.name: param.boundaries for param in params}
+        self._views: dict[str, dict[str, torch.Tensor]] = {param.record.name: {} for param in params}
+        self._rounds = [[self._allocate(plan) for plan in plans] for plans in plan_statistics_buffers(params, get_statistics)]
 
     @property
     def num_rounds(self) -> int:
-        """How often ranks put their numbers together in an update."""
+        """Number of rounds of reductions in an update: the maximum over the update rules of the parameters."""
         return len(self._rounds)
 
-    def rounds_of(self, names: Iterable[str]) -> int:
-        """In how many rounds any of these parameters has numbers."""
-        return max((self._rounds_of[name] for name in names if name in self._rounds_of), default=0)
+    def count_rounds(self, param_names: Iterable[str]) -> int:
+        """Return the number of rounds in which any of these parameters has statistics."""
+        return max((self._num_rounds[name] for name in param_names if name in self._num_rounds), default=0)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The memory of all numbers."""
-        return [buffer.numbers for buffers in self._rounds for buffer in buffers]
+        """The flat buffers of all statistics."""
+        return [buffer.data for buffers in self._rounds for buffer in buffers]
 
-    def of(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The numbers of a parameter, by name: before their round's end this rank's shares, to be added up, then the whole."""
-        return self._found.get(name, {})
+    def of(self, param_name: str) -> Mapping[str, torch.Tensor]:
+        """Return the statistics of a parameter by their names.
 
-    def cuts_of(self, name: str) -> tuple[int, ...]:
-        """Where ranks cut a parameter."""
-        return self._cuts.get(name, ())
+        Until `reduce_round` reduces a statistic, its tensor holds the contribution of this rank, which the update rule adds.
+        Afterwards it holds the value for the full parameter.
+        """
+        return self._views.get(param_name, {})
 
-    def begin(self) -> None:
-        """Begin an update: all numbers are zero."""
+    def shard_boundaries(self, param_name: str) -> tuple[int, ...]:
+        """Return the indices of the rank's flattened parameter at which another rank's shard starts."""
+        return self._boundaries.get(param_name, ())
+
+    def reset(self) -> None:
+        """Set all statistics to zero at the start of an update."""
         for buffer in self.buffers:
             buffer.zero_()
 
-    def put_together(self, number: int) -> None:
-        """End a round. All ranks of the stage call it together."""
-        group, ends = self._context.group("tp", *GRADIENT_AXES), self._context.pipeline_ends
-        for buffer in self._rounds[number]:
-            all_reduce(buffer.numbers, group, buffer.op)
-            if buffer.num_tied:
-                all_reduce(buffer.numbers[: buffer.num_tied], ends, buffer.op)
+    def reduce_round(self, round_index: int) -> None:
+        """Reduce the statistics of one round over the ranks that hold elements of the parameters. All ranks of the stage must call
+        this together."""
+        group, pipeline_ends = self._context.group("tp", *GRADIENT_AXES), self._context.pipeline_ends
+        for statistics_buffer in self._rounds[round_index]:
+            all_reduce(statistics_buffer.data, group, statistics_buffer.op)
+            if statistics_buffer.tied_numel:
+                all_reduce(statistics_buffer.data[: statistics_buffer.tied_numel], pipeline_ends, statistics_buffer.op)
 
-    def _make(self, plan: NumbersPlan) -> _Buffer:
-        starts = plan.starts
-        numbers = torch.zeros(starts[-1], dtype=plan.dtype, device=self._context.device)
-        for (param, one), start in zip(plan.numbers, starts, strict=False):
-            self._found[param.record.name][one.name] = numbers[start : start + math.prod(one.shape)].view(one.shape)
-        return _Buffer(numbers, plan.num_tied, dist.ReduceOp.MAX if plan.largest else dist.ReduceOp.SUM)
+    def _allocate(self, plan: StatisticsBufferPlan) -> _StatisticsBuffer:
+        offsets = plan.offsets
+        data = torch.zeros(offsets[-1], dtype=plan.dtype, device=self._context.device)
+        for (param, statistic), offset in zip(plan.statistics, offsets, strict=False):
+            self._views[param.record.name][statistic.name] = data[offset : offset + math.prod(statistic.shape)].view(
+                statistic.shape
+            )
+        return _StatisticsBuffer(data, plan.tied_numel, dist.ReduceOp.MAX if plan.uses_max else dist.ReduceOp.SUM)
 
 
 @dataclass(frozen=True)
-class _Buffer:
-    """Numbers that are put together in one reduction."""
+class _StatisticsBuffer:
+    """Flat buffer of statistics on this rank, which one collective reduces."""
 
-    numbers: torch.Tensor
-    num_tied: int
+    data: torch.Tensor
+    tied_numel: int
+    """Elements, at the start of the buffer, that the first and the last stage also reduce with each other."""
     op: dist.ReduceOp.RedOpType
 
 
-# ---- Sums of squares and counts of zeros over many tensors, accurate enough that every layout agrees.
+# ---- Sums of squares and counts of zeros over many tensors, accurate enough that all layouts agree.
 #
-# One float32 reduction over millions of elements on CPU came out 1e-3 low (measured on 4.8 million gradients), and clipping uses
-# the norm. So rows of a few thousand elements are reduced in the tensor's dtype and summed up in float64.
+# A single float32 reduction over millions of elements on CPU is inaccurate: 1e-3 too low, measured on 4.8 million gradients.
+# Clipping uses the norm. So rows of a few thousand elements are reduced in the tensor's dtype, and the results are summed in
+# float64.
 #
-# The sum over some elements is the same, bit for bit, whatever tensor they are a part of. So a rank that counts a slice of what it
-# holds gets the same as a rank that holds only the slice. On CPU it does not depend on where in memory they begin either. On CUDA
-# it may (the kernel takes elements four at a time from aligned memory only), so there slices must begin at multiples of four
+# The sum over some elements is bitwise the same in whatever tensor they are. So a rank that sums a slice of its tensor gets the
+# same result as a rank that holds only this slice. On CPU, the memory address of the slice does not matter either. On CUDA it may
+# matter, because the kernel loads four elements at a time only from aligned memory. There, slices must start at multiples of four
 # elements.
 
 _ROW = 4096
 
 
-def square_sums(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares of each tensor: float64 [len(tensors)] on `device`.
+def squared_norms(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares of each tensor, float64 [len(tensors)] on `device`.
 
     Args:
-        tensors: on the device or in host memory.
+        tensors: tensors on the device or in host memory.
     """
-    together = [index for index, tensor in enumerate(tensors) if tensor.device.type == "cuda"]
+    cuda_indices = [index for index, tensor in enumerate(tensors) if tensor.device.type == "cuda"]
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device=device)
-    if len(together) == len(tensors):
-        return _square_sums_in_one_kernel(tensors)
-    alone = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-    sums = torch.stack([_square_sum(tensors[index]) for index in alone]).to(device, non_blocking=True)
-    if not together:
-        return sums
-    found = dict(zip(alone, sums.unbind(), strict=True))
-    found |= zip(together, _square_sums_in_one_kernel([tensors[index] for index in together]).unbind(), strict=True)
-    return torch.stack([found[index] for index in range(len(tensors))])  # a list as an index would make the host wait
+    if len(cuda_indices) == len(tensors):
+        return _fused_squared_norms(tensors)
+    host_indices = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
+    host_norms = torch.stack([_squared_norm(tensors[index]) for index in host_indices]).to(device, non_blocking=True)
+    if not cuda_indices:
+        return host_norms
+    norms = dict(zip(host_indices, host_norms.unbind(), strict=True))
+    norms |= zip(cuda_indices, _fused_squared_norms([tensors[index] for index in cuda_indices]).unbind(), strict=True)
+    return torch.stack([norms[index] for index in range(len(tensors))])  # indexing with a list would make the host wait
 
 
-def _square_sums_in_one_kernel(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(foreach_norm(list(tensors))).double().square_()  # it sums in a tree
+def _fused_squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(foreach_norm(list(tensors))).double().square_()  # the kernel sums in a tree
 
 
-def _square_sum(tensor: torch.Tensor) -> torch.Tensor:
+def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double()
-    rest = torch.linalg.vector_norm(flat[whole:]).double()
-    return torch.dot(rows, rows) + rest * rest
+    num_full = flat.numel() // _ROW * _ROW
+    row_norms = torch.linalg.vector_norm(flat[:num_full].view(-1, _ROW), dim=1).double()
+    remainder = torch.linalg.vector_norm(flat[num_full:]).double()
+    return torch.dot(row_norms, row_norms) + remainder * remainder
 
 
 def count_zeros(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Number of zeros in all tensors together, as a float64 scalar on `device`."""
+    """Return the total number of zeros in the tensors, as a float64 scalar on `device`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         total += (tensor.numel() - torch.count_nonzero(tensor)).to(device, non_blocking=True)
