@@ -1,4 +1,5 @@
-"""Rank arithmetic, process groups, collectives, parameter records, shards, random numbers."""
+"""Basis of all parallelism: rank arithmetic, process groups, collectives, parameter records and shards, matrix products, random
+numbers."""
 
 from megatron.moved import find_moved
 

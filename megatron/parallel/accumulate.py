@@ -1,14 +1,22 @@
-"""Where a parameter's gradient goes: one way for every layer, straight into `main_grad`, without autograd hooks.
+"""Accumulation of parameter gradients directly in `main_grad`, in the same way for every layer and without autograd hooks.
 
-A parameter that takes part in training carries a `GradSink`. Layers hand their gradients to `accumulate` (a ready gradient),
-`accumulate_product` (a weight gradient that is still a matrix product), `accumulate_products` (a sum of products that are made one
-by one), `accumulate_sum` (a sum of rows, as a bias has), `accumulate_rows` (that of a table of which a few rows were looked up) or
-`accumulate_grouped` (those of many matrices); `through(param)` does the same for parameters that are used in ordinary torch
-operations. Autograd itself never sees a parameter's gradient, so nothing is allocated twice. And a schedule decides when a weight
-gradient is computed: inside `deferring()` products are deferred.
+Every parameter that is trained has a `GradSink`. In their backward, layers pass gradients to one of these functions:
 
-A parameter without a sink (a layer used on its own) gets its gradient in `.grad`, as usual in torch. One that requires no gradient
-is frozen: it gets none, and an operation that has nothing else to do for it need not come here.
+- `accumulate`: a gradient that is already computed;
+- `accumulate_product`: a weight gradient as a matrix product that is not computed yet;
+- `accumulate_product_sum`: a sum of matrix products, which are computed one by one;
+- `accumulate_sum`: a sum of rows, such as the gradient of a bias;
+- `accumulate_rows`: the gradient of a table of which a few rows were looked up;
+- `accumulate_grouped`: the weight gradients of several matrices;
+- `route_grad(param)`: for parameters that are used in ordinary torch operations.
+
+Autograd itself never handles the gradient of a parameter, so no gradient is allocated twice. It also lets a pipeline schedule
+decide when weight gradients are computed: within `deferring()`, matrix products are deferred.
+
+A parameter without a sink (in a layer that is used outside of training) gets its gradient in `.grad`, as usual in torch. A
+parameter with `requires_grad=False` is frozen and gets no gradient, and layers need not call these functions for it.
+
+Shapes: [out, in] a weight, `n` rows (tokens) of its input and output, [v, h] a table of which rows are looked up.
 """
 
 from __future__ import annotations
@@ -24,280 +32,318 @@ from torch import nn
 
 from megatron.parallel.products import add_rows, weight_product
 
-Work = Callable[[], Callable[[], None] | None]
-"""Does a piece of work; or starts the communication that it needs, and returns the rest of the work."""
+WorkFunction = Callable[[], Callable[[], None] | None]
+"""Deferred computation. It either completes, or starts the communication that it needs and returns a function that completes it."""
 
 
-Start = Callable[[], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
-"""Begins to gather, and returns a function that waits for (gradient of the output, input)."""
+StartGather = Callable[[], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
+"""Function that starts to gather the factors of a weight gradient. It returns a function that waits for them and returns (gradient
+of the output, input)."""
 
 
-Make = Callable[[torch.Tensor], torch.Tensor]
-"""Makes a linear layer's input of what is kept in its place."""
+MakeInput = Callable[[torch.Tensor], torch.Tensor]
+"""Function that computes the input of a linear layer from the tensor that was saved for backward."""
 
 
-class Product(Protocol):
-    """Makes a weight gradient; see `weight_product`."""
+class WeightProduct(Protocol):
+    """Interface of a function that computes a weight gradient grad_output^T x and writes or adds it, such as `weight_product`."""
 
     def __call__(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None: ...
 
 
-class GroupedProduct(Protocol):
-    """Makes the weight gradients of many matrices from the rows of each, of which there may be none: into [matrices, out, in]."""
+class GroupedWeightProduct(Protocol):
+    """Interface of a function that computes the weight gradients of several matrices, such as the experts of a layer.
+
+    Each matrix has its own rows of the factors, and some may have none. `into` has the shape [matrices, out, in].
+    """
 
     def __call__(
-        self, grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], into: torch.Tensor, *, add: bool
+        self, grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], into: torch.Tensor, *, add: bool
     ) -> None: ...
 
 
-class Deferred:
-    """Deferred work, in order, and the memory that waits with it."""
+class DeferredWork:
+    """Queue of deferred computations of weight gradients, and the number of bytes of the tensors that the queue keeps alive."""
 
     def __init__(self) -> None:
-        self._work: deque[Work] = deque()
+        self._work: deque[WorkFunction] = deque()
         self.num_bytes = 0
-        """Bytes of the tensors that are kept for the work still to do."""
+        """Bytes of the tensors that the queued computations need."""
 
     def __len__(self) -> int:
         return len(self._work)
 
-    def add(self, work: Work, num_bytes: int) -> None:
-        """Defer one piece."""
+    def add(self, work: WorkFunction, num_bytes: int) -> None:
+        """Add a computation to the queue."""
         self._work.append(work)
         self.num_bytes += num_bytes
 
     def run(self) -> None:
-        """Do all pieces, first come, first served. The communication of a piece begins before the piece before it is finished.
+        """Run all computations in the order in which they were added.
 
-        The tensors of a piece are freed as soon as it is done.
+        Communication of a computation starts before the previous computation completes. The tensors of a computation are freed when
+        it is complete.
         """
-        rest: Callable[[], None] | None = None
-        with torch.no_grad():  # outside of autograd here, with inputs that may require a gradient
+        finish: Callable[[], None] | None = None
+        with torch.no_grad():  # the queue runs outside of backward, and inputs may require a gradient
             while self._work:
-                started = self._work.popleft()()
-                if rest is not None:
-                    rest()
-                rest = started
-                del started
-            if rest is not None:
-                rest()
+                next_finish = self._work.popleft()()
+                if finish is not None:
+                    finish()
+                finish = next_finish
+                del next_finish
+            if finish is not None:
+                finish()
         self.num_bytes = 0
 
 
-# Set by the executor around one backward. A plain global: on CUDA, autograd runs backward on a thread of its own.
-_deferred: Deferred | None = None
+# Set by the executor during one backward. A plain global, because on CUDA autograd runs backward on a separate thread.
+_deferred: DeferredWork | None = None
 
 
 class GradSink:
-    """The place of one parameter's gradient.
+    """Destination for the gradient of one parameter, in place of `.grad`.
 
-    `main_grad` has the parameter's shape and the sink's dtype. The first write overwrites it, so it is never zeroed; where there is
-    no memory for it yet, `provide` gives it before that write. `on_write` is called after each write, and the receiver counts the
-    writes to know when the gradient is complete.
+    `main_grad` has the shape of the parameter and the dtype of the sink. The first write overwrites it, so it is never set to zero.
+
+    Args:
+        on_write: called after each write. The receiver counts the writes to know when the gradient is complete.
+        allocate: returns the memory for `main_grad`. Called before the first write if `main_grad` is None.
     """
 
-    __slots__ = ("dtype", "main_grad", "on_write", "provide", "written")
+    __slots__ = ("allocate", "dtype", "is_written", "main_grad", "on_write")
 
-    def __init__(self, dtype: torch.dtype, on_write: Callable[[], None], provide: Callable[[], torch.Tensor]) -> None:
-        self.dtype, self.on_write, self.provide, self.written = dtype, on_write, provide, False
+    def __init__(self, dtype: torch.dtype, on_write: Callable[[], None], allocate: Callable[[], torch.Tensor]) -> None:
+        self.dtype, self.on_write, self.allocate, self.is_written = dtype, on_write, allocate, False
         self.main_grad: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a gradient, which has the parameter's shape."""
-        main_grad = self._open()
-        if self.written:
+        """Add a gradient with the shape of the parameter."""
+        main_grad = self._get_main_grad()
+        if self.is_written:
             main_grad.add_(grad)
         else:
             main_grad.copy_(grad)
-        self._wrote()
+        self._finish_write()
 
-    def add_products(self, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], product: Product = weight_product) -> None:
-        """Add the sum of products grad_output^T x, with grad_output [n, out] and x [n, in], to a gradient of out * in elements.
-        Each is added before the next is asked for; all together are one write."""
-        main_grad = self._open()
-        for grad_output, x in pieces:
-            product(grad_output, x, main_grad.view(-1, x.shape[-1]), add=self.written)
-            self.written = True
-        self._wrote()
+    def add_product_sum(
+        self, factors: Iterable[tuple[torch.Tensor, torch.Tensor]], product: WeightProduct = weight_product
+    ) -> None:
+        """Add a sum of products grad_output^T x to a gradient with out * in elements.
 
-    def add_grouped(self, grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], product: GroupedProduct) -> None:
-        """Add to each matrix of a gradient [matrices x out, in] the product of its rows; see `accumulate_grouped`."""
-        main_grad = self._open()
-        product(grad_output, x, counts, main_grad.view(len(counts), -1, x.shape[-1]), add=self.written)
-        self._wrote()
+        Each product is added before the next pair of factors is requested. All products together count as a single write.
+
+        Args:
+            factors: pairs (grad_output [n, out], x [n, in]).
+        """
+        main_grad = self._get_main_grad()
+        for grad_output, x in factors:
+            product(grad_output, x, main_grad.view(-1, x.shape[-1]), add=self.is_written)
+            self.is_written = True
+        self._finish_write()
+
+    def add_grouped(
+        self, grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], product: GroupedWeightProduct
+    ) -> None:
+        """Add the weight gradients of several matrices to a gradient [matrices x out, in].
+
+        Args:
+            grad_output: [n, out].
+            x: [n, in].
+            rows_per_expert: number of rows of each matrix; the sum is n.
+            product: computes the weight gradients of all matrices.
+        """
+        main_grad = self._get_main_grad()
+        product(grad_output, x, rows_per_expert, main_grad.view(len(rows_per_expert), -1, x.shape[-1]), add=self.is_written)
+        self._finish_write()
 
     def add_sum(self, rows: torch.Tensor) -> None:
-        """Add the sum of rows [n, out] to a gradient of `out` elements, in the sink's dtype: a 16-bit sum over all tokens would
-        lose digits, or overflow. The first is summed up where it belongs."""
-        main_grad = self._open().view(-1)
-        if self.written:
+        """Add the sum of rows [n, out] to a gradient of `out` elements, such as that of a bias.
+
+        The sum is computed in the dtype of the sink: a 16-bit sum over all tokens would lose precision or overflow. The first sum
+        is written directly to `main_grad`.
+        """
+        main_grad = self._get_main_grad().view(-1)
+        if self.is_written:
             main_grad.add_(rows.sum(0, dtype=main_grad.dtype))
         else:
             torch.sum(rows, 0, dtype=main_grad.dtype, out=main_grad)
-        self._wrote()
+        self._finish_write()
 
     def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add rows [n, h], in the sink's dtype, to those that `ids` [n] name; the others get nothing."""
-        main_grad = self._open()
-        add_rows(main_grad if self.written else main_grad.zero_(), ids, rows)
-        self._wrote()
+        """Add rows [n, h], in the dtype of the sink, to the rows of the gradient at the indices `ids` [n]."""
+        main_grad = self._get_main_grad()
+        add_rows(main_grad if self.is_written else main_grad.zero_(), ids, rows)
+        self._finish_write()
 
-    def _open(self) -> torch.Tensor:
+    def _get_main_grad(self) -> torch.Tensor:
         if self.main_grad is None:
-            self.main_grad = self.provide()
+            self.main_grad = self.allocate()
         return self.main_grad
 
-    def _wrote(self) -> None:
-        self.written = True
+    def _finish_write(self) -> None:
+        self.is_written = True
         self.on_write()
 
 
-def sink_of(param: torch.Tensor) -> GradSink | None:
-    """The parameter's sink, if it has one."""
+def get_grad_sink(param: torch.Tensor) -> GradSink | None:
+    """Return the gradient sink of a parameter, or None if it has none."""
     return getattr(param, "grad_sink", None)
 
 
-def grad_dtype(param: torch.Tensor) -> torch.dtype:
-    """Dtype in which a parameter's gradient is summed."""
-    sink = sink_of(param)
+def get_grad_dtype(param: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the gradient of a parameter is accumulated."""
+    sink = get_grad_sink(param)
     return param.dtype if sink is None else sink.dtype
 
 
 def is_deferring() -> bool:
-    """Whether weight-gradient products are being deferred."""
+    """Return whether weight gradients are currently deferred."""
     return _deferred is not None
 
 
 def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add a ready gradient, which has the parameter's shape."""
-    sink = sink_of(param)
+    """Add a computed gradient, with the shape of the parameter, to the parameter's gradient sink."""
+    sink = get_grad_sink(param)
     if not param.requires_grad:
         return
     if sink is not None:
         sink.add(grad)
     elif param.grad is None:
-        param.grad = grad.to(param.dtype, copy=True)  # autograd may hand the same memory to another parameter
+        param.grad = grad.to(param.dtype, copy=True)  # a copy: autograd may pass the same tensor to several parameters
     else:
         param.grad += grad
 
 
-def accumulate_products(
-    param: torch.Tensor, pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], product: Product = weight_product
+def accumulate_product_sum(
+    param: torch.Tensor, factors: Iterable[tuple[torch.Tensor, torch.Tensor]], product: WeightProduct = weight_product
 ) -> None:
-    """Add a weight gradient that comes as a sum of products grad_output^T x, now, whatever is being deferred. For its receiver it
-    is one gradient.
+    """Add a weight gradient that is a sum of products grad_output^T x to the parameter's gradient sink.
+
+    The gradient is never deferred. All products together count as a single write.
 
     Args:
-        param: the weight, of out * in elements.
-        pieces: ([n, out], [n, in]) of some rows each; the memory of a piece may be used again for the next.
-        product: makes each of them.
+        param: weight with out * in elements.
+        factors: pairs (grad_output [n, out], x [n, in]), each for some of the rows. The memory of a pair may be reused for the next
+            pair.
+        product: computes each product.
     """
     if not param.requires_grad:
-        for _ in pieces:  # what makes them does more than that
+        for _ in factors:  # the iterator may have side effects, such as computing input gradients
             pass
         return
-    _collect(param, lambda sink: sink.add_products(pieces, product))
+    _add_to_sink(param, lambda sink: sink.add_product_sum(factors, product))
 
 
 def accumulate_grouped(
-    param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, counts: Sequence[int], product: GroupedProduct
+    param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], product: GroupedWeightProduct
 ) -> None:
-    """Add the weight gradients of many matrices [matrices x out, in], now: for each grad_output^T x of its rows, of which there may
-    be none.
+    """Add the weight gradients of several matrices, grad_output^T x for the rows of each matrix, to their gradient sink. They are
+    never deferred.
 
     Args:
+        param: weights, [matrices x out, in].
         grad_output: [n, out].
         x: [n, in].
-        counts: rows of each matrix, n in all, in their order.
-        product: computes all of them.
+        rows_per_expert: number of rows of each matrix, in their order; the sum is n, and some may be zero.
+        product: computes all products.
     """
-    _collect(param, lambda sink: sink.add_grouped(grad_output, x, counts, product))
+    _add_to_sink(param, lambda sink: sink.add_grouped(grad_output, x, rows_per_expert, product))
 
 
 def accumulate_sum(param: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add a gradient that is the sum of rows [n, out], such as a bias's. The parameter has `out` elements."""
-    _collect(param, lambda sink: sink.add_sum(rows))
+    """Add a gradient that is the sum of rows [n, out] to the parameter's gradient sink. The parameter has `out` elements, for
+    example a bias."""
+    _add_to_sink(param, lambda sink: sink.add_sum(rows))
 
 
 def accumulate_rows(param: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the gradient of a table [v, h] of which rows were looked up: rows [n, h] for ids [n], in `grad_dtype`."""
-    _collect(param, lambda sink: sink.add_rows(ids, rows))
+    """Add the gradient of a table [v, h], of which some rows were looked up, to the table's gradient sink.
+
+    Args:
+        ids: indices of the rows, [n].
+        rows: gradients of the rows, [n, h], in `get_grad_dtype`.
+    """
+    _add_to_sink(param, lambda sink: sink.add_rows(ids, rows))
 
 
-def _collect(param: torch.Tensor, add: Callable[[GradSink], None]) -> None:
-    """Add to the parameter's sink or, where it has none, by way of a passing one to `.grad`."""
-    sink = sink_of(param)
+def _add_to_sink(param: torch.Tensor, add: Callable[[GradSink], None]) -> None:
+    """Call `add` with the gradient sink of a parameter. A parameter outside of training has no sink: then use a temporary sink that
+    adds to `.grad`."""
+    sink = get_grad_sink(param)
     if not param.requires_grad:
         return
     if sink is not None:
         add(sink)
         return
-    passing = GradSink(param.dtype, lambda: None, lambda: torch.empty_like(param, requires_grad=False))
-    add(passing)
-    assert passing.main_grad is not None
-    accumulate(param, passing.main_grad)
+    temporary_sink = GradSink(param.dtype, lambda: None, lambda: torch.empty_like(param, requires_grad=False))
+    add(temporary_sink)
+    assert temporary_sink.main_grad is not None
+    accumulate(param, temporary_sink.main_grad)
 
 
-def now_or_deferred(work: Work, *, keeps: tuple[torch.Tensor, ...] = ()) -> None:
-    """Do a part of a weight gradient now or, inside `deferring()`, when the schedule says so.
+def run_or_defer(work: WorkFunction, *, inputs: tuple[torch.Tensor, ...] = ()) -> None:
+    """Run the computation of a weight gradient now or, within `deferring()`, add it to the queue of deferred work, which the caller
+    of `deferring()` runs later.
 
     Args:
-        keeps: the tensors that the work holds on to, for the count of memory.
+        inputs: tensors that `work` needs; their bytes are counted.
     """
     if _deferred is not None:
-        _deferred.add(work, sum(tensor.nbytes for tensor in keeps))
-    elif (rest := work()) is not None:
-        rest()
+        _deferred.add(work, sum(tensor.nbytes for tensor in inputs))
+    elif (finish := work()) is not None:
+        finish()
 
 
 def accumulate_product(
     param: torch.Tensor,
     grad_output: torch.Tensor,
     x: torch.Tensor,
-    start: Start | None = None,
+    start_gather: StartGather | None = None,
     *,
-    make: Make | None = None,
-    product: Product = weight_product,
+    make_input: MakeInput | None = None,
+    product: WeightProduct = weight_product,
 ) -> None:
-    """Add the weight gradient grad_output^T x of a linear layer now or, inside `deferring()`, when the schedule says so.
+    """Add the weight gradient grad_output^T x of a linear layer to the weight's gradient sink. Within `deferring()`, defer the
+    product.
 
     Args:
-        param: the weight, of out * in elements.
-        grad_output: [..., out], as this rank keeps it.
-        x: the layer's input, [..., in], as this rank keeps it; or what it is made of.
-        start: where one of the two is only a part, begins to gather it and returns what waits for both as a whole, with the same
-            number of rows.
-        make: without `start`, makes the input of x.
-        product: what computes it.
+        param: weight with out * in elements.
+        grad_output: gradient of the output on this rank, [..., out].
+        x: input of the layer on this rank, [..., in], or the saved tensor from which `make_input` computes it.
+        start_gather: if `grad_output` or `x` is sharded, starts to gather it. The function that it returns waits and returns both
+            tensors, with the same number of rows.
+        make_input: computes the input from `x`. Not used together with `start_gather`.
+        product: computes the matrix product.
     """
 
-    def finish(whole: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        rows, inputs = (tensor.flatten(0, -2) for tensor in whole())
-        accumulate_products(param, [(rows, inputs)], product)
+    def finish(get_factors: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        rows, inputs = (tensor.flatten(0, -2) for tensor in get_factors())
+        accumulate_product_sum(param, [(rows, inputs)], product)
 
     def work() -> Callable[[], None] | None:
-        if start is not None:
-            return partial(finish, start())
-        finish(lambda: (grad_output, x if make is None else make(x)))
+        if start_gather is not None:
+            return partial(finish, start_gather())
+        finish(lambda: (grad_output, x if make_input is None else make_input(x)))
         return None
 
-    now_or_deferred(work, keeps=(grad_output, x))
+    run_or_defer(work, inputs=(grad_output, x))
 
 
 @contextmanager
-def deferring() -> Iterator[Deferred]:
-    """Defer weight-gradient products instead of computing them. The caller runs them later."""
+def deferring() -> Iterator[DeferredWork]:
+    """Within the context, defer the matrix products of weight gradients. The caller runs the yielded queue later."""
     global _deferred
     assert _deferred is None, "deferring() does not nest"
-    _deferred = deferred = Deferred()
+    _deferred = deferred = DeferredWork()
     try:
         yield deferred
     finally:
         _deferred = None
 
 
-class _Through(torch.autograd.Function):
-    """Forward: the parameter itself. Backward: its gradient goes to `accumulate`, and autograd gets none."""
+class _RouteGrad(torch.autograd.Function):
+    """Autograd function: identity in forward. Backward passes the gradient to `accumulate`, and autograd gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -309,63 +355,64 @@ class _Through(torch.autograd.Function):
         accumulate(ctx.param, grad)
 
 
-def through(param: nn.Parameter) -> torch.Tensor:
-    """The parameter for use in an ordinary torch operation. Its gradient goes to `accumulate`."""
-    return _Through.apply(param) if param.requires_grad else param
+def route_grad(param: nn.Parameter) -> torch.Tensor:
+    """Return the parameter for use in ordinary torch operations. Backward passes its gradient to `accumulate`."""
+    return _RouteGrad.apply(param) if param.requires_grad else param
 
 
-# ---- Counts of the gradients that reach some parameters: they tell when those of a microbatch are complete, and that none is
-# missing.
+# ---- Counts of the gradients that parameters receive. They show when a microbatch is complete, and whether a gradient is missing.
 
 
-class WriteCount:
-    """Counts how often the parameters of a bucket got a gradient in a step.
+class GradCounter:
+    """Counts the gradients that the parameters of a bucket receive in a step, to find out when a microbatch is complete.
 
     Args:
-        uses: how often each gets one in a microbatch.
+        uses: number of gradients that backward adds to each parameter per microbatch.
     """
 
     def __init__(self, uses: Sequence[int]) -> None:
         self.uses = list(uses)
-        self.start()
+        self.start_step()
 
-    def start(self) -> None:
-        """Begin a new step."""
+    def start_step(self) -> None:
+        """Reset the counts for a new step."""
         self.writes = [0] * len(self.uses)
-        self.rounds = 0
-        """Number of microbatches whose gradients are all there."""
-        self._left = len(self.uses)
+        self.num_complete = 0
+        """Number of microbatches whose gradients are complete."""
+        self._num_incomplete_params = len(self.uses)
 
-    def add(self, number: int) -> bool:
-        """Count one gradient; returns whether this completes the gradients of one more microbatch.
+    def count_write(self, param_index: int) -> bool:
+        """Count one gradient. Return whether all parameters now have their gradients of one more microbatch.
 
-        With deferred weight gradients, other gradients may be microbatches ahead of these.
+        With deferred weight gradients, some parameters may be several microbatches ahead of others.
         """
-        self.writes[number] += 1
-        if self.writes[number] != self.uses[number] * (self.rounds + 1):
+        self.writes[param_index] += 1
+        if self.writes[param_index] != self.uses[param_index] * (self.num_complete + 1):
             return False
-        self._left -= 1
-        if self._left:
+        self._num_incomplete_params -= 1
+        if self._num_incomplete_params:
             return False
-        self.rounds += 1
-        self._left = sum(writes < uses * (self.rounds + 1) for writes, uses in zip(self.writes, self.uses, strict=True))
+        self.num_complete += 1
+        self._num_incomplete_params = sum(
+            writes < uses * (self.num_complete + 1) for writes, uses in zip(self.writes, self.uses, strict=True)
+        )
         return True
 
 
-def check_writes(rank: int, counts: Iterable[tuple[str, int, int]]) -> None:
-    """Check that nothing is missing.
+def check_grad_counts(rank: int, counts: Iterable[tuple[str, int, int]]) -> None:
+    """Check that every parameter received all of its gradients in a step.
 
     Args:
-        counts: name of a parameter, gradients that reached it in this step, gradients that should have.
+        counts: for each parameter its name, the number of gradients received, and the expected number.
 
     Raises:
-        RuntimeError: a parameter got too few or too many.
+        RuntimeError: a parameter received too few or too many gradients.
     """
-    words = []
-    for name, found, wanted in counts:
-        if found > wanted:
-            words.append(f"{found - wanted} gradients too many reached {name}")
-        elif found < wanted:
-            words.append(f"{name} lacks {wanted - found} gradients" if found else f"no gradient reached {name}")
-    if words:
-        raise RuntimeError(f"rank {rank}: the backward passes of this step are incomplete: {'; '.join(words)}")
+    problems = []
+    for name, actual, expected in counts:
+        if actual > expected:
+            problems.append(f"{actual - expected} gradients too many reached {name}")
+        elif actual < expected:
+            problems.append(f"{name} lacks {expected - actual} gradients" if actual else f"no gradient reached {name}")
+    if problems:
+        raise RuntimeError(f"rank {rank}: the backward passes of this step are incomplete: {'; '.join(problems)}")

@@ -1,7 +1,7 @@
-"""Process groups, made once and passed on. A layer receives the group that it needs: ``context.group("tp")``.
+"""Process groups: created once, then passed to the layers. A layer takes the group that it needs: ``context.group("tp")``.
 
-The rank is an argument, not a fact of the process. So with the "fake" backend (``connect_fake``) the same code builds any rank of
-any world on the meta device. A group of one needs no branch in the caller: every collective does nothing for it.
+The rank is an argument and not a property of the process. So with the "fake" backend (``connect_fake``) the same code builds any
+rank of any world size on the meta device. In a group of size one every collective does nothing, so callers need no special case.
 """
 
 from __future__ import annotations
@@ -16,102 +16,114 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.config.imports import named
-from megatron.config.launcher import launched, missing_rank
+from megatron.config.imports import import_object
+from megatron.config.launcher import describe_missing_rank, read_process_info
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.topology import AXES, DATA_AXES, EXPERT_AXES, GRADIENT_AXES, Topology
 
-# ---- Which libraries a process group speaks, and what the communicators of pipeline messages and of tensor ranks are made of.
+# ---- Backends of the process groups, and options of the communicators for pipeline messages and tensor parallelism.
 #
-# On CUDA tensors go over NCCL, and what the host says (gathered objects, barriers, votes on an error) over gloo: it waits for no
-# device, and it still works when a device or NCCL has failed. torch chooses by the device of what is sent, and for objects and
-# barriers takes gloo where a group has both.
+# On CUDA, tensors use NCCL. Python objects, barriers and votes on an error use gloo: it does not wait for the GPU, and it still
+# works after the GPU or NCCL has failed. Torch selects the backend by the device of the tensor. For objects and barriers it selects
+# gloo in a group with both backends.
 
 MESSAGE_CHANNELS = 2
-"""NCCL's channels for the messages between two stages. A channel has buffers, and a thread block that keeps a multiprocessor of the
-GPU busy as long as a posted receive waits for its message. Two is what NCCL takes to a peer on another node; inside a node it would
-take up to 32. (NCCL bounds them by `maxCTAs`: src/graph/paths.cc, ncclTopoComputeP2pChannels. NCCL_MAX_CTAS goes before it.)"""
+"""NCCL channels for the messages between two pipeline stages. Each channel has buffers, and a thread block that occupies a
+multiprocessor of the GPU as long as a posted receive waits for its message. By default NCCL uses two channels for a peer on another
+node, and up to 32 for a peer on the same node. NCCL bounds the number by `maxCTAs` (ncclTopoComputeP2pChannels in
+src/graph/paths.cc). The environment variable NCCL_MAX_CTAS has priority over this value."""
 
 _NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
-_MESSAGES = ("pp_up", "pp_down")
-_TENSOR_RANKS = ("tp",)
-_TENSORS_ONLY = ("fsdp_shard", "fsdp_replica")
-"""Groups over which no rank says anything but tensors."""
+_PIPELINE_GROUPS = ("pp_up", "pp_down")
+_TENSOR_GROUP = ("tp",)
+_NCCL_ONLY_GROUPS = ("fsdp_shard", "fsdp_replica")
+"""Groups that communicate only GPU tensors, never Python objects or barriers."""
 
 
-class Communicator(NamedTuple):
-    """What a group is made with."""
+class CommunicatorOptions(NamedTuple):
+    """Options with which a process group is created."""
 
     backend: str | None = None
-    """As torch spells it; None for that of the world."""
+    """Backend string of torch; None for the backends of the default process group."""
     high_priority: bool = False
-    """Its stream goes before those that compute: what it sends is short, and products wait for it, here or on the next stage."""
+    """Run this group's communication on a high-priority stream. Meant for short messages for which the next matrix product waits,
+    on this rank or on the next stage."""
     max_channels: int | None = None
+    """Upper bound on the number of NCCL channels; None for NCCL's default."""
 
 
-def world_backend(backend: str) -> str:
-    """The backends of the world, where tensors go over this one."""
+def get_world_backend(backend: str) -> str:
+    """Return the backend string of the default process group, for tensors on `backend`. For NCCL it also includes gloo, for tensors
+    in host memory."""
     return _NCCL_AND_GLOO if backend == "nccl" else backend
 
 
-def communicator(name: Sequence[str], world: str | None) -> Communicator:
-    """What the group of this name is made with.
+def get_communicator_options(name: Sequence[str], world_backends: str | None) -> CommunicatorOptions:
+    """Return the options for creating a process group.
 
     Args:
-        name: the axes of the group, or its name where it is none of the axes'.
-        world: the backends of the world.
+        name: axes of the group; for a group that does not follow the axes, its name and possibly axes.
+        world_backends: backend string of the default process group.
     """
-    if world != _NCCL_AND_GLOO:
-        return Communicator()
-    if (*name,) == _TENSOR_RANKS:
-        return Communicator(high_priority=True)
-    if not {*name} & {*_MESSAGES, *_TENSORS_ONLY}:
-        return Communicator()
-    if {*name} & {*_MESSAGES}:
-        return Communicator("nccl", high_priority=True, max_channels=MESSAGE_CHANNELS)
-    return Communicator("nccl")
+    if world_backends != _NCCL_AND_GLOO:
+        return CommunicatorOptions()
+    if (*name,) == _TENSOR_GROUP:
+        return CommunicatorOptions(high_priority=True)
+    if not {*name} & {*_PIPELINE_GROUPS, *_NCCL_ONLY_GROUPS}:
+        return CommunicatorOptions()
+    if {*name} & {*_PIPELINE_GROUPS}:
+        return CommunicatorOptions("nccl", high_priority=True, max_channels=MESSAGE_CHANNELS)
+    return CommunicatorOptions("nccl")
 
 
 def check_error_handling(environment: Mapping[str, str]) -> None:
-    """Refuse settings of torch with which a rank would wait for ever, or compute on with what was never received.
+    """Reject settings of torch that make a rank hang, or continue with undefined data, after an NCCL error.
 
-    torch watches NCCL's errors and ends the process (TearDown, 1, or SkipCleanUp, 3, its default). NoHandling (0) leaves all other
-    ranks waiting. CleanUpOnly (2) lets the device go on with whatever is in the memory.
+    torch watches for NCCL errors and ends the process (TearDown, 1, or SkipCleanUp, 3, which is the default). With NoHandling (0)
+    all other ranks wait forever. With CleanUpOnly (2) the GPU continues with whatever the receive buffer contains.
 
     Raises:
-        ValueError: the environment asks for one of these two.
+        ValueError: an environment variable selects NoHandling or CleanUpOnly.
     """
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         if (value := environment.get(name)) in ("0", "2"):
-            what = "a lost rank leaves all others waiting" if value == "0" else "a failed message is computed on with"
-            raise ValueError(f"{name}={value} in the environment: {what}. Unset it; torch then ends every rank that NCCL fails on.")
+            consequence = (
+                "after a rank is lost, all other ranks wait forever"
+                if value == "0"
+                else "after an NCCL error, ranks compute with undefined data"
+            )
+            raise ValueError(
+                f"{name}={value} in the environment: {consequence}. Unset it; torch then ends every rank that NCCL fails on."
+            )
 
 
-def options(made_of: Communicator) -> Any:
-    """torch's options for it, which only a torch with NCCL has; None where there is nothing to say."""
-    if not made_of.high_priority and made_of.max_channels is None:
+def build_nccl_options(communicator: CommunicatorOptions) -> Any:
+    """Return torch's NCCL options for a process group; None for the defaults, since only builds of torch with NCCL have this
+    class."""
+    if not communicator.high_priority and communicator.max_channels is None:
         return None
-    found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=made_of.high_priority)
-    if made_of.max_channels is not None and hasattr(found, "config"):  # torch is built with an NCCL that has it
-        found.config.max_ctas = made_of.max_channels
-    return found
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=communicator.high_priority)
+    if communicator.max_channels is not None and hasattr(options, "config"):  # NCCL is new enough to have a config
+        options.config.max_ctas = communicator.max_channels
+    return options
 
 
-# Groups that the framework asks for. Made eagerly and in this order, because every rank must take part in making every group.
+# Axes of the groups to create, all at the start and in this order, because every rank must call new_group for every group.
 _GROUP_AXES = (("tp",), ("cp",), DATA_AXES, ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES), ("tp", "cp"), AXES)
 _EXPERT_GROUP_AXES = (("etp", "ep"), ("edp",))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, as one of them sees them."""
+    """Process group, with its ranks and this process's rank in it."""
 
     name: str
     ranks: tuple[int, ...]
-    index: int
-    """This rank's position in `ranks`."""
+    """Global ranks of the members."""
+    rank: int
+    """Rank of this process within the group: its position in `ranks`."""
     process_group: dist.ProcessGroup | None = None
-    """torch's group; None for a group of one."""
+    """torch's process group; None for a group of size one."""
 
     @property
     def size(self) -> int:
@@ -124,30 +136,30 @@ SELF_GROUP = Group("self", (0,), 0)
 
 @dataclass
 class ParallelContext:
-    """The place of this rank in the grid, and its groups."""
+    """Position of this rank in the rank grid (its coordinate on each parallelism axis), and its process groups."""
 
     topology: Topology
     rank: int
     device: torch.device
     backend: str | None = None
-    """torch's word for the libraries that the world speaks."""
+    """Backend string of the default process group; None if torch.distributed is not initialized."""
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
 
     @functools.cached_property
     def coordinates(self) -> dict[str, int]:
-        """Place of this rank on every axis, the experts' axes too."""
-        return self.topology.places(self.rank)
+        """Coordinates of this rank on every axis, including the expert axes."""
+        return self.topology.all_coordinates(self.rank)
 
     @functools.cached_property
     def axis_sizes(self) -> dict[str, int]:
-        """Size of every axis."""
+        """Size of every axis, including the expert axes."""
         return {axis: self.topology.size(axis) for axis in (*AXES, *EXPERT_AXES)}
 
     def group(self, *axes: str) -> Group:
-        """The group over these axes that this rank belongs to; over none, this rank alone.
+        """Return this rank's process group over the given axes. Without axes, return a group of size one.
 
         Raises:
-            KeyError: no group is made for this set of axes.
+            KeyError: no group was created for these axes.
         """
         if not axes:
             return Group("alone", (self.rank,), 0)
@@ -155,74 +167,86 @@ class ParallelContext:
 
     @property
     def world(self) -> Group:
-        """The group of all ranks."""
+        """Group of all ranks."""
         return self.group(*AXES)
 
     @property
     def data_group(self) -> Group:
-        """Ranks that read different samples. The global batch is divided among these."""
+        """Ranks that read different samples of the global batch."""
         return self.group(*DATA_AXES)
 
     @property
     def gradient_group(self) -> Group:
-        """Ranks whose gradients are summed and over which state is sharded: the data ranks with the context ranks of each."""
+        """Ranks over which gradients are summed and optimizer state is sharded: the data-parallel and context-parallel ranks."""
         return self.group(*GRADIENT_AXES)
 
     @property
     def expert_group(self) -> Group:
-        """Ranks that together hold each expert once, and give each other tokens."""
+        """Ranks that together hold each expert exactly once, and send each other tokens."""
         return self.group("etp", "ep")
 
     @property
     def sequence_group(self) -> Group:
-        """Ranks that share each sequence, under sequence parallelism the tensor ranks too."""
+        """Ranks that share each sequence: the context ranks and, for sequence parallelism, the tensor ranks."""
         return self.group("tp", "cp")
 
     @property
     def context_group(self) -> Group:
-        """Ranks that share each sequence."""
+        """Ranks that share each sequence by context parallelism, each with some of the tokens."""
         return self.group("cp")
 
     @property
     def context_rings(self) -> tuple[Group, Group]:
-        """The context ranks again, for keys and values that go round, and for the gradients of these behind them: each with a
-        communicator of its own, so that neither waits for the other."""
+        """Two further groups of the same context ranks, for ring attention.
+
+        The first is for keys and values, the second for their gradients. Each has its own communicator, so the rings never wait for
+        each other.
+        """
         return self._groups[("cp_ring",)], self._groups[("cp_ring_grad",)]
 
     def pipeline_channel(self, source: int, destination: int) -> Group:
-        """The group for messages from one pipeline rank (position on the pp axis) to another.
+        """Return the group for messages from one pipeline stage to another.
 
-        Messages towards higher and towards lower ranks have a group each, of tensors only. NCCL runs the sends and receives of a
-        pair in the order in which they were issued, so two directions on one communicator could wait for each other.
+        Messages to later and to earlier stages have separate groups, which carry only tensors. NCCL runs the sends and receives of
+        a pair of ranks in the order in which they were issued. So with a single communicator the two directions could wait for each
+        other.
         """
         return self._groups[("pp_up",) if source < destination else ("pp_down",)]
 
     @property
     def pipeline_ends(self) -> Group:
-        """First and last pipeline rank, which share a tied embedding; a group of one on the ranks between."""
+        """Group of the first and the last pipeline stage, which share a tied embedding. On all stages between, a group of size
+        one."""
         return self._groups[("ends",)]
 
-    def fsdp_shard(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
-        """Ranks that hold a slice each of what `fully_shard` shards: the gradient group, or a part of --fsdp-shard-size.
+    def fsdp_shard_group(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
+        """Return the ranks over which `fully_shard` shards a parameter.
+
+        These are the ranks of the gradient group, or with --fsdp-shard-size only some neighbors in it.
 
         Args:
-            axes: over which gradients of the parameters are summed: those of the data ranks, or of experts.
+            axes: axes over which gradients of the parameter are summed. By default those of the gradient group; for experts, their
+                data axis.
         """
-        return self._groups.get(_part("fsdp_shard", axes)) or self.group(*axes)
+        return self._groups.get(_fsdp_group_key("fsdp_shard", axes)) or self.group(*axes)
 
-    def fsdp_replica(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
-        """Ranks that hold the same slice, one in each part; a group of one unless there are several parts."""
-        return self._groups.get(_part("fsdp_replica", axes)) or Group("fsdp_replica", (self.rank,), 0)
+    def fsdp_replica_group(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
+        """Return the ranks that hold the same shard of a parameter in hybrid FSDP. With full sharding, it is a group of size
+        one."""
+        return self._groups.get(_fsdp_group_key("fsdp_replica", axes)) or Group("fsdp_replica", (self.rank,), 0)
 
     def at_stage(self, stage: int) -> ParallelContext:
-        """The context of the rank at this stage that has the same places otherwise. For arithmetic only: its groups have only sizes
-        and places."""
-        groups = {**self._groups, ("pp",): replace(self.group("pp"), index=stage)}
-        return replace(self, rank=self.topology.rank(**{**self.topology.coordinates(self.rank), "pp": stage}), _groups=groups)
+        """Return the context of the rank with this rank's coordinates in another pipeline stage, for planning.
+
+        The result cannot communicate: only sizes and ranks of its groups are meaningful.
+        """
+        groups_at_stage = {**self._groups, ("pp",): replace(self.group("pp"), rank=stage)}
+        return replace(
+            self, rank=self.topology.rank(**{**self.topology.coordinates(self.rank), "pp": stage}), _groups=groups_at_stage
+        )
 
 
-def _part(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The key of a group that is a part of a larger one, or lies across such parts."""
+def _fsdp_group_key(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
     return (name,) if axes == GRADIENT_AXES else (name, *axes)
 
 
@@ -233,71 +257,75 @@ def make_context(
     *,
     timeout_minutes: float = 10,
     fsdp_shard_size: int | None = None,
-    alone: bool = False,
+    local_groups_only: bool = False,
 ) -> ParallelContext:
-    """Make every group of the topology. All ranks of the default process group call this together; a world of one needs none.
+    """Create every process group of the topology. All ranks of the default process group must call this together.
 
     Args:
-        fsdp_shard_size: data ranks that share one copy of the model (see `fsdp_shard`); by default all.
-        alone: make only the groups of this rank, since no other ranks take part.
+        fsdp_shard_size: number of data-parallel ranks that share one copy of the model (see `fsdp_shard_group`); None for all.
+        local_groups_only: create only the groups of this rank, because the other ranks do not take part.
 
     Raises:
-        ValueError: the data ranks do not divide into such parts.
+        ValueError: the number of data-parallel ranks is not divisible by `fsdp_shard_size`.
     """
     context = ParallelContext(topology, rank, device, dist.get_backend() if dist.is_initialized() else None)
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    process_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def enter(key: tuple[str, ...], members: list[tuple[int, ...]], own_communicator: bool = False) -> None:
+    def create_groups(key: tuple[str, ...], rank_lists: list[tuple[int, ...]], uses_new_communicator: bool = False) -> None:
         name = "-".join(key)
-        for ranks in members:
+        for ranks in rank_lists:
             if len(ranks) == 1:
                 process_group = None
-            elif ranks in made and not own_communicator:
-                process_group = made[ranks]
-            elif len(ranks) == topology.world_size and not own_communicator:
+            elif ranks in process_groups and not uses_new_communicator:
+                process_group = process_groups[ranks]
+            elif len(ranks) == topology.world_size and not uses_new_communicator:
                 process_group = dist.group.WORLD
             else:
-                made_of = communicator(key, context.backend)
+                communicator = get_communicator_options(key, context.backend)
                 process_group = dist.new_group(
-                    list(ranks), timeout=timeout, backend=made_of.backend, pg_options=options(made_of), group_desc=name
+                    list(ranks),
+                    timeout=timeout,
+                    backend=communicator.backend,
+                    pg_options=build_nccl_options(communicator),
+                    group_desc=name,
                 )
-            if not own_communicator:
-                made[ranks] = process_group
+            if not uses_new_communicator:
+                process_groups[ranks] = process_group
             if rank in ranks:
                 context._groups[key] = Group(name, ranks, ranks.index(rank), process_group)
 
-    def groups(*axes: str) -> list[tuple[int, ...]]:
-        return [topology.group(rank, *axes)] if alone else topology.groups(*axes)
+    def list_groups(*axes: str) -> list[tuple[int, ...]]:
+        return [topology.group(rank, *axes)] if local_groups_only else topology.groups(*axes)
 
     for axes in (*_GROUP_AXES, *_EXPERT_GROUP_AXES):
-        enter(axes, groups(*axes))
+        create_groups(axes, list_groups(*axes))
     for key in ("cp_ring", "cp_ring_grad"):
-        enter((key,), groups("cp"), own_communicator=True)
-    pipelines = groups("pp")
-    enter(("pp_up",), pipelines, own_communicator=True)
-    enter(("pp_down",), pipelines, own_communicator=True)
+        create_groups((key,), list_groups("cp"), uses_new_communicator=True)
+    pipeline_groups = list_groups("pp")
+    create_groups(("pp_up",), pipeline_groups, uses_new_communicator=True)
+    create_groups(("pp_down",), pipeline_groups, uses_new_communicator=True)
     context._groups[("ends",)] = Group("ends", (rank,), 0)
-    enter(("ends",), [(ranks[0], ranks[-1]) for ranks in pipelines if len(ranks) > 1])
+    create_groups(("ends",), [(ranks[0], ranks[-1]) for ranks in pipeline_groups if len(ranks) > 1])
     if fsdp_shard_size is not None:
-        for axes, size in ((GRADIENT_AXES, fsdp_shard_size), (EXPERT_AXES[-1:], topology.expert_shard_size(fsdp_shard_size))):
-            parts, across = topology.hybrid_groups(size, rank if alone else None, axes)
-            enter(_part("fsdp_shard", axes), parts)
-            enter(_part("fsdp_replica", axes), across)
+        for axes, shard_size in ((GRADIENT_AXES, fsdp_shard_size), (EXPERT_AXES[-1:], topology.expert_shard_size(fsdp_shard_size))):
+            shard_groups, replica_groups = topology.shard_and_replica_groups(shard_size, rank if local_groups_only else None, axes)
+            create_groups(_fsdp_group_key("fsdp_shard", axes), shard_groups)
+            create_groups(_fsdp_group_key("fsdp_replica", axes), replica_groups)
     return context
 
 
 def connect(config: ParallelConfig) -> ParallelContext:
-    """Join the job that a launcher such as torchrun describes in the environment, or be a world of one.
+    """Join the job that a launcher such as torchrun describes in the environment. Without a launcher, the world has a single rank.
 
     Raises:
-        ValueError: CUDA is asked for and missing, there are more local ranks than devices, the backend does not fit the device,
-            NCCL is asked not to end a rank on which it fails, --init-method names a place and nothing says which rank this is, or
-            the ranks do not find each other.
+        ValueError: CUDA is requested but not available, there are more local ranks than GPUs, the backend does not support the
+            device, the environment disables NCCL's error handling, the rank is unknown although --init-method is set, or the
+            rendezvous fails.
     """
-    if not dist.is_initialized() and (unknown := missing_rank(config.init_method)):
-        raise ValueError(unknown)
-    job = launched()
+    if not dist.is_initialized() and (problem := describe_missing_rank(config.init_method)):
+        raise ValueError(problem)
+    job = read_process_info()
     device = choose_device(config.device, job.local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
@@ -308,10 +336,11 @@ def connect(config: ParallelConfig) -> ParallelContext:
         check_error_handling(os.environ)
     if job.world_size > 1 and not dist.is_initialized():
         timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-        # No device_id: with it, NCCL would make every group at once, by a split of the whole world each. Without, a communicator is
-        # made at its first use by its own ranks, and each pair of pipeline neighbours has one of its own in each direction.
-        store = named("megatron.parallel.meeting:meet")(job, timeout.total_seconds(), config.init_method)
-        dist.init_process_group(world_backend(backend), timeout=timeout, store=store, rank=job.rank, world_size=job.world_size)
+        # No device_id: with it, NCCL would create each communicator immediately, by splitting the communicator of the world.
+        # Without it, the ranks of a group create the communicator at its first use, and each pair of adjacent pipeline stages has a
+        # separate communicator for each direction.
+        store = import_object("megatron.parallel.rendezvous:rendezvous")(job, timeout.total_seconds(), config.init_method)
+        dist.init_process_group(get_world_backend(backend), timeout=timeout, store=store, rank=job.rank, world_size=job.world_size)
     topology = Topology.of(config, job.world_size)
     return make_context(
         topology,
@@ -328,36 +357,43 @@ def connect_fake(
     fsdp_shard_size: int | None = None,
     device: torch.device = torch.device("meta"),  # noqa: B008 (a constant)
 ) -> ParallelContext:
-    """Take the place of any rank of any world, on the meta device or on a real one: its groups are real objects, collectives return
-    at once, and what would be received is whatever the memory holds.
+    """Build the context of any rank of any world in this process, with the "fake" backend of torch.
 
-    No other rank's groups are made, so that a world of a million takes half a second.
+    Groups are real objects, but collectives return at once, and the contents of received tensors are undefined. Only the groups of
+    this rank are created, so a world of a million ranks takes half a second.
+
+    Args:
+        fsdp_shard_size: number of data-parallel ranks that share one copy of the model; None for all.
+        device: meta device or a real device.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if topology.world_size > 1:
         dist.init_process_group("fake", rank=rank, world_size=topology.world_size, store=FakeStore())
-    return make_context(topology, rank, device, fsdp_shard_size=fsdp_shard_size, alone=True)
+    return make_context(topology, rank, device, fsdp_shard_size=fsdp_shard_size, local_groups_only=True)
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of a local rank; makes it the current one on CUDA.
+def choose_device(requested: str, local_rank: int) -> torch.device:
+    """Return the device of a local rank. A CUDA device also becomes the current device.
+
+    Args:
+        requested: "cpu", "cuda", or "auto" for CUDA if it is available.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: CUDA is not available, or there are more local ranks than GPUs.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(
             "--device cuda, but torch sees no CUDA device. Use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES."
         )
     if torch.cuda.device_count() == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        local_rank = 0  # the launcher shows each process a GPU of its own (NCCL refuses two ranks on one)
+        local_rank = 0  # the launcher makes one GPU visible per process (NCCL does not support two ranks on one GPU)
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}. "
-            f"Start at most that many processes a node (--nproc-per-node {torch.cuda.device_count()}), or use --device cpu."
+            f"local rank {local_rank} has no GPU, because torch sees only {torch.cuda.device_count()} on this node. "
+            f"Start at most that many processes per node (--nproc-per-node {torch.cuda.device_count()}), or use --device cpu."
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -365,6 +401,6 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def disconnect() -> None:
-    """Leave the job, if one was joined."""
+    """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

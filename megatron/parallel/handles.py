@@ -1,16 +1,19 @@
-"""Handles: tensors by which the operations of a compiled graph find Python objects, such as a layer or the seeds of its dropout.
+"""Handles: tensors that stand for Python objects, such as layers or dropout seeds, in the operations of a compiled graph.
 
-A Python object in a graph is a constant, so each layer would need a compilation of its own. A tensor is an input, and equal layers
-share one. A handle therefore is a tensor without a value, and its address in memory names the object:
+A Python object in a graph is a constant, so every layer would need its own compilation. A tensor is an input of the graph, so
+layers of the same structure share one. A handle is therefore a tensor whose address in memory identifies the object. Its value is
+undefined.
 
-- It lies on the device of the operation's other tensors. The compiler takes every tensor of the host for unaligned, and with it all
-  that an operation makes of it: the kernels that follow would then load and store 2 bytes at a time instead of 16.
-- Nobody reads its value: on a GPU the host would wait for it. The address is known to the host.
-- No two living tensors have one address. An object is found as long as it lives, and only by its latest handle at an address.
+- It is on the device of the operation's other tensors. For a tensor on the host, the compiler would assume that all results of the
+  operation are unaligned: following kernels would then load and store 2 bytes at a time instead of 16.
+- Its value is never read, because on a GPU the host would have to wait for it. The address is known to the host.
+- Two living tensors never have the same address. An object is found as long as it exists, and only by the latest handle at an
+  address.
 
-Operations that take a handle, or act outside of their tensors (gradients, random numbers, communication), are registered with
-`OUTSIDE_CUDA_GRAPHS`. A CUDA graph replays kernels and no Python: gradients would not be announced and weight gradients not be
-deferred, masks would repeat, and it may copy inputs to other addresses.
+Operations that take a handle, or have effects besides their output tensors (gradients, random numbers, communication), are
+registered with the tags `OUTSIDE_CUDA_GRAPHS`. A CUDA graph would replay their kernels without their Python code. Then gradients
+would not be counted, weight gradients not deferred and dropout masks repeated. A CUDA graph may also copy inputs to other
+addresses.
 """
 
 from __future__ import annotations
@@ -21,31 +24,34 @@ from typing import Generic, TypeVar
 import torch
 
 OUTSIDE_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)
-"""Tags of an operation that must never be recorded into a CUDA graph."""
+"""Tags for operations that must never be recorded in a CUDA graph."""
 
 T = TypeVar("T")
 
 
 class Handles(Generic[T]):
-    """The handles of objects of one kind. They do not keep the objects alive.
+    """Registry that finds the Python object of a handle. It holds only weak references to the objects.
 
     Args:
-        kind: name of an object in messages.
+        object_name: name for an object in error messages.
     """
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self, object_name: str) -> None:
+        self._object_name = object_name
         self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
         return len(self._objects)
 
     def create(self, target: T, device: torch.device) -> torch.Tensor:
-        """Return a new handle of an object: int64, 0-d, without a value.
+        """Return a new handle for an object: an int64 tensor of shape [] with undefined value.
 
-        The object, or whoever uses the handle, holds it: its address is free for other tensors as soon as it dies. An integer is
-        never offloaded to host memory, as activations are, so a handle that backward keeps does not move. One on the meta device
-        has no address: it stands in a graph, and finds nothing.
+        The caller must keep the handle alive, for example in the object, because other tensors may get its address after it is
+        freed. A handle that is saved for backward keeps its address: tensors of integers are never offloaded to host memory. A
+        handle on the meta device has no address. It can be used in a graph, but `find` cannot find its object.
+
+        Args:
+            device: device of the handle: that of the operation's other tensors.
         """
         handle = torch.empty((), dtype=torch.int64, device=device)
         if not handle.is_meta:
@@ -56,12 +62,13 @@ class Handles(Generic[T]):
         """Return the object of a handle.
 
         Raises:
-            RuntimeError: the object is dead, or the tensor is a copy of its handle.
+            RuntimeError: the object no longer exists, or the tensor is a copy of its handle.
         """
         target = self._objects.get(handle.data_ptr())
         if target is None:
             raise RuntimeError(
-                f"A compiled operation got a handle that names no {self._kind}: the {self._kind} no longer exists, or the handle "
-                "was copied (by a CUDA graph, or by saved-tensor hooks that move integers). Run without --compile, and report this."
+                f"A compiled operation got a handle that names no {self._object_name}: the {self._object_name} no longer exists, "
+                "or the handle was copied (by a CUDA graph, or by saved-tensor hooks that move integers). Run without --compile, "
+                "and report this."
             )
         return target

@@ -1,7 +1,7 @@
-"""One record per parameter, in a table keyed by the global name.
+"""Table of the model's parameters by global name, with a record of each: name, shape, split over ranks, and axes of its gradient.
 
-Everything that happens to a parameter beside its use (initial values, gradient reduction, the global norm, weight decay, sharding,
-checkpoints, export, memory reports) reads its record. Nothing codes these facts a second time.
+All code that handles parameters, except for the layers that use them, reads these records: initialization, gradient reduction, the
+global norm, weight decay, sharding, checkpoints, export and memory reports. So each property of a parameter is defined only once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ContextWay
+from megatron.config.parallel import CpCommType
 from megatron.config.precision import Fp8
-from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.state_shape import ELEMENTS, StateShape
+from megatron.parallel.state_shape import PER_ELEMENT, StateShape
+from megatron.parallel.tensor_slice import BufferSlice, FlatRange, TensorSlice, map_flat_range
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES
-from megatron.spec.weights import ParamFacts, Weight, model_weights
+from megatron.spec.weights import ParamInfo, WeightSpec, iter_weights
 
 if TYPE_CHECKING:
     from megatron.parallel.overlap import Overlap
@@ -30,181 +30,212 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """One dimension cut over the ranks of one axis."""
+    """Split of one dimension of a parameter over the ranks of one axis."""
 
     dim: int
     axis: str
     padded_size: int | None = None
-    """Size of the dimension over all ranks with padding, where it is padded (only dimension 0 may be)."""
+    """Full size of the dimension including padding; None if it is not padded. Only dimension 0 may be padded."""
 
 
 @dataclass(frozen=True)
-class ParamRecord(ParamFacts):
-    """The facts about one parameter at a layout, the same on every rank."""
+class ParamRecord(ParamInfo):
+    """Record of one parameter at a given layout: name, shape, how ranks split its dimensions, and along which axes its gradient is
+    a partial sum.
+
+    The record is the same on every rank.
+    """
 
     splits: tuple[Split, ...] = ()
-    partial_over: tuple[str, ...] = GRADIENT_AXES
-    """Axes over which each rank's gradient is a partial sum."""
+    partial_axes: tuple[str, ...] = GRADIENT_AXES
+    """Axes along which the gradient of each rank is a partial sum."""
     chunks: tuple[int, ...] = ()
-    """Pipeline chunks that hold the parameter; more than one when it is tied across chunks."""
+    """Model chunks that hold the parameter; several for a parameter that is tied across chunks."""
 
     @classmethod
-    def of(cls, weight: Weight, *, tensor_size: int, sequence_parallel: bool, chunks: tuple[int, ...]) -> ParamRecord:
-        """The record of a weight at a layout.
+    def of(cls, weight: WeightSpec, *, tensor_size: int, sequence_parallel: bool, chunks: tuple[int, ...]) -> ParamRecord:
+        """Build the record of a parameter from its specification, for a layout.
 
         Args:
-            tensor_size: number of ranks that divide what is split.
-            sequence_parallel: whether tensor ranks divide the sequence too.
-            chunks: pipeline chunks that hold it.
+            tensor_size: number of tensor-parallel ranks, over which dimension 0 may need padding.
+            sequence_parallel: whether the tensor ranks split the sequence too.
+            chunks: model chunks that hold the parameter.
         """
         return cls(
             weight.name,
             weight.shape,
-            splits=tuple(Split(dim, axis, weight.padded_size(tensor_size) if dim == 0 else None) for dim, axis in weight.splits),
-            partial_over=_gradient_axes(weight, sequence_parallel),
+            splits=tuple(
+                Split(dim, axis, weight.get_padded_size(tensor_size) if dim == 0 else None) for dim, axis in weight.splits
+            ),
+            partial_axes=_gradient_axes(weight, sequence_parallel),
             chunks=chunks,
-            kind=weight.kind,
+            param_type=weight.param_type,
             init=weight.init,
             tied=weight.tied,
-            width=weight.width,
-            heads=weight.heads,
-            scores=weight.scores,
-            by_counts=weight.by_counts,
+            mup_width=weight.mup_width,
+            fused_heads=weight.fused_heads,
+            score_rows=weight.score_rows,
+            count_update=weight.count_update,
             frozen=weight.frozen,
         )
 
     @property
-    def of_experts(self) -> bool:
-        """Whether the ranks divide it as the experts' grid says."""
+    def is_expert(self) -> bool:
+        """Whether the parameter is split over axes of the expert grid."""
         return any(split.axis in EXPERT_AXES for split in self.splits)
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """Model-parallel axes along which every rank holds the same values; of what counts move, all axes, as nothing shards it."""
-        if self.by_counts is not None:
+        """Model-parallel axes along which all ranks hold the same values of the parameter.
+
+        A parameter that is updated by token counts is never sharded, so for it the axes of the gradient group are included.
+        """
+        if self.count_update is not None:
             return ("tp", *GRADIENT_AXES)
         split = {split.axis for split in self.splits}
-        return tuple(axis for axis in (EXPERT_AXES[:2] if self.of_experts else ("tp",)) if axis not in split)
+        return tuple(axis for axis in (EXPERT_AXES[:2] if self.is_expert else ("tp",)) if axis not in split)
 
     @property
-    def tells_noise(self) -> bool:
-        """Whether the noise of its gradient is measured: it is a matrix of the layers that tensor ranks divide. Of these each
-        tensor rank has whole elements; of other parameters it may have one summand of several, whose square says nothing."""
-        return self.role == "hidden" and bool(self.splits) and "tp" not in self.partial_over
+    def measures_noise(self) -> bool:
+        """Whether the parameter counts for --log-gradient-noise: only the matrices of layers that tensor ranks split do.
 
-    def counts_at(self, context: ParallelContext) -> bool:
-        """Whether a rank counts its slice in global norms: of the ranks that hold the same slice, one does."""
-        return all(context.coordinates[axis] == 0 for axis in self.replicated_axes if axis not in self.partial_over)
+        Of these matrices every tensor rank has complete gradients for its elements. The gradient of another parameter may be a
+        partial sum over the tensor ranks, and the square of a partial sum says nothing about the noise.
+        """
+        return self.role == "hidden" and bool(self.splits) and "tp" not in self.partial_axes
+
+    def is_counted_at(self, context: ParallelContext) -> bool:
+        """Return whether this rank includes its slice of the parameter in global norms. Of all ranks that hold the same slice, only
+        one does."""
+        return all(context.coordinates[axis] == 0 for axis in self.replicated_axes if axis not in self.partial_axes)
 
     def local_shape(self, axis_sizes: dict[str, int]) -> tuple[int, ...]:
-        """Shape on one rank, padding included. `axis_sizes` maps axis names to sizes (missing means 1)."""
+        """Return the shape of the local parameter, including padding.
+
+        Args:
+            axis_sizes: axis names to sizes. A missing axis has size 1.
+        """
         shape = list(self.shape)
         for split in self.splits:
-            whole, ranks = split.padded_size or shape[split.dim], axis_sizes.get(split.axis, 1)
-            assert whole % ranks == 0, f"{self.name}: dimension {split.dim} ({whole}) does not divide by {split.axis} {ranks}"
-            shape[split.dim] = whole // ranks
+            full_size, num_ranks = split.padded_size or shape[split.dim], axis_sizes.get(split.axis, 1)
+            assert full_size % num_ranks == 0, (
+                f"{self.name}: dimension {split.dim} ({full_size}) does not divide by {split.axis} {num_ranks}"
+            )
+            shape[split.dim] = full_size // num_ranks
         return tuple(shape)
 
-    def held_box(self, axis_sizes: dict[str, int], coordinates: dict[str, int]) -> Box:
-        """The global, unpadded box that the rank at `coordinates` holds (empty if it holds only padding)."""
+    def local_slice(self, axis_sizes: dict[str, int], coordinates: dict[str, int]) -> TensorSlice:
+        """Return the slice of the global parameter on the rank at `coordinates`, without padding.
+
+        The slice is empty if the rank holds only padding.
+        """
         offsets, sizes = [0] * len(self.shape), list(self.shape)
-        local = self.local_shape(axis_sizes)
+        local_shape = self.local_shape(axis_sizes)
         for split in self.splits:
-            low = min(coordinates.get(split.axis, 0) * local[split.dim], self.shape[split.dim])
-            offsets[split.dim] = low
-            sizes[split.dim] = min(low + local[split.dim], self.shape[split.dim]) - low
-        return Box(tuple(offsets), tuple(sizes))
+            start = min(coordinates.get(split.axis, 0) * local_shape[split.dim], self.shape[split.dim])
+            offsets[split.dim] = start
+            sizes[split.dim] = min(start + local_shape[split.dim], self.shape[split.dim]) - start
+        return TensorSlice(tuple(offsets), tuple(sizes))
 
-    def boxes(self, piece: FlatPiece, context: ParallelContext) -> list[PlacedBox]:
-        """The boxes of the global tensor that a piece of this rank's part holds, without padding."""
+    def slices(self, flat_range: FlatRange, context: ParallelContext) -> list[BufferSlice]:
+        """Convert a range of the flattened local parameter to slices of the global parameter, without padding."""
         sizes = context.axis_sizes
-        return place(self.local_shape(sizes), self.held_box(sizes, context.coordinates), piece)
+        return map_flat_range(self.local_shape(sizes), self.local_slice(sizes, context.coordinates), flat_range)
 
-    def state_boxes(self, shape: StateShape, piece: FlatPiece, context: ParallelContext) -> list[PlacedBox]:
-        """The boxes of the global tensor of a state that lies over a piece of this rank's part, without padding."""
+    def state_slices(self, state_shape: StateShape, flat_range: FlatRange, context: ParallelContext) -> list[BufferSlice]:
+        """Return the slices of a global optimizer state that belong to a range of the flattened local parameter, without
+        padding."""
         sizes = context.axis_sizes
-        return shape.boxes(self.local_shape(sizes), self.held_box(sizes, context.coordinates), piece)
+        return state_shape.slices(self.local_shape(sizes), self.local_slice(sizes, context.coordinates), flat_range)
 
 
-def _gradient_axes(weight: Weight, sequence_parallel: bool) -> tuple[str, ...]:
-    """Axes over which the gradient of each rank is a partial sum."""
-    if weight.by_counts is not None or weight.frozen:
-        return ()  # counts are summed as they are taken, see `moe/balance.py`; what is frozen has no gradient
-    if weight.of_experts:
+def _gradient_axes(weight: WeightSpec, sequence_parallel: bool) -> tuple[str, ...]:
+    """Return the axes along which the gradient of each rank is a partial sum."""
+    if weight.count_update is not None or weight.frozen:
+        return ()  # token counts are already summed over the ranks (`moe/balance.py`); frozen parameters have no gradient
+    if weight.is_expert:
         return EXPERT_AXES[-1:]
-    return ("tp", *GRADIENT_AXES) if weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES
+    return ("tp", *GRADIENT_AXES) if weight.has_partial_tp_grad(sequence_parallel) else GRADIENT_AXES
 
 
-def global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:
-    """The record of every parameter by its global name, in the order of the forward: what a complete source of weights holds.
+def build_global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:
+    """Return the record (name, shape, initial values) of every parameter of the unsharded model by global name, in the order of the
+    forward.
+
+    To load weights from a file, the file must have all of these parameters.
 
     Args:
         vocab_size: rows of the word embedding, without padding.
     """
-    weights = model_weights(model, vocab_size)
-    return {one.name: ParamRecord.of(one, tensor_size=1, sequence_parallel=False, chunks=(0,)) for one in weights}
+    weights = iter_weights(model, vocab_size)
+    return {weight.name: ParamRecord.of(weight, tensor_size=1, sequence_parallel=False, chunks=(0,)) for weight in weights}
 
 
 @dataclass
 class ParamEntry:
-    """A parameter that this rank holds: its record, and the module attributes under which it is found."""
+    """Parameter on this rank: its record, and the module attributes that refer to it."""
 
     record: ParamRecord
-    holders: list[tuple[nn.Module, str]]
-    """(module, attribute); several when modules of this rank share the parameter."""
+    owners: list[tuple[nn.Module, str]]
+    """Pairs (module, attribute); several if modules of this rank share the parameter."""
     chunk: int = 0
-    """Pipeline chunk that declared it on this rank."""
+    """Index of the model chunk of this rank that declared the parameter."""
     chunks: set[int] = field(default_factory=set)
-    """All chunks of this rank that hold it."""
-    more_uses: int = 0
-    """How often a microbatch uses it beyond once for each holder."""
+    """Indices of all model chunks of this rank that use the parameter."""
+    extra_uses: int = 0
+    """Number of uses per microbatch beyond the one use by each owner."""
 
     @property
     def uses_per_microbatch(self) -> int:
-        """How often backward writes its gradient in one microbatch on this rank: once for each use, if it has a gradient."""
-        return 0 if self.record.by_counts is not None or self.record.frozen else len(self.holders) + self.more_uses
+        """Number of gradients that backward adds to the parameter per microbatch on this rank.
+
+        There is one for each use, and none if the parameter needs no gradient.
+        """
+        return 0 if self.record.count_update is not None or self.record.frozen else len(self.owners) + self.extra_uses
 
     @property
-    def held_elsewhere(self) -> bool:
-        """Whether a chunk of another pipeline stage holds it too."""
+    def is_shared_across_stages(self) -> bool:
+        """Whether a chunk of another pipeline stage holds the parameter too."""
         return not self.chunks.issuperset(self.record.chunks)
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter as it is now (wrappers such as FSDP may replace it)."""
-        module, attribute = self.holders[0]
-        found = getattr(module, attribute)
-        assert isinstance(found, nn.Parameter)
-        return found
+        """The current parameter object. Wrappers such as FSDP may replace it."""
+        module, attribute = self.owners[0]
+        param = getattr(module, attribute)
+        assert isinstance(param, nn.Parameter)
+        return param
 
     def replace(self, param: nn.Parameter) -> None:
-        """Put another Parameter under every holder."""
-        for module, attribute in self.holders:
+        """Set another parameter object in the attributes of all modules that refer to the parameter (`owners`)."""
+        for module, attribute in self.owners:
             setattr(module, attribute, param)
 
 
 class ParamTable:
-    """The parameters of one rank by global name, in the order of their declaration."""
+    """Parameters of one rank by global name, in the order of their declaration."""
 
     def __init__(self) -> None:
         self._entries: dict[str, ParamEntry] = {}
 
     def add(self, record: ParamRecord, module: nn.Module, attribute: str, chunk: int = 0) -> None:
-        """Enter a new parameter of a pipeline chunk. Declaring a name twice is a mistake; see `share`."""
+        """Add a new parameter of a model chunk. Its name must be new; use `share` for a second owner."""
         assert record.name not in self._entries, f"parameter {record.name} declared twice"
         self._entries[record.name] = ParamEntry(record, [(module, attribute)], chunk, {chunk})
 
     def share(self, name: str, module: nn.Module, attribute: str, chunk: int = 0) -> nn.Parameter:
-        """Let another module of this rank hold the parameter; returns it."""
+        """Register another module of this rank as owner (a module whose attribute refers to the parameter) of an existing
+        parameter, and return the parameter."""
         entry = self._entries[name]
-        entry.holders.append((module, attribute))
+        entry.owners.append((module, attribute))
         entry.chunks.add(chunk)
         return entry.param
 
-    def used_again(self, name: str, times: int) -> None:
-        """Say that holders use the parameter so many times more in a microbatch. (A name that is not here has no gradient.)"""
+    def add_uses(self, name: str, num_uses: int) -> None:
+        """Register additional uses of a parameter per microbatch, each of which gives a gradient. Names that this rank does not
+        hold are ignored."""
         if name in self._entries:
-            self._entries[name].more_uses += times
+            self._entries[name].extra_uses += num_uses
 
     def __getitem__(self, name: str) -> ParamEntry:
         return self._entries[name]
@@ -220,7 +251,7 @@ class ParamTable:
 
 
 def materialize(module: nn.Module, table: ParamTable, device: torch.device) -> None:
-    """Give every meta parameter of the table memory on `device` (values undefined until initialised)."""
+    """Allocate on `device` every parameter of the table that is on the meta device. Values are undefined until initialization."""
     for entry in table:
         if entry.param.is_meta:
             entry.replace(
@@ -228,191 +259,208 @@ def materialize(module: nn.Module, table: ParamTable, device: torch.device) -> N
                     torch.empty(entry.param.shape, dtype=entry.param.dtype, device=device), requires_grad=entry.param.requires_grad
                 )
             )
-    assert not any(p.is_meta for p in module.parameters()), "a parameter was made outside the table"
+    assert not any(p.is_meta for p in module.parameters()), "a parameter was created without an entry in the table"
 
 
-# ---- A shard: the part of a parameter that this rank updates. The optimizer, clipping and checkpoints see only shards.
+# ---- Shards: the elements of a parameter that this rank updates. Optimizer, gradient clipping and checkpoints handle only shards.
 #
-# Whoever divides the model's state over the data ranks (a provider, see `data_parallel`) makes the shards, in groups that are
-# published together; the optimizer makes their main parameters, and decides where these lie.
+# A provider (see `data_parallel`) shards the model's state over the data-parallel ranks. It creates the shards in groups whose
+# parameters are gathered together. The optimizer creates the main parameters, and decides in which memory they are.
 
 
 @dataclass
 class Shard:
-    """One parameter's part on this rank. All tensors are flat and have the piece's number of elements."""
+    """Part of one parameter that this rank updates: values, gradient, main parameter and optimizer states of a range of its
+    elements.
+
+    All tensors are flat and have the length of `flat_range`.
+    """
 
     record: ParamRecord
-    piece: FlatPiece
-    """The elements of the local parameter that the shard covers."""
+    flat_range: FlatRange
+    """Elements of the flattened local parameter in this shard."""
     weights: torch.Tensor
-    """These elements of the parameter: a view, so writing here changes the model."""
+    """Elements of the model's parameter that belong to the shard. A view, so writing to it changes the model."""
     grad: torch.Tensor
-    """Their gradient, complete once the provider has finished a step; in the dtype of `main`."""
-    counted: range
-    """Indices of the elements that this rank counts in global norms. Each element of the model is counted once in the world, and by
-    the same rank whether its state is sliced or not. So norms are the same, bit for bit."""
-    copied: range = range(0)
-    """Indices of the elements that another rank counts, which should have the same gradient there: on all tensor ranks but one
-    where the parameter is not split over them, on the last stage where it is tied, in all replicas of FSDP but the first. A NaN may
-    be in this copy alone."""
-    alone: bool = False
-    """Whether the rank holds nothing else of the parameter, and gathers it where it is used."""
+    """Gradient of the shard's elements, in the dtype of `main_param`. Complete after `ShardProvider.finish_gradients`."""
+    norm_range: range
+    """Indices of the elements that this rank includes in global norms. Exactly one rank includes each element of the model, and the
+    same rank for every sharding strategy. So norms do not depend on the strategy, bit for bit."""
+    duplicate_range: range = range(0)
+    """Indices of the elements that another rank includes in global norms. Their gradient should be the same on both ranks.
+    Duplicates are on all tensor ranks but the first if the parameter is not split over them, on the last stage if it is tied, and
+    in all FSDP replicas but the first. Checks for NaN need this range, because a NaN may be in a duplicate only."""
+    is_fully_sharded: bool = False
+    """Whether this rank stores only the shard of the parameter, and gathers the parameter for each use."""
     on_host: bool = False
-    """Whether weights and gradient are in host memory, and with them the optimizer's state."""
-    main: torch.Tensor = field(init=False)
-    """The main parameter, in float32 or wider: the weights themselves where dtypes agree, else a copy, perhaps on the host. Set by
-    the optimizer."""
+    """Whether weights, gradient and optimizer state are in host memory."""
+    main_param: torch.Tensor = field(init=False)
+    """Main parameter in float32 or a wider dtype. If `weights` has this dtype, it is the same tensor; otherwise a copy, possibly in
+    host memory. The optimizer sets it."""
     moments: dict[str, torch.Tensor] = field(init=False)
-    """The optimizer's state by name; flat. Set by the optimizer."""
+    """Optimizer state by name, flat. The optimizer sets it."""
     state_shapes: dict[str, StateShape] = field(default_factory=dict)
-    """How each state lies over the parameter; by default it has a number for each element. Set by the optimizer."""
+    """Shape of each state relative to the parameter, by name; by default one value per element. The optimizer sets it."""
 
     average: torch.Tensor | None = None
-    """The exponential moving average of `main`, where the run keeps one. Set by the optimizer."""
+    """Exponential moving average of `main_param`, if the run uses one. The optimizer sets it."""
 
-    def boxes(self, context: ParallelContext) -> list[PlacedBox]:
-        """The boxes of the global tensor that the shard holds, without padding."""
-        return self.record.boxes(self.piece, context)
+    def slices(self, context: ParallelContext) -> list[BufferSlice]:
+        """Return the slices of the global parameter that form this shard, without padding."""
+        return self.record.slices(self.flat_range, context)
 
-    def state_boxes(self, name: str, context: ParallelContext) -> list[PlacedBox]:
-        """The boxes of the global tensor of a state that the shard holds, without padding."""
-        return self.record.state_boxes(self.state_shape(name), self.piece, context)
+    def state_slices(self, name: str, context: ParallelContext) -> list[BufferSlice]:
+        """Return which slices of a global optimizer state belong to this shard, without padding."""
+        return self.record.state_slices(self.state_shape(name), self.flat_range, context)
 
     def state_shape(self, name: str) -> StateShape:
-        """How a state lies over the parameter."""
-        return self.state_shapes.get(name, ELEMENTS)
+        """Return the shape of an optimizer state relative to the parameter."""
+        return self.state_shapes.get(name, PER_ELEMENT)
 
-    def counted_boxes(self, context: ParallelContext) -> list[PlacedBox]:
-        """The boxes of the global tensor that this rank counts in global norms."""
-        start = self.piece.start
-        return self.record.boxes(FlatPiece(start + self.counted.start, start + self.counted.stop), context)
-
-    @property
-    def counted_grad(self) -> torch.Tensor:
-        """A view of the gradient of the counted elements."""
-        return self.grad[self.counted.start : self.counted.stop]
+    def norm_slices(self, context: ParallelContext) -> list[BufferSlice]:
+        """Return the slices of the global parameter that this rank includes in global norms."""
+        start = self.flat_range.start
+        return self.record.slices(FlatRange(start + self.norm_range.start, start + self.norm_range.stop), context)
 
     @property
-    def copied_grad(self) -> torch.Tensor:
-        """A view of the gradient of the copied elements."""
-        return self.grad[self.copied.start : self.copied.stop]
+    def norm_grad(self) -> torch.Tensor:
+        """View of the gradient of the elements that this rank includes in global norms."""
+        return self.grad[self.norm_range.start : self.norm_range.stop]
 
     @property
-    def counted_main(self) -> torch.Tensor:
-        """A view of the main parameter's counted elements."""
-        return self.main[self.counted.start : self.counted.stop]
+    def duplicate_grad(self) -> torch.Tensor:
+        """View of the gradient of the elements that another rank includes in global norms."""
+        return self.grad[self.duplicate_range.start : self.duplicate_range.stop]
+
+    @property
+    def norm_main_param(self) -> torch.Tensor:
+        """View of the main parameter of the elements that this rank includes in global norms."""
+        return self.main_param[self.norm_range.start : self.norm_range.stop]
 
 
 @dataclass(frozen=True)
-class DividedParam:
-    """A parameter as the ranks of a stage divide it, the same for all of them."""
+class ParamPartition:
+    """Partition of one parameter over the ranks of a pipeline stage: which rank updates which elements. It is the same on all these
+    ranks."""
 
     record: ParamRecord
     main_dtype: torch.dtype
-    cuts: tuple[int, ...] = ()
-    """Elements of a rank's flattened tensor at which another rank's piece begins."""
+    boundaries: tuple[int, ...] = ()
+    """Indices of the flattened local parameter at which the second and each further shard starts."""
     axes: tuple[str, ...] = ()
-    """Axes of the ranks that divide a rank's tensor; none if each updates all of it."""
+    """Axes of the ranks that divide the update of the local parameter; empty if every rank updates all of it."""
     num_ranks: int = 1
-    """How many divide it: all along these axes, or of `fully_shard` with replicas so many neighbours."""
-    first: int = 0
-    """The place among these of the rank that has the first piece; the next have the next pieces."""
-    tied_apart: bool = False
-    """Whether another stage holds it too."""
+    """Number of ranks that divide the update: all along `axes`, or the size of a shard group in hybrid FSDP."""
+    first_rank: int = 0
+    """Index, among the `num_ranks` ranks, of the rank with the first shard. The ranks after it have the following shards."""
+    is_tied_across_stages: bool = False
+    """Whether another pipeline stage holds the parameter too."""
 
-    def pieces(self, numel: int) -> list[FlatPiece]:
-        """The pieces of a rank's flattened tensor of so many elements, in order."""
-        return [FlatPiece(start, stop) for start, stop in itertools.pairwise((0, *self.cuts, numel))]
+    def flat_ranges(self, numel: int) -> list[FlatRange]:
+        """Return the shards of a flattened local parameter with `numel` elements, in order."""
+        return [FlatRange(start, stop) for start, stop in itertools.pairwise((0, *self.boundaries, numel))]
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 @dataclass
 class ShardGroup:
-    """Shards that are reduced together and published together: a bucket, or the parameters of a block."""
+    """Shards whose gradients are reduced together and whose parameters are gathered together.
+
+    A group is a bucket, or the parameters of a transformer block.
+    """
 
     shards: list[Shard]
-    publish: Callable[[], None] = _nothing
-    """Begin to send this rank's new weights to the other ranks that hold them. Called once all shards' weights are written."""
-    params: Sequence[DividedParam] = ()
-    """All parameters of the group, those of which this rank has no shard too, in an order that is the same on all ranks."""
+    gather_params: Callable[[], None] = _do_nothing
+    """Start to send the updated weights of this rank to the other ranks that hold them. Called after all weights of the group are
+    written."""
+    params: Sequence[ParamPartition] = ()
+    """All parameters of the group, including those without a shard on this rank. The order is the same on all ranks."""
     on_reduced: list[Callable[[Pending], None]] = field(default_factory=list)
-    """Called before a step's end, when the group's gradients are on their way to being complete."""
+    """Functions that `notify_reduced` calls."""
 
-    def announce(self, pending: Pending) -> None:
-        """Call these, once a step, with what they must wait for (on CUDA, on any stream)."""
-        for listen in self.on_reduced:
-            listen(pending)
+    def notify_reduced(self, pending: Pending) -> None:
+        """Call the callbacks once per step, when the final reduction of the group's gradients has started.
+
+        Args:
+            pending: the reduction, for which the callbacks must wait (on CUDA, on any stream).
+        """
+        for callback in self.on_reduced:
+            callback(pending)
 
 
-# ---- A scope: what a module needs to declare its parameters. It carries their names, the spec's weights, dtype and table.
+# ---- Scope: the context in which a module declares its parameters: prefix of their names, specifications, dtype and table.
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Passed to every module that holds parameters. `child` goes one name deeper."""
+    """Context in which a module declares its parameters: prefix of the parameter names, parameter specifications, dtype and
+    parameter table.
+
+    Every module with parameters receives a scope. `child` returns the scope of a submodule.
+    """
 
     context: ParallelContext
     table: ParamTable
-    weights: Mapping[str, Weight]
-    """The weights of the whole model in the spec, by global name."""
+    weights: Mapping[str, WeightSpec]
+    """Specifications of all weights of the model, by global name."""
     dtype: torch.dtype
     sequence_parallel: bool = False
     overlap: Overlap | None = None
-    """How products overlap with the collectives along the sequence; None: they take turns."""
+    """Overlap of matrix products with the collectives along the sequence; None to run them one after the other."""
     fp8: Fp8 | None = None
-    """How linear layers compute in 8 bits; None: in the dtype."""
-    context_ways: tuple[ContextWay, ...] = ()
-    """How context ranks share keys and values in each layer, where there are several."""
-    gathers_tokens: bool = False
-    """Whether experts get their tokens by allgather, and not by alltoall."""
+    """Settings for 8-bit matrix products in linear layers; None to compute in `dtype`."""
+    cp_comm_types: tuple[CpCommType, ...] = ()
+    """Communication of context parallelism in each layer; empty without context parallelism."""
+    uses_allgather_dispatch: bool = False
+    """Whether experts use the allgather token dispatcher instead of alltoall."""
     lora_scale: float = 1.0
-    """Factor of what adapters give."""
+    """Number by which the output of LoRA adapters is multiplied."""
     prefix: str = ""
     chunk: int = 0
     num_chunks: int = 1
 
     def child(self, name: str) -> Scope:
-        """The scope of a submodule."""
+        """Return the scope of a submodule."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     @property
     def tp(self) -> Group:
-        """The tensor group."""
+        """Tensor-parallel group."""
         return self.context.group("tp")
 
-    def weight(self, attribute: str) -> Weight:
-        """The spec's entry for a parameter of this module."""
+    def weight(self, attribute: str) -> WeightSpec:
+        """Return the specification of a parameter of this module."""
         return self.weights[f"{self.prefix}{attribute}"]
 
-    def has(self, attribute: str) -> bool:
-        """Whether the spec has a parameter of this module."""
+    def has_weight(self, attribute: str) -> bool:
+        """Return whether the model's specification has a parameter with this name in the module."""
         return f"{self.prefix}{attribute}" in self.weights
 
-    def parameter(self, module: nn.Module, attribute: str, weight: Weight | None = None) -> None:
-        """Declare a parameter: enter its record in the table and register the local part on the module, on the meta device.
+    def register_param(self, module: nn.Module, attribute: str, weight: WeightSpec | None = None) -> None:
+        """Declare a parameter: add its record to the table, and register the local parameter with the module on the meta device.
 
         Args:
-            weight: its entry in the spec; by default the one of this name.
+            weight: specification of the parameter; None for the one with this name.
         """
         weight = weight or self.weight(attribute)
-        ends = (0, self.num_chunks - 1) if self.num_chunks > 1 else (0,)
+        end_chunks = (0, self.num_chunks - 1) if self.num_chunks > 1 else (0,)
         record = ParamRecord.of(
             weight,
             tensor_size=self.tp.size,
             sequence_parallel=self.sequence_parallel,
-            chunks=ends if weight.tied else (self.chunk,),
+            chunks=end_chunks if weight.tied else (self.chunk,),
         )
-        # Steps of a bias are much smaller than the bias, so 16 bits would lose them.
-        dtype = self.dtype if record.by_counts is None else torch.promote_types(self.dtype, torch.float32)
-        local = torch.empty(record.local_shape(self.context.axis_sizes), dtype=dtype, device="meta")
-        module.register_parameter(attribute, nn.Parameter(local, requires_grad=not record.frozen))
+        # Updates by token counts are much smaller than the bias of a router, so 16 bits would lose them.
+        dtype = self.dtype if record.count_update is None else torch.promote_types(self.dtype, torch.float32)
+        local_param = torch.empty(record.local_shape(self.context.axis_sizes), dtype=dtype, device="meta")
+        module.register_parameter(attribute, nn.Parameter(local_param, requires_grad=not record.frozen))
         self.table.add(record, module, attribute, self.chunk)
 
-    def optional(self, module: nn.Module, attribute: str) -> None:
-        """Declare a parameter if the spec has it; else the attribute is None."""
-        if self.has(attribute):
-            self.parameter(module, attribute)
+    def register_optional_param(self, module: nn.Module, attribute: str) -> None:
+        """Declare a parameter if the model's specification has it. Otherwise, set the attribute to None."""
+        if self.has_weight(attribute):
+            self.register_param(module, attribute)
         else:
             module.register_parameter(attribute, None)

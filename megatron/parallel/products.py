@@ -1,8 +1,11 @@
-"""Matrix products in the form that the device computes fast.
+"""Matrix products in the dtype that the device computes fast.
 
-On CPU, float16 products run at about 1 GFLOP/s (measured, one thread, against 95 in float32), and bfloat16 products take 1.6 to 1.9
-times as long as float32 ones on an Intel processor without tiles (AMX). So there they are computed in float32 and rounded once,
-which is also what a tensor core computes.
+On CPUs, products in float16 reach about 1 GFLOP/s (measured on one thread, against 95 GFLOP/s in float32). Products in bfloat16
+take 1.6 to 1.9 times as long as in float32 on an Intel processor without AMX tiles. In these cases products are computed in float32
+and rounded once, which is also how a tensor core computes.
+
+Shapes: [out, in] a weight, `n` rows (tokens), `k` the dimension that a product sums over, [v, h] a table of which rows are looked
+up.
 """
 
 from __future__ import annotations
@@ -17,32 +20,40 @@ import torch.nn.functional as F
 from megatron.parallel.torch_private import index_put_impl_, is_amx_tile_supported, is_avx512_bf16_supported
 
 _BLOCK_ELEMENTS = 1 << 25
-"""A matrix or product that is made in other bits on the way is made in blocks of so many elements."""
+"""Maximum number of elements of a matrix or product that is converted to another dtype at once."""
 _FEW_ROWS = 32
-"""With fewer, widening the weight takes longer than a product in bfloat16."""
+"""Number of input rows below which converting the weight to float32 takes longer than the product in bfloat16."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`; also for dtypes that checkpoints do not hold."""
+    """Return the name of a dtype, such as "float32" for `torch.float32`.
+
+    Works for all dtypes, including those that checkpoints do not support.
+    """
     return str(dtype).removeprefix("torch.")
 
 
-def slow_half(tensor: torch.Tensor) -> bool:
-    """Whether this device is slow in the tensor's dtype whatever it computes."""
+def is_slow_half(tensor: torch.Tensor) -> bool:
+    """Return whether every operation in the tensor's dtype is slow on its device: float16 on a CPU."""
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
-def widens(x: torch.Tensor) -> bool:
-    """Whether products of x [..., k] should be computed in float32."""
+def should_widen(x: torch.Tensor) -> bool:
+    """Return whether products of x [..., k] should be computed in float32, because the device computes products in the dtype of x
+    more slowly."""
     if x.device.type != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return x.dtype == torch.float16 or (x.numel() >= _FEW_ROWS * x.shape[-1] and not fast_bfloat16())
+    return x.dtype == torch.float16 or (x.numel() >= _FEW_ROWS * x.shape[-1] and not has_fast_bfloat16())
 
 
 @functools.cache
-def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32, told by what it is: a measurement might differ from one start
-    to the next, and with it the bits. x86 does so by tiles, or by AVX512-BF16 where that runs at twice the rate (not Intel's)."""
+def has_fast_bfloat16() -> bool:
+    """Return whether this processor multiplies bfloat16 faster than float32.
+
+    The answer depends only on the processor model. A measurement could differ between two starts of a run, and so could its
+    results. On x86, bfloat16 is fast with AMX tiles, or with AVX512-BF16 if it has twice the rate of float32, which is not so on
+    Intel processors.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64") or is_amx_tile_supported():
         return True
     cpu = Path("/proc/cpuinfo")
@@ -50,36 +61,37 @@ def fast_bfloat16() -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x weight^T + bias: [..., in] and [out, in] to [..., out]."""
-    return _rounded(x, weight.t(), bias) if widens(x) else F.linear(x, weight, bias)
+    """Return x weight^T + bias: [..., in] and [out, in] to [..., out]."""
+    return _rounded_product(x, weight.t(), bias) if should_widen(x) else F.linear(x, weight, bias)
 
 
 def product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Write x matrix + bias to `out`: [n, k] and [k, m] to [n, m]. Outside of autograd."""
-    if widens(x):
-        return _round_into(out, x, matrix, bias)
+    if should_widen(x):
+        return _rounded_product_into(out, x, matrix, bias)
     return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
 
 
 def input_product(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Gradient of a linear layer's input: [..., out] and [out, in] to [..., in]."""
-    return _rounded(grad_output, weight, None) if widens(grad_output) else grad_output @ weight
+    """Return the gradient of a linear layer's input: [..., out] and [out, in] to [..., in]."""
+    return _rounded_product(grad_output, weight, None) if should_widen(grad_output) else grad_output @ weight
 
 
-def _rounded(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _rounded_product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = x.new_empty(*x.shape[:-1], matrix.shape[1])
-    _round_into(out.view(-1, matrix.shape[1]), x.flatten(0, -2), matrix, bias)
+    _rounded_product_into(out.view(-1, matrix.shape[1]), x.flatten(0, -2), matrix, bias)
     return out
 
 
-def _round_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Write x matrix + bias to `out`, computed in float32. Never is more of the matrix widened than a block."""
-    x, size = x.float(), max(1, _BLOCK_ELEMENTS // matrix.shape[0])
-    for place in range(0, matrix.shape[1], size):
-        columns = slice(place, place + size)
-        part = matrix[:, columns].float()
-        out[:, columns] = x @ part if bias is None else torch.addmm(bias[columns].float(), x, part)
-        del part  # before the next one
+def _rounded_product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Write x matrix + bias to `out`, computed in float32 and rounded once. The matrix is converted block by block to limit the
+    memory."""
+    x, block_size = x.float(), max(1, _BLOCK_ELEMENTS // matrix.shape[0])
+    for start in range(0, matrix.shape[1], block_size):
+        columns = slice(start, start + block_size)
+        block = matrix[:, columns].float()
+        out[:, columns] = x @ block if bias is None else torch.addmm(bias[columns].float(), x, block)
+        del block  # free it before the next block is converted
     return out
 
 
@@ -89,64 +101,69 @@ def weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tenso
     Args:
         grad_output: [n, out].
         x: [n, in].
-        into: [out, in], of the same dtype or float32.
+        into: [out, in], in the same dtype or float32.
         add: add to `into` instead of overwriting it.
     """
-    columns = grad_output.t()
-    if widens(x):
+    grad_columns = grad_output.t()
+    if should_widen(x):
         x = x.float()
-        size = max(1, _BLOCK_ELEMENTS // len(x))
-        for part, some in zip(into.split(size), columns.split(size), strict=True):
-            _product(some.float(), x, part, add=add)
+        block_size = max(1, _BLOCK_ELEMENTS // len(x))
+        for out_block, grad_block in zip(into.split(block_size), grad_columns.split(block_size), strict=True):
+            _product_into(grad_block.float(), x, out_block, add=add)
     elif into.dtype == x.dtype:
-        _product(columns, x, into, add=add)
-    elif into.dtype == torch.float32 and writes_wide_products(x.device, x.dtype):
-        # A tensor core accumulates in float32 anyway: so nothing is lost to rounding, and there is no second tensor.
+        _product_into(grad_columns, x, into, add=add)
+    elif into.dtype == torch.float32 and has_float32_output(x.device, x.dtype):
+        # Tensor cores accumulate in float32 anyway, so this avoids a rounding and a second tensor.
         if add:
-            torch.addmm(into, columns, x, out_dtype=torch.float32, out=into)
+            torch.addmm(into, grad_columns, x, out_dtype=torch.float32, out=into)
         else:
-            torch.mm(columns, x, out_dtype=torch.float32, out=into)
+            torch.mm(grad_columns, x, out_dtype=torch.float32, out=into)
     else:
-        size = max(1, _BLOCK_ELEMENTS // into.shape[1])
-        for part, some in zip(into.split(size), columns.split(size), strict=True):
-            _product(some, x, part, add=add)
+        block_size = max(1, _BLOCK_ELEMENTS // into.shape[1])
+        for out_block, grad_block in zip(into.split(block_size), grad_columns.split(block_size), strict=True):
+            _product_into(grad_block, x, out_block, add=add)
 
 
-def _product(rows: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
-    """Write or add rows x to `into`; only where that has another dtype the product exists beside it."""
-    if into.dtype != x.dtype:
+def _product_into(rows: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    """Write the matrix product rows x to `out`, or add the product to `out`. A separate tensor is allocated for the product only if
+    `out` has another dtype."""
+    if out.dtype != x.dtype:
         product = rows @ x
-        _ = into.add_(product) if add else into.copy_(product)
+        _ = out.add_(product) if add else out.copy_(product)
     elif add:
-        into.addmm_(rows, x)
+        out.addmm_(rows, x)
     else:
-        torch.mm(rows, x, out=into)
+        torch.mm(rows, x, out=out)
 
 
 @functools.cache
-def writes_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this dtype can be written and added to float32 memory: on CUDA from torch 2.10 on, not on ROCm nor on
-    CPU. It is tried, once for each device, without waiting for the result."""
+def has_float32_output(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the device can write or add products of this dtype directly to float32 memory.
+
+    CUDA can since torch 2.10; ROCm and CPUs cannot. The function tries such a product once per device and dtype, without waiting
+    for its result.
+    """
     if device.type in ("cpu", "meta"):
-        return device.type == "meta"  # in a plan for CUDA
-    few = torch.zeros(16, 16, device=device, dtype=dtype)
-    into = torch.empty(16, 16, device=device)
+        return device.type == "meta"  # the planner uses the meta device in place of CUDA
+    x = torch.zeros(16, 16, device=device, dtype=dtype)
+    out = torch.empty(16, 16, device=device)
     try:
-        torch.mm(few, few, out_dtype=torch.float32, out=into)
-        torch.addmm(into, few, few, out_dtype=torch.float32, out=into)
+        torch.mm(x, x, out_dtype=torch.float32, out=out)
+        torch.addmm(out, x, x, out_dtype=torch.float32, out=out)
     except (RuntimeError, TypeError, ValueError):
         return False
     return True
 
 
-def add_rows(into: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add rows [n, h] to the rows of `into` [v, h] that `ids` [n] name, some perhaps several times, without a second [v, h].
+def add_rows(table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add rows [n, h] to the rows of `table` [v, h] at the indices `ids` [n], which may repeat.
 
-    The same bits in every run: the CPU's index_add_ adds one row after the other. On CUDA that one adds atomically, in any order;
-    there index_put_ sorts the ids (stably) and adds the rows of one id one after the other (aten/src/ATen/native/cuda/Indexing.cu).
-    Its check of the ids would make the host wait. It is left out: the lookup has read these rows already.
+    No second tensor [v, h] is allocated, and results are deterministic. On CPUs, index_add_ adds the rows one after the other. On
+    CUDA, index_add_ uses atomics in arbitrary order. Therefore index_put_ is used there: it sorts the ids with a stable sort and
+    adds the rows of each id one after the other (aten/src/ATen/native/cuda/Indexing.cu). Its bounds check would make the host wait,
+    and is skipped because the lookup has already read these rows.
     """
-    if into.is_cuda:
-        index_put_impl_(into, [ids], rows, True, True)  # accumulate, without the check
+    if table.is_cuda:
+        index_put_impl_(table, [ids], rows, True, True)  # accumulate=True, unsafe=True: no bounds check
     else:
-        into.index_add_(0, ids, rows)
+        table.index_add_(0, ids, rows)

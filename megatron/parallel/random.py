@@ -1,4 +1,4 @@
-"""Random numbers without generator state: every draw has a key that says what it is for, so there is nothing to save or to lose."""
+"""Random numbers without generator state. The seed of each draw is derived from its purpose, so no state is saved or restored."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from dataclasses import dataclass
 import torch
 
 
-def stable_seed(*parts: int | str) -> int:
-    """A 63-bit seed made of `parts`; the same in every process, on every machine, in every version."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+def stable_seed(*values: int | str) -> int:
+    """Return a 63-bit seed that is a hash of the given values.
+
+    The seed is the same in every process, on every machine and in every version.
+    """
+    text = "\x1f".join(f"{type(value).__name__}:{value}" for value in values)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What dropout masks depend on within a run: the step and the microbatch.
+    """Identifies a microbatch of a step on a context rank, to derive the seeds of its dropout masks.
 
-    The samples consumed before it identify the step, and its first sample the microbatch. So the masks do not depend on the data
-    rank or the pipeline stage that computes them. Context ranks hold different tokens, and draw for them differently.
+    A step is identified by the number of samples consumed before it, a microbatch by its first sample. So the masks do not depend
+    on the data-parallel rank or the pipeline stage that computes them. Context-parallel ranks hold different tokens and use
+    different masks.
+
+    Args:
+        seed: seed of the run.
+        step: number of samples consumed before the step.
+        first_sample: first sample of the microbatch.
+        context_rank: rank within the context-parallel group.
     """
 
     seed: int
@@ -27,14 +37,20 @@ class DropoutKey:
     first_sample: int
     context_rank: int = 0
 
-    def site(self, layer: int, site: str, coordinate: int = 0) -> int:
-        """Seed of one dropout site; `coordinate` is the tensor rank where the activation is split over the tensor group."""
-        of_context = [f"context rank {self.context_rank}"] * (self.context_rank > 0)
-        return stable_seed(self.seed, self.step, self.first_sample, layer, site, coordinate, *of_context)
+    def get_site_seed(self, layer: int, site: str, coordinate: int = 0) -> int:
+        """Return the seed for one use of dropout.
+
+        Args:
+            layer: layer index.
+            site: name of the use within the layer.
+            coordinate: tensor-parallel rank, if the activation is sharded over the tensor ranks; otherwise 0.
+        """
+        context_key = [f"context rank {self.context_rank}"] * (self.context_rank > 0)
+        return stable_seed(self.seed, self.step, self.first_sample, layer, site, coordinate, *context_key)
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the default generator of one device, just before a draw. Its former state is of no interest."""
+    """Seed the default generator of a device, immediately before numbers are drawn. The previous state is discarded."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         torch.cuda.default_generators[index].manual_seed(seed)

@@ -1,10 +1,10 @@
-"""How the state of an update rule lies over its parameter: a number for each element, row, column or block of elements.
+"""Shapes of optimizer state relative to a parameter: one value per element, row, column or block of elements.
 
-A state is a global tensor of its own. Its shape follows from the parameter's, so a checkpoint describes it by boxes, and any layout
-can load it. A rank keeps the numbers of all rows (columns, blocks) of which it updates any element. So ranks whose pieces meet
-within a row both keep that row's number, and must keep the same. Pure arithmetic.
+Each optimizer state is a global tensor. Its shape follows from the shape of the parameter, so checkpoints describe it by slices,
+and it can be loaded at any layout. A rank stores the state of every row (column, block) of which it updates at least one element.
+So if the boundary between two shards is within a row, both ranks store the value of this row, and must compute the same value.
 
-A parameter is [..., R, C]: R rows of C elements, perhaps several such matrices.
+Pure arithmetic. A parameter has the shape [..., R, C]: one or more matrices of R rows and C columns.
 """
 
 from __future__ import annotations
@@ -15,203 +15,236 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
+from megatron.parallel.tensor_slice import BufferSlice, FlatRange, TensorSlice, map_flat_range
 
 Shape = tuple[int, ...]
 
 
 class StateShape(ABC):
-    """How a state lies over a parameter."""
+    """Shape of an optimizer state relative to its parameter: which values of the state belong to which elements of the
+    parameter."""
 
     @abstractmethod
     def shape(self, shape: Shape) -> Shape:
-        """Shape of the state of a whole parameter."""
+        """Return the shape of the state for a parameter of the global shape `shape`."""
 
     @abstractmethod
-    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
-        """The most elements that lie over a piece of `numel` elements, wherever it begins: what is allocated for it.
+    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        """Return the maximum number of state elements for any range of `numel` parameter elements.
+
+        Memory is allocated for this number.
 
         Args:
-            shape: that of the whole parameter.
-            local_shape: that of a rank's part of it, whichever of the ranks that is.
+            shape: global shape of the parameter.
+            local_shape: shape of the local parameter, the same on every rank.
         """
 
     @abstractmethod
-    def boxes(self, local_shape: Shape, held: Box, piece: FlatPiece) -> list[PlacedBox]:
-        """Global boxes of the state that a rank keeps for a piece. Boxes of two ranks are equal or disjoint.
+    def slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
+        """Return the slices of the global state that a rank stores for a range of its local parameter.
+
+        Slices of two ranks are equal or disjoint.
 
         Args:
-            local_shape: shape of the rank's part of the parameter, perhaps padded in its first dimension.
-            held: the box of the parameter that the rank holds, without padding.
+            local_shape: shape of the local parameter. Its first dimension may be padded.
+            local_slice: slice of the global parameter on this rank, without padding.
+            flat_range: range of the flattened local parameter.
         """
 
 
-class _InRuns(StateShape):
-    """One of which a rank's part is laid out as the parameter is, so that a piece has a run of it."""
+class _ContiguousState(StateShape):
+    """State stored in the order of the parameter's elements, so that a contiguous range of the parameter has a contiguous range of
+    the state."""
 
     @abstractmethod
-    def held(self, box: Box) -> Box:
-        """The box of the state that lies over a box of the parameter."""
+    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+        """Return the slice of the state that belongs to a slice of the parameter."""
 
     @abstractmethod
-    def covered(self, local_shape: Shape, piece: FlatPiece) -> FlatPiece:
-        """The elements of a rank's state, flattened, that lie over any element of a piece, which is not empty."""
+    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+        """Return the range of the flattened local state that belongs to a non-empty range of the flattened local parameter."""
 
-    def edges(self, local_shape: Shape, piece: FlatPiece) -> Iterable[int]:
-        """Places in the flattened state before which a box must end, so that ranks that share numbers have them in equal boxes."""
+    def boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
+        """Return the elements of the flattened local state at which a new slice must start.
+
+        With these boundaries, ranks that store the same elements of the state have them in equal slices.
+        """
         return ()
 
-    def boxes(self, local_shape: Shape, held: Box, piece: FlatPiece) -> list[PlacedBox]:
-        """See `StateShape`."""
-        piece = FlatPiece(piece.start, min(piece.stop, held.numel))
-        if piece.start >= piece.stop:
+    def slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
+        """Return the slices of the global state that a rank stores for a range of its local parameter."""
+        flat_range = FlatRange(flat_range.start, min(flat_range.stop, local_slice.numel))
+        if flat_range.start >= flat_range.stop:
             return []
-        local, box, covered = self.shape(local_shape), self.held(held), self.covered(local_shape, piece)
-        ends = sorted({covered.start, covered.stop, *self.edges(local_shape, piece)})
+        local_state_shape, state_slice, state_range = (
+            self.shape(local_shape),
+            self.state_slice(local_slice),
+            self.state_range(local_shape, flat_range),
+        )
+        boundaries = sorted({state_range.start, state_range.stop, *self.boundaries(local_shape, flat_range)})
         return [
-            PlacedBox(placed.box, placed.start + start - covered.start)
-            for start, stop in itertools.pairwise(ends)
-            for placed in place(local, box, FlatPiece(start, stop))
+            BufferSlice(buffer_slice.slice, buffer_slice.offset + start - state_range.start)
+            for start, stop in itertools.pairwise(boundaries)
+            for buffer_slice in map_flat_range(local_state_shape, state_slice, FlatRange(start, stop))
         ]
 
 
-class _Elements(_InRuns):
-    """A number for each element: as the parameter itself."""
+class _PerElement(_ContiguousState):
+    """One value per element: the state has the shape of the parameter."""
 
     def shape(self, shape: Shape) -> Shape:
         return shape
 
-    def held(self, box: Box) -> Box:
-        return box
+    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+        return param_slice
 
-    def covered(self, local_shape: Shape, piece: FlatPiece) -> FlatPiece:
-        return piece
+    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+        return flat_range
 
-    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
         return numel
 
 
-class _Rows(_InRuns):
-    """A number for each row: [..., R]."""
+class _PerRow(_ContiguousState):
+    """One value per row: [..., R]."""
 
     def shape(self, shape: Shape) -> Shape:
         return shape[:-1]
 
-    def held(self, box: Box) -> Box:
-        return Box(box.offsets[:-1], box.sizes[:-1])
+    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+        return TensorSlice(param_slice.offsets[:-1], param_slice.sizes[:-1])
 
-    def covered(self, local_shape: Shape, piece: FlatPiece) -> FlatPiece:
-        length = local_shape[-1]
-        return FlatPiece(piece.start // length, -(-piece.stop // length))
+    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+        row_length = local_shape[-1]
+        return FlatRange(flat_range.start // row_length, -(-flat_range.stop // row_length))
 
-    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
-        return min(_touched(numel, local_shape[-1]), math.prod(local_shape[:-1]))
+    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        return min(_max_touched_runs(numel, local_shape[-1]), math.prod(local_shape[:-1]))
 
-    def edges(self, local_shape: Shape, piece: FlatPiece) -> Iterable[int]:
-        (first, head), (last, tail) = divmod(piece.start, local_shape[-1]), divmod(piece.stop, local_shape[-1])
-        return [*([first + 1] if head else []), *([last] if tail and last > piece.start // local_shape[-1] else [])]
+    def boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
+        (first_row, first_column), (last_row, last_column) = (
+            divmod(flat_range.start, local_shape[-1]),
+            divmod(flat_range.stop, local_shape[-1]),
+        )
+        return [
+            *([first_row + 1] if first_column else []),
+            *([last_row] if last_column and last_row > flat_range.start // local_shape[-1] else []),
+        ]
 
 
-class _Columns(_InRuns):
-    """A number for each column of each matrix: [..., C]."""
+class _PerColumn(_ContiguousState):
+    """One value per column of each matrix: [..., C]."""
 
     def shape(self, shape: Shape) -> Shape:
         return (*shape[:-2], shape[-1])
 
-    def held(self, box: Box) -> Box:
-        return Box((*box.offsets[:-2], box.offsets[-1]), (*box.sizes[:-2], box.sizes[-1]))
+    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+        return TensorSlice((*param_slice.offsets[:-2], param_slice.offsets[-1]), (*param_slice.sizes[:-2], param_slice.sizes[-1]))
 
-    def covered(self, local_shape: Shape, piece: FlatPiece) -> FlatPiece:
-        matrix, length = math.prod(local_shape[-2:]), local_shape[-1]
-        return FlatPiece(piece.start // matrix * length, -(-piece.stop // matrix) * length)
+    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+        matrix_numel, row_length = math.prod(local_shape[-2:]), local_shape[-1]
+        return FlatRange(flat_range.start // matrix_numel * row_length, -(-flat_range.stop // matrix_numel) * row_length)
 
-    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
-        matrices = min(_touched(numel, math.prod(local_shape[-2:])), math.prod(local_shape[:-2]))
-        return matrices * local_shape[-1]
+    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        num_matrices = min(_max_touched_runs(numel, math.prod(local_shape[-2:])), math.prod(local_shape[:-2]))
+        return num_matrices * local_shape[-1]
 
-    def edges(self, local_shape: Shape, piece: FlatPiece) -> Iterable[int]:
-        covered = self.covered(local_shape, piece)
-        return range(covered.start, covered.stop, local_shape[-1])
+    def boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
+        state_range = self.state_range(local_shape, flat_range)
+        return range(state_range.start, state_range.stop, local_shape[-1])
 
 
 @dataclass(frozen=True)
-class BlockRun:
-    """Equally long blocks, or parts of one, one after the other in some rows: as [rows, blocks, elements]."""
+class BlockRange:
+    """Consecutive quantization blocks of equal length in one or more rows of a parameter: [rows, blocks, elements].
 
-    elements: PlacedBox
-    """The rows, perhaps with elements before and after them."""
-    columns: slice
-    """The run's, in these."""
-    numbers: PlacedBox
-    """The blocks'."""
+    It may be a single incomplete block per row.
+    """
+
+    elements: BufferSlice
+    """The rows of the parameter that contain the blocks. They may contain further elements before and after the blocks."""
+    column_range: slice
+    """Columns of `elements` that belong to the blocks."""
+    blocks: BufferSlice
+    """Slice of the state with the values of the blocks."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows."""
-        return self.numbers.box.numel // self.num_blocks
+        """Number of rows."""
+        return self.blocks.slice.numel // self.num_blocks
 
     @property
     def num_blocks(self) -> int:
-        """How many in a row."""
-        return self.numbers.box.sizes[-1]
+        """Number of blocks per row."""
+        return self.blocks.slice.sizes[-1]
 
 
 @dataclass(frozen=True)
-class Blocks(StateShape):
-    """A number for each block of `size` elements of a row, the last of a row perhaps shorter: [..., R, C / size].
+class PerBlock(StateShape):
+    """One value per block of `block_size` elements of a row: [..., R, ceil(C / block_size)].
 
-    Blocks are counted in the whole row, wherever ranks divide it. A rank keeps the numbers of blocks of which it may have only a
-    part, at the begin and the end of its rows, apart from those between: other ranks keep them too.
+    The last block of a row may be shorter. Blocks are counted from the start of the global row, wherever the row is split over
+    ranks. Blocks at the start and the end of the local rows may be incomplete, and then other ranks store their values too.
+    Therefore these blocks have their own slices.
     """
 
-    size: int
+    block_size: int
 
     def shape(self, shape: Shape) -> Shape:
-        """See `StateShape`."""
-        return (*shape[:-1], -(-shape[-1] // self.size))
+        """Return the shape of the state for a parameter of the global shape `shape`."""
+        return (*shape[:-1], -(-shape[-1] // self.block_size))
 
-    def room(self, shape: Shape, local_shape: Shape, numel: int) -> int:
-        """See `StateShape`."""
-        firsts = {first % self.size for first in range(0, shape[-1], local_shape[-1])}
-        return max(self._room(local_shape, first, numel) for first in firsts) if numel else 0
+    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        """Return the maximum number of blocks for any range of `numel` elements of the local parameter. Memory is allocated for
+        this number."""
+        offsets_in_block = {offset % self.block_size for offset in range(0, shape[-1], local_shape[-1])}
+        return max(self._max_blocks(local_shape, offset, numel) for offset in offsets_in_block) if numel else 0
 
-    def _room(self, local_shape: Shape, first: int, numel: int) -> int:
-        """That of a rank whose rows begin with this element of a block."""
-        length = local_shape[-1]
-        per_row, head = -(-(first + length) // self.size), self.size - first
-        tail = length + first - (per_row - 1) * self.size
-        rows, rest = divmod(numel - 1, length)  # of the elements after the first, how many begin another block at the most
-        # Nearest to each other are the beginnings of the blocks at which a row ends and the next begins.
-        begun = (rest > 0) + (rest > min(head, tail))
-        if rest > head + tail:
-            begun += 1 + (rest - 1 - head - tail) // self.size
-        return min(1 + rows * per_row + begun, math.prod(local_shape[:-1]) * per_row)
+    def _max_blocks(self, local_shape: Shape, offset_in_block: int, numel: int) -> int:
+        """Return the maximum number of blocks for a rank whose local rows start at `offset_in_block` within a block."""
+        row_length = local_shape[-1]
+        blocks_per_row, head_length = -(-(offset_in_block + row_length) // self.block_size), self.block_size - offset_in_block
+        tail_length = row_length + offset_in_block - (blocks_per_row - 1) * self.block_size
+        # Count the blocks that start after the first element. They are closest together at the boundary of two rows, where the last
+        # block of a row and the first block of the next row may be short.
+        num_full_rows, num_remaining = divmod(numel - 1, row_length)
+        num_extra_blocks = (num_remaining > 0) + (num_remaining > min(head_length, tail_length))
+        if num_remaining > head_length + tail_length:
+            num_extra_blocks += 1 + (num_remaining - 1 - head_length - tail_length) // self.block_size
+        return min(1 + num_full_rows * blocks_per_row + num_extra_blocks, math.prod(local_shape[:-1]) * blocks_per_row)
 
-    def boxes(self, local_shape: Shape, held: Box, piece: FlatPiece) -> list[PlacedBox]:
-        """See `StateShape`."""
-        return [run.numbers for run in self.runs(local_shape, held, piece)]
+    def slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
+        """Return the slices of the global state that a rank stores for a range of its local parameter."""
+        return [block_range.blocks for block_range in self.block_ranges(local_shape, local_slice, flat_range)]
 
-    def runs(self, local_shape: Shape, held: Box, piece: FlatPiece) -> Iterator[BlockRun]:
-        """All blocks of which a piece has any element. Its numbers lie in memory in this order; arguments as in `boxes`."""
-        at = 0
-        for placed in place(local_shape, held, piece):
-            box, column = placed.box, 0
-            first, length = box.offsets[-1], box.sizes[-1]
-            head = min(length, -first % self.size)
-            whole, tail = divmod(length - head, self.size)
-            for count, size in ((1, head), (whole, self.size), (1, tail)):
-                if count and size:
-                    number = (first + column) // self.size
-                    numbers = PlacedBox(Box((*box.offsets[:-1], number), (*box.sizes[:-1], count)), at)
-                    yield BlockRun(placed, slice(column, column + count * size), numbers)
-                    column, at = column + count * size, at + numbers.box.numel
+    def block_ranges(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> Iterator[BlockRange]:
+        """Yield all blocks with at least one element in a range of the local parameter. The arguments are those of `slices`.
+
+        The values of the blocks are stored in this order.
+        """
+        state_offset = 0
+        for elements in map_flat_range(local_shape, local_slice, flat_range):
+            elements_slice, column = elements.slice, 0
+            first_column, row_length = elements_slice.offsets[-1], elements_slice.sizes[-1]
+            head_length = min(row_length, -first_column % self.block_size)
+            num_full_blocks, tail_length = divmod(row_length - head_length, self.block_size)
+            for num_blocks, block_length in ((1, head_length), (num_full_blocks, self.block_size), (1, tail_length)):
+                if num_blocks and block_length:
+                    block_index = (first_column + column) // self.block_size
+                    blocks = BufferSlice(
+                        TensorSlice((*elements_slice.offsets[:-1], block_index), (*elements_slice.sizes[:-1], num_blocks)),
+                        state_offset,
+                    )
+                    yield BlockRange(elements, slice(column, column + num_blocks * block_length), blocks)
+                    column, state_offset = column + num_blocks * block_length, state_offset + blocks.slice.numel
 
 
-def _touched(numel: int, length: int) -> int:
-    """The most runs of `length` elements, laid end to end, of which so many elements in a row touch any."""
+def _max_touched_runs(numel: int, length: int) -> int:
+    """Return the maximum number of rows (or blocks) of `length` elements that a range of `numel` consecutive elements can
+    overlap."""
     return numel if numel < 2 else (numel - 2) // length + 2
 
 
-ELEMENTS: StateShape = _Elements()
-ROWS: StateShape = _Rows()
-COLUMNS: StateShape = _Columns()
+PER_ELEMENT: StateShape = _PerElement()
+PER_ROW: StateShape = _PerRow()
+PER_COLUMN: StateShape = _PerColumn()

@@ -1,6 +1,7 @@
-"""Rank arithmetic: which rank sits where in two grids, and who shares a group with whom. Pure; no process is started.
+"""Rank arithmetic: the coordinates of each rank on the parallelism axes, and the members of each group. Pure arithmetic: no process
+group is created.
 
-Worked example, 8 ranks at TP=2, PP=2, DP=2, default order tp-cp-dp-pp (the tensor coordinate varies fastest)::
+Example with 8 ranks at TP=2, PP=2, DP=2 in the default order tp-cp-dp-pp (the tensor coordinate varies fastest)::
 
     rank = tp + 2 * (dp + 2 * pp)
 
@@ -9,15 +10,16 @@ Worked example, 8 ranks at TP=2, PP=2, DP=2, default order tp-cp-dp-pp (the tens
     dp     0  0  1  1 | 0  0  1  1
     pp     0  0  0  0 | 1  1  1  1
 
-    tensor groups    ("tp",)       [0,1] [2,3] [4,5] [6,7]     neighbours: the most traffic on the fastest links
+    tensor groups    ("tp",)       [0,1] [2,3] [4,5] [6,7]     neighbors: most of the traffic uses the fastest links
     data groups      ("dp",)       [0,2] [1,3] [4,6] [5,7]
     pipeline groups  ("pp",)       [0,4] [1,5] [2,6] [3,7]
     model replicas   ("tp","pp")   [0,1,4,5] [2,3,6,7]
 
-With ``tp-cp-pp-dp`` (``--use-tp-pp-dp-mapping``) rank = tp + 2 * (pp + 2 * dp): the data groups become [0,4] [1,5] [2,6] [3,7].
+In the order ``tp-cp-pp-dp`` (``--use-tp-pp-dp-mapping``) rank = tp + 2 * (pp + 2 * dp), and the data groups are [0,4] [1,5] [2,6]
+[3,7].
 
-Experts have a grid of their own on the same ranks: the tp x cp x dp ranks of a stage, in this order, are etp x ep x edp, the
-expert-tensor coordinate fastest. At ETP=1, EP=2 the ranks above have
+Expert layers use a second grid on the same ranks. The tp x cp x dp ranks of a stage, in this order, are factored again into etp x
+ep x edp, where the expert-tensor coordinate varies fastest. At ETP=1, EP=2 the ranks above have the coordinates
 
     rank   0  1  2  3 | 4  5  6  7
     ep     0  1  0  1 | 0  1  0  1
@@ -35,22 +37,23 @@ from megatron.config.parallel import ParallelConfig
 
 AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp")
-"""Axes of the experts' grid within a stage: ranks along etp hold parts of the same experts, along ep other experts, along edp the
-same ones. The last is the experts' gradient group."""
+"""Axes of the expert grid within a stage. Along etp, ranks hold shards of the same experts; along ep, different experts; along edp,
+the same shards of the same experts. So edp is the gradient group of the experts."""
 DATA_AXES = ("dp",)
-"""The data group: its ranks read different samples. The ranks along cp read the same ones, and share each sequence."""
+"""Axes of the data group, whose ranks read different samples. (Ranks along cp read the same samples and share each sequence.)"""
 GRADIENT_AXES = ("cp", "dp")
-"""The gradient group: its ranks hold the same parameters, and the sum of their gradients is that of the whole batch."""
+"""Axes of the gradient group, whose ranks hold the same parameters. The sum of their gradients is the gradient of the global
+batch."""
 STAGE_AXES = ("tp", *GRADIENT_AXES)
-"""The ranks of a stage: together they hold its matrices."""
+"""Axes of the ranks of a pipeline stage, which together hold all parameters of the stage."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes and the order in which ranks are numbered.
+    """Sizes of the parallelism axes, and the order in which ranks are numbered.
 
     Raises:
-        ValueError: a size is not positive.
+        ValueError: a size is not positive, or ETP x EP does not divide the size of a stage.
     """
 
     tp: int = 1
@@ -58,32 +61,35 @@ class Topology:
     dp: int = 1
     pp: int = 1
     pp_before_dp: bool = False
-    """Number the pipeline axis before the data axis (``--use-tp-pp-dp-mapping``)."""
+    """Number ranks along the pipeline axis before the data axis (``--use-tp-pp-dp-mapping``)."""
     ep: int = 1
-    """Ranks of a stage that hold different experts."""
+    """Number of ranks of a stage that hold different experts."""
     expert_tensor: int | None = None
-    """Ranks of a stage that hold parts of the same expert; by default tp."""
+    """Number of ranks that hold shards of the same experts; None for tp."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "etp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"the size of axis {axis} must be at least 1, not {getattr(self, axis)}")
         if self.stage_size % (self.etp * self.ep):
-            raise ValueError(f"the {self.stage_size} ranks of a stage do not divide by ETP x EP = {self.etp} x {self.ep}")
+            raise ValueError(
+                f"the {self.stage_size} ranks of a pipeline stage (TP x CP x DP) are not divisible by "
+                f"ETP x EP = {self.etp} x {self.ep} = {self.etp * self.ep}"
+            )
 
     @property
     def etp(self) -> int:
-        """Ranks that hold parts of the same expert."""
+        """Number of ranks that hold shards of the same experts: `expert_tensor`, or by default the tensor-parallel size."""
         return self.tp if self.expert_tensor is None else self.expert_tensor
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same parts of the same experts."""
+        """Number of ranks that hold the same shards of the same experts."""
         return self.stage_size // (self.etp * self.ep)
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @classmethod
@@ -98,22 +104,23 @@ class Topology:
         ep: int = 1,
         expert_tensor: int | None = None,
     ) -> Topology:
-        """The topology whose data size fills the world.
+        """Build the topology whose data-parallel size fills the world.
 
         Raises:
-            ValueError: a size is not positive, tp x cp x pp does not divide the world size, or etp x ep that of a stage.
+            ValueError: a size is not positive, TP x CP x PP does not divide the world size, or ETP x EP does not divide the size of
+                a stage.
         """
-        cls(tp=tp, cp=cp, pp=pp)  # refuses sizes that are not positive
+        cls(tp=tp, cp=cp, pp=pp)  # rejects sizes that are not positive
         if world_size < 1 or world_size % (tp * cp * pp):
-            raise ValueError(f"world size {world_size} does not divide by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
+            raise ValueError(f"world size {world_size} is not divisible by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
         return cls(tp, cp, world_size // (tp * cp * pp), pp, pp_before_dp, ep, expert_tensor)
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> Topology:
-        """The topology that the settings ask for.
+        """Build the topology from the settings.
 
         Raises:
-            ValueError: as in `from_world`.
+            ValueError: TP x CP x PP does not divide the world size, or ETP x EP does not divide the size of a stage.
         """
         return cls.from_world(
             world_size,
@@ -126,7 +133,10 @@ class Topology:
         )
 
     def __str__(self) -> str:
-        """As "tensor 2 x pipeline 4 x data 8", with the context size where there is one."""
+        """Format as "tensor 2 x pipeline 4 x data 8".
+
+        The context size is included if it is not 1, the expert grid if it differs from the grid of the other layers.
+        """
         context = f" x context {self.cp}" if self.cp > 1 else ""
         experts = (
             "" if (self.ep, self.etp) == (1, self.tp) else f" (experts: tensor {self.etp} x expert {self.ep} x data {self.edp})"
@@ -139,38 +149,38 @@ class Topology:
         return self.tp * self.cp * self.dp * self.pp
 
     def size(self, *axes: str) -> int:
-        """Number of ranks in a group over these axes."""
+        """Return the number of ranks in a group over the given axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a rank on every axis.
+        """Return the coordinates of a rank on the axes tp, cp, dp and pp.
 
         Raises:
             ValueError: the rank is outside the world.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
+        remainder, tp = divmod(rank, self.tp)
+        remainder, cp = divmod(remainder, self.cp)
         if self.pp_before_dp:
-            dp, pp = divmod(rest, self.pp)
+            dp, pp = divmod(remainder, self.pp)
         else:
-            pp, dp = divmod(rest, self.dp)
+            pp, dp = divmod(remainder, self.dp)
         return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a rank on the experts' axes.
+        """Return the coordinates of a rank on the expert axes.
 
         Raises:
             ValueError: the rank is outside the world.
         """
-        at = self.coordinates(rank)
-        rest, etp = divmod(at["tp"] + self.tp * (at["cp"] + self.cp * at["dp"]), self.etp)
-        edp, ep = divmod(rest, self.ep)
+        coordinates = self.coordinates(rank)
+        remainder, etp = divmod(coordinates["tp"] + self.tp * (coordinates["cp"] + self.cp * coordinates["dp"]), self.etp)
+        edp, ep = divmod(remainder, self.ep)
         return {"etp": etp, "ep": ep, "edp": edp}
 
-    def places(self, rank: int) -> dict[str, int]:
-        """Place of a rank on every axis of both grids.
+    def all_coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank on the axes of both grids.
 
         Raises:
             ValueError: the rank is outside the world.
@@ -178,84 +188,102 @@ class Topology:
         return {**self.coordinates(rank), **self.expert_coordinates(rank)}
 
     def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Rank at these coordinates."""
+        """Return the rank at these coordinates."""
         outer = pp + self.pp * dp if self.pp_before_dp else dp + self.dp * pp
         return tp + self.tp * (cp + self.cp * outer)
 
     def expert_rank(self, etp: int = 0, ep: int = 0, edp: int = 0, pp: int = 0) -> int:
-        """Rank at these coordinates of the experts' grid."""
-        rest, tp = divmod(etp + self.etp * (ep + self.ep * edp), self.tp)
-        dp, cp = divmod(rest, self.cp)
+        """Return the rank at these coordinates of the expert grid."""
+        remainder, tp = divmod(etp + self.etp * (ep + self.ep * edp), self.tp)
+        dp, cp = divmod(remainder, self.cp)
         return self.rank(tp, cp, dp, pp)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from `rank` at most along these axes, which are of one of the two grids.
+        """Return the ranks whose coordinates differ from those of `rank` only along the given axes, ascending, including `rank`.
+
+        Args:
+            axes: axes of a single grid.
 
         Raises:
-            ValueError: there is no such axis, or no such rank.
+            ValueError: an axis is unknown, the axes belong to different grids, or the rank is outside the world.
         """
-        return self._members(axes, self.places(rank))
+        return self._ranks_along(axes, self.all_coordinates(rank))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Every group over these axes, each once, ordered by its first rank."""
-        others = [axis for axis in self._grid(axes)[0] if axis not in axes]
-        places = itertools.product(*(range(self.size(axis)) for axis in others))
-        return sorted(self._members(axes, dict(zip(others, place, strict=True))) for place in places)
+        """Return all groups over the given axes, ordered by their first rank."""
+        fixed_axes = [axis for axis in self._find_grid(axes)[0] if axis not in axes]
+        fixed_coordinates = itertools.product(*(range(self.size(axis)) for axis in fixed_axes))
+        return sorted(self._ranks_along(axes, dict(zip(fixed_axes, coordinates, strict=True))) for coordinates in fixed_coordinates)
 
     def expert_shard_size(self, shard_size: int) -> int:
-        """How many copies of an expert the ranks have that share one copy of the rest of the model.
+        """Return the FSDP shard size of the experts, if the other parameters have the FSDP shard size `shard_size`.
+
+        It is the number of copies of each expert on the ranks that share one copy of the other parameters, and at least 1.
 
         Args:
-            shard_size: data ranks that share it; with their tensor ranks they are neighbours in a stage.
+            shard_size: number of data-parallel ranks that share one copy of the other parameters. Together with their
+                tensor-parallel ranks, they have consecutive ranks in a stage.
 
         Raises:
-            ValueError: these ranks do not have as many copies of each expert.
+            ValueError: these ranks hold an incomplete copy of the experts.
         """
-        ranks, a_copy = shard_size * self.tp, self.etp * self.ep
-        if ranks > a_copy and ranks % a_copy:
-            raise ValueError(f"{shard_size} x {self.tp} ranks do not divide by ETP x EP = {self.etp} x {self.ep}")
-        return max(ranks // a_copy, 1)
+        num_ranks, ranks_per_copy = shard_size * self.tp, self.etp * self.ep
+        if num_ranks > ranks_per_copy and num_ranks % ranks_per_copy:
+            raise ValueError(
+                f"FSDP shard size x TP = {shard_size} x {self.tp} = {num_ranks} is not divisible by "
+                f"ETP x EP = {self.etp} x {self.ep} = {ranks_per_copy}"
+            )
+        return max(num_ranks // ranks_per_copy, 1)
 
-    def hybrid_groups(
+    def shard_and_replica_groups(
         self, shard_size: int, rank: int | None = None, axes: tuple[str, ...] = GRADIENT_AXES
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Each gradient group, cut into parts of `shard_size` neighbours; and the groups across, of one rank from each part.
+        """Return the shard groups and the replica groups of hybrid FSDP.
 
-        Example: of the data ranks [0, 2, 4, 6], parts of two are [0, 2] [4, 6], and [0, 4] [2, 6] lie across.
+        Each gradient group is divided into shard groups of `shard_size` neighbors. A replica group contains the ranks at the same
+        position of each shard group. Example: the data group [0, 2, 4, 6] at shard size 2 has the shard groups [0, 2] and [4, 6],
+        and the replica groups [0, 4] and [2, 6].
 
         Args:
-            rank: give only the part and the group across that this rank belongs to.
-            axes: of the groups, by default those of the data ranks.
+            rank: return only the shard group and the replica group of this rank; None for all groups.
+            axes: axes of the groups to divide; by default those of the gradient group.
 
         Raises:
-            ValueError: the parts would not be equal.
+            ValueError: `shard_size` does not divide the size of the groups.
         """
-        size = self.size(*axes)
-        if shard_size < 1 or size % shard_size:
-            raise ValueError(f"{size} data ranks do not divide into parts of {shard_size}")
+        group_size = self.size(*axes)
+        if shard_size < 1 or group_size % shard_size:
+            raise ValueError(
+                f"{group_size} data-parallel ranks cannot be divided into shard groups of {shard_size} ranks (--fsdp-shard-size)"
+            )
         if rank is None:
-            data = self.groups(*axes)
-            starts, places = range(0, size, shard_size), range(shard_size)
+            groups = self.groups(*axes)
+            starts, shard_ranks = range(0, group_size, shard_size), range(shard_size)
         else:
-            data = [self.group(rank, *axes)]
-            at, place = divmod(data[0].index(rank), shard_size)
-            starts, places = range(at * shard_size, (at + 1) * shard_size, shard_size), range(place, place + 1)
-        parts = [ranks[start : start + shard_size] for ranks in data for start in starts]
-        return parts, [ranks[place::shard_size] for ranks in data for place in places]
+            groups = [self.group(rank, *axes)]
+            shard_index, shard_rank = divmod(groups[0].index(rank), shard_size)
+            starts, shard_ranks = (
+                range(shard_index * shard_size, (shard_index + 1) * shard_size, shard_size),
+                range(shard_rank, shard_rank + 1),
+            )
+        shard_groups = [ranks[start : start + shard_size] for ranks in groups for start in starts]
+        return shard_groups, [ranks[shard_rank::shard_size] for ranks in groups for shard_rank in shard_ranks]
 
-    def _members(self, axes: tuple[str, ...], at: dict[str, int]) -> tuple[int, ...]:
-        """Ranks that have these coordinates on the other axes."""
-        grid, rank = self._grid(axes)
+    def _ranks_along(self, axes: tuple[str, ...], fixed_coordinates: dict[str, int]) -> tuple[int, ...]:
+        """Return the ranks that have the given coordinates on all axes of the grid except `axes`."""
+        grid_axes, rank_of = self._find_grid(axes)
         if set(axes) == set(AXES):
             return tuple(range(self.world_size))
-        places = itertools.product(*(range(self.size(axis)) if axis in axes else (at[axis],) for axis in grid))
-        return tuple(sorted(itertools.starmap(rank, places)))
+        coordinates = itertools.product(
+            *(range(self.size(axis)) if axis in axes else (fixed_coordinates[axis],) for axis in grid_axes)
+        )
+        return tuple(sorted(itertools.starmap(rank_of, coordinates)))
 
-    def _grid(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[..., int]]:
-        """The grid that has these axes, and what gives the rank of a place in it."""
-        of_experts = (*EXPERT_AXES, "pp")
+    def _find_grid(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[..., int]]:
+        """Return the axes of the grid to which `axes` belong, and the function that maps coordinates in the grid to a rank."""
+        expert_grid_axes = (*EXPERT_AXES, "pp")
         if set(axes) <= set(AXES):
             return AXES, self.rank
-        if set(axes) <= set(of_experts):
-            return of_experts, self.expert_rank
-        raise ValueError(f"the axes are {AXES} or {of_experts}, and not {axes}")
+        if set(axes) <= set(expert_grid_axes):
+            return expert_grid_axes, self.expert_rank
+        raise ValueError(f"axes {axes} are not in one rank grid: all must be in {AXES}, or all in {expert_grid_axes}")

@@ -1,9 +1,9 @@
-"""Private functions of torch that the project uses, each looked up once, here.
+"""Private functions of torch that the project uses. Each one is looked up once, in this module.
 
-Torch may rename or remove a private name in any version. Callers import the function from this module. A name that the installed
-torch lacks does not stop an import: the function in its place raises `MissingTorchName` when it is called, and `missing` lists it
-for the log. Private modules, whose classes are subclassed or which are slow to import, are imported where they are used;
-`PRIVATE_MODULES` lists them, and here only their files are looked for.
+Torch may rename or remove a private name in any version. All other modules import these functions from here. If the installed torch
+lacks a name, importing still works: the replacement function raises `MissingTorchName` when it is called, and `list_missing`
+includes the name for the log. Private modules are imported where they are used, because their classes are subclassed or their
+import is slow. They are listed in `PRIVATE_MODULES`, and this module only checks that their files exist.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ PRIVATE_MODULES = {
     "torch.utils._python_dispatch": "plans of memory and step time",
     "torch.utils._pytree": "plans of memory and step time",
 }
-"""Private modules that files of the project import, and what is unavailable without each."""
+"""Private modules of torch that the project imports, each with the features that are unavailable without it."""
 
 _missing: list[tuple[str, str]] = []
 
 
 class MissingTorchName(AttributeError):
-    """The installed torch lacks a private function that the run needs."""
+    """Raised when a private function of torch is called that the installed torch does not have."""
 
 
-def missing() -> list[tuple[str, str]]:
-    """Return the private names that the installed torch lacks, each with what is unavailable because of it."""
+def list_missing() -> list[tuple[str, str]]:
+    """Return the private names that the installed torch lacks, each with the features of this project that do not work without
+    it."""
     return list(_missing)
 
 
-def missing_note() -> list[str]:
-    """Return a line for the start-up log on the private names that this torch lacks; none if it has all."""
+def format_missing_note() -> list[str]:
+    """Return the start-up log line about private functions that the installed torch lacks. Return an empty list if it has all of
+    them."""
     if not _missing:
         return []
     uses = "; ".join(f"{unavailable} ({name})" for name, unavailable in _missing)
@@ -55,10 +57,10 @@ def missing_note() -> list[str]:
 def find_function(path: str, unavailable: str) -> Function:
     """Return the function with the dotted name `path`, such as "torch._scaled_mm".
 
-    If torch lacks it, add it to `missing` and return a function that raises `MissingTorchName`.
+    If torch lacks it, record the name for `list_missing` and return a function that raises `MissingTorchName`.
 
     Args:
-        unavailable: what cannot be used without the function.
+        unavailable: features of this project that do not work without the function.
     """
     try:
         owner: Any = torch
@@ -79,7 +81,12 @@ def _raise_missing(path: str, unavailable: str, *args: Any, **kwargs: Any) -> No
 
 
 def find_module(name: str, unavailable: str) -> None:
-    """Add a module of torch to `missing` if it has no file. The module is not imported."""
+    """Record a module of torch for `list_missing` if its file does not exist. The module is not imported.
+
+    Args:
+        name: dotted name of the module.
+        unavailable: features of this project that do not work without the module.
+    """
     path = Path(torch.__file__).parent.joinpath(*name.split(".")[1:])
     if not (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()):
         _missing.append((name, unavailable))
@@ -89,19 +96,19 @@ for _name, _unavailable in PRIVATE_MODULES.items():
     find_module(_name, _unavailable)
 
 _CLIPPING = "clipping and scaling of gradients"
-_RULES = "the optimizers Lion, AdEMAMix and Muon"
-foreach_add_ = find_function("torch._foreach_add_", _RULES)
-foreach_addcdiv_ = find_function("torch._foreach_addcdiv_", _RULES)
-foreach_addcmul_ = find_function("torch._foreach_addcmul_", _RULES)
+_OPTIMIZERS = "the optimizers Lion, AdEMAMix and Muon"
+foreach_add_ = find_function("torch._foreach_add_", _OPTIMIZERS)
+foreach_addcdiv_ = find_function("torch._foreach_addcdiv_", _OPTIMIZERS)
+foreach_addcmul_ = find_function("torch._foreach_addcmul_", _OPTIMIZERS)
 foreach_copy_ = find_function("torch._foreach_copy_", "parameters in another dtype than the optimizer's, FSDP, AdEMAMix")
-foreach_div = find_function("torch._foreach_div", _RULES)
-foreach_div_ = find_function("torch._foreach_div_", _RULES)
-foreach_lerp = find_function("torch._foreach_lerp", _RULES)
-foreach_lerp_ = find_function("torch._foreach_lerp_", f"{_RULES}, averages of parameters")
-foreach_mul_ = find_function("torch._foreach_mul_", f"{_CLIPPING}, {_RULES}")
+foreach_div = find_function("torch._foreach_div", _OPTIMIZERS)
+foreach_div_ = find_function("torch._foreach_div_", _OPTIMIZERS)
+foreach_lerp = find_function("torch._foreach_lerp", _OPTIMIZERS)
+foreach_lerp_ = find_function("torch._foreach_lerp_", f"{_OPTIMIZERS}, averages of parameters")
+foreach_mul_ = find_function("torch._foreach_mul_", f"{_CLIPPING}, {_OPTIMIZERS}")
 foreach_norm = find_function("torch._foreach_norm", _CLIPPING)
-foreach_sign_ = find_function("torch._foreach_sign_", _RULES)
-foreach_sqrt_ = find_function("torch._foreach_sqrt_", _RULES)
+foreach_sign_ = find_function("torch._foreach_sign_", _OPTIMIZERS)
+foreach_sqrt_ = find_function("torch._foreach_sqrt_", _OPTIMIZERS)
 fused_adamw_ = find_function("torch._fused_adamw_", "the optimizer AdamW")
 fused_sgd_ = find_function("torch._fused_sgd_", "the optimizer SGD")
 
@@ -112,9 +119,9 @@ scaled_mm = find_function("torch._scaled_mm", "fp8 on GPUs with one scale a tens
 index_put_impl_ = find_function("torch.ops.aten._index_put_impl_", "gradients of embeddings on GPUs")
 unsafe_view = find_function("torch.ops.aten._unsafe_view", "--tp-comm-overlap by symmetric memory")
 
-_CPU_PRODUCTS = "matrix products in bfloat16 on CPUs"
-is_amx_tile_supported = find_function("torch.cpu._is_amx_tile_supported", _CPU_PRODUCTS)
-is_avx512_bf16_supported = find_function("torch.cpu._is_avx512_bf16_supported", _CPU_PRODUCTS)
+_CPU_MATMULS = "matrix products in bfloat16 on CPUs"
+is_amx_tile_supported = find_function("torch.cpu._is_amx_tile_supported", _CPU_MATMULS)
+is_avx512_bf16_supported = find_function("torch.cpu._is_avx512_bf16_supported", _CPU_MATMULS)
 
 _PLANS = "plans of memory and step time for GPUs"
 softmax_backward_data = find_function("torch.ops.aten._softmax_backward_data.default", _PLANS)
@@ -137,49 +144,49 @@ find_function("torch.cuda._is_in_bad_fork", "the check for CUDA in forked proces
 
 
 def is_in_bad_fork() -> bool:
-    """Return whether this process is a fork of one that had called CUDA's runtime."""
+    """Return whether this process was forked from a process that had already called the CUDA runtime."""
     return bool(torch.cuda._is_in_bad_fork())
 
 
 @functools.cache
-def flight_recorder_dumps() -> tuple[Function, ...]:
-    """Return the functions that give the traces of torch's flight recorders in JSON: of NCCL, and of gloo on the CPU.
+def find_flight_recorder_dumps() -> tuple[Function, ...]:
+    """Return the functions that dump the traces of torch's flight recorders as JSON: for NCCL, and for gloo on the CPU.
 
-    A torch without NCCL has only the second, and one may have none.
+    A torch without NCCL has only the second function, and some versions have neither.
     """
     recorders = getattr(torch._C, "_distributed_c10d", None)
     dumps = (getattr(recorders, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr"))
     return tuple(dump for dump in dumps if dump is not None)
 
 
-if not flight_recorder_dumps():
+if not find_flight_recorder_dumps():
     _missing.append(("torch._C._distributed_c10d._dump_fr_trace_json", "the last collective calls of a hung rank"))
 
 
 @functools.cache
-def symmetric_memory_operation(name: str) -> Function:
+def find_symmetric_memory_op(name: str) -> Function:
     """Return an operation of torch's symmetric memory, such as "fused_all_gather_matmul".
 
     Raises:
         ImportError: torch has no symmetric memory.
-        MissingTorchName: symmetric memory has no such operation.
+        MissingTorchName: when the returned function is called, if symmetric memory lacks the operation.
     """
     import torch.distributed._symmetric_memory  # defines the operations
 
     path, unavailable = f"torch.ops.symm_mem.{name}", PRIVATE_MODULES["torch.distributed._symmetric_memory"]
-    operation: Function | None = getattr(torch.ops.symm_mem, name, None)
-    return functools.partial(_raise_missing, path, unavailable) if operation is None else operation
+    op: Function | None = getattr(torch.ops.symm_mem, name, None)
+    return functools.partial(_raise_missing, path, unavailable) if op is None else op
 
 
-def compiler_mode_options(mode: str) -> dict[str, Any]:
-    """Return the settings of the compiler in a mode of `torch.compile`."""
+def get_compiler_mode_options(mode: str) -> dict[str, Any]:
+    """Return the compiler options that a mode of `torch.compile` stands for."""
     return dict(torch._inductor.list_mode_options(mode))
 
 
 def configure_compiler(*, max_recompilations: int, max_recompilations_of_all: int) -> None:
-    """Set how often a function is compiled again, and that inputs of the backward keep their memory.
+    """Set the limits on recompilation, and keep the compiler from reusing the memory of backward's inputs.
 
-    The compiler must not donate these inputs: host copies and deferred weight gradients use them after the backward.
+    The compiler must not reuse the memory, because host copies and deferred weight gradients read these inputs after the backward.
     """
     torch._dynamo.config.recompile_limit = max_recompilations
     torch._dynamo.config.accumulated_recompile_limit = max_recompilations_of_all
