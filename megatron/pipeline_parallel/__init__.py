@@ -1,4 +1,4 @@
-"""Split the depth over the ranks of a pipeline group. `megatron/spec/schedules.py` defines the schedules."""
+"""Pipeline parallelism: layers split over the ranks of a pipeline group. `megatron/spec/schedules.py` defines the schedules."""
 
 from megatron.moved import find_moved
 

@@ -1,9 +1,9 @@
-"""Who posts which receive when, and how early the hardware queues of a device allow it (`choose_receives`).
+"""Plans when each stage posts its receives. `choose_receive_plans` posts them as early as the device's hardware queues allow.
 
-The order follows from the schedule, which both ends of every channel know, so no process is needed.
+The plan depends only on the schedule, so every rank computes it without communication.
 
-Between two stages there is one channel for each direction, and both ends follow the sender's order on it. So no message carries a
-header, and none can be taken for another.
+Between two stages there is one channel per direction, and both ends follow the sender's order of messages. So messages carry no
+header and cannot be confused.
 """
 
 from __future__ import annotations
@@ -15,329 +15,373 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import OpSpan, simulate
-from megatron.spec.operations import Message, OpKind, Schedule
+from megatron.spec.operations import Message, OpType, Schedule
 
-AHEAD = 2
-"""How many operations a receive is posted before the one that needs it, where nothing forbids it: the operation before may be a
-short weight gradient; more gained nothing."""
+DEFAULT_LOOKAHEAD = 2
+"""Number of operations by which a receive is posted ahead of the operation that needs it, where no queue forbids it.
+
+A lookahead of 1 may hide little, since the operation before may be a short weight gradient. More than 2 gained nothing.
+"""
 
 
 class ReceivePlan(NamedTuple):
-    """When one stage posts its receives, and when it knows that messages it sent have arrived."""
+    """Communication plan of one stage: before which operation it posts each receive, and after which operation it waits for each
+    send."""
 
-    before: Sequence[Sequence[tuple[Message, int]]]
-    """For each operation, the messages to post before it, each with the stage that it comes from."""
-    arrived: Sequence[Sequence[Message]]
-    """For each operation, messages sent by this stage that have arrived by its end, or may be waited for there."""
+    posts: Sequence[Sequence[tuple[Message, int]]]
+    """For each operation, the receives to post before it: (message, source stage)."""
+    completed_sends: Sequence[Sequence[Message]]
+    """For each operation, the sent messages to wait for after it. By then the receiver has the messages, or gets them soon, so
+    the wait is short."""
 
 
 class _Delivery(NamedTuple):
-    """A message on its way to a stage."""
+    """Message that a stage receives from another stage, and the operation that sends it."""
 
     source: int
-    place: int
-    """Index of the operation, on the source stage, that sends it."""
+    op_index: int
+    """Index of the operation on the source stage that sends the message."""
     message: Message
 
 
-def plan_receives(schedule: Schedule, *, ahead: int = AHEAD) -> list[ReceivePlan]:
-    """Overlap: each stage posts what an operation needs `ahead` operations earlier, so that messages travel while others compute.
+def plan_receives(schedule: Schedule, *, lookahead: int = DEFAULT_LOOKAHEAD) -> list[ReceivePlan]:
+    """Plan overlapped communication: each stage posts a receive `lookahead` operations before the operation that needs it.
 
-    A message moves once both its ends have posted it. Within a channel the order is the sender's, so what is sent earlier but
-    needed later is posted on the way. A recompute counts with the operation behind it: so where layers run again, messages are
-    posted in the order in which they would be without, and no later.
+    Messages then travel while other operations compute. A transfer starts once both ends have posted it. Within a channel the order
+    is the sender's. So a message that is sent earlier but needed later is posted no later than its successor. A recompute counts as
+    one unit with the operation after it. So recompute does not change the order in which messages are posted, and no message is
+    posted later because of it.
     """
-    settled = _arrivals(schedule)
-    return [ReceivePlan(_posts(schedule, stage, found, ahead), settled[stage]) for stage, found in enumerate(deliveries(schedule))]
+    completed_sends = _plan_send_waits(schedule)
+    return [
+        ReceivePlan(_plan_posts(schedule, stage, arriving, lookahead), completed_sends[stage])
+        for stage, arriving in enumerate(list_deliveries(schedule))
+    ]
 
 
 def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
-    """Without overlap: between two operations a stage sends what the former gave, receives what is on its way, and waits for all.
+    """Plan communication without overlap: between two operations a stage sends, receives and waits for completion.
 
-    This cannot deadlock, even if a send ends only when its receive is posted. Let every operation take the same time, which gives
-    each a begin and an end. A stage posts a receive before the first of its operations that begins when the sending one has ended.
-    So what an exchange waits for depends only on operations with an earlier begin, and by induction every one of them is reached.
+    The stage sends the last operation's result and receives all messages that are on their way. This cannot deadlock, even if a
+    send completes only when its receive is posted. Proof: assume that every operation takes the same time, which defines a start
+    and an end for each. A stage posts a receive before the first of its operations that starts after the sending operation has
+    ended. So an exchange waits only for operations that start earlier, and by induction every operation is reached.
     """
-    spans, plans = _spans(schedule), []
-    for stage, found in enumerate(deliveries(schedule)):
-        arriving = sorted((spans[source][place].end, source, message) for source, place, message in found)
-        before, posted = [], 0
+    spans, plans = _equal_time_spans(schedule), []
+    for stage, deliveries in enumerate(list_deliveries(schedule)):
+        arriving = sorted((spans[source][op_index].end, source, message) for source, op_index, message in deliveries)
+        posts, num_posted = [], 0
         for span in spans[stage]:
-            first = posted
-            while posted < len(arriving) and arriving[posted][0] <= span.start:
-                posted += 1
-            before.append([(message, source) for _, source, message in arriving[first:posted]])
-        plans.append(ReceivePlan(before, [()] * len(before)))
+            first_new = num_posted
+            while num_posted < len(arriving) and arriving[num_posted][0] <= span.start:
+                num_posted += 1
+            posts.append([(message, source) for _, source, message in arriving[first_new:num_posted]])
+        plans.append(ReceivePlan(posts, [()] * len(posts)))
     return plans
 
 
-def plan_as_sent(schedule: Schedule) -> list[ReceivePlan]:
-    """Overlap, where no fixed number of operations ahead is safe: receives are posted as for exchanges, and nobody waits for them.
+def plan_receives_in_send_order(schedule: Schedule) -> list[ReceivePlan]:
+    """Plan overlapped communication for schedules in which a fixed lookahead could deadlock.
 
-    So messages are posted in the order in which they are sent if every operation takes the same time. This cannot lock up, even if
-    all that a stage has begun waits in one queue: what is posted, sent or waited for at a time depends only on earlier ones.
+    Receives are posted in the order of `plan_exchanges`, but no operation waits for the exchange. So messages are posted in the
+    order in which they are sent if every operation takes the same time. This cannot deadlock even if all work of a stage goes
+    through a single queue: what is posted, sent or waited for at a time depends only on earlier operations.
     """
-    settled = _arrivals(schedule)
-    return [plan._replace(arrived=settled[stage]) for stage, plan in enumerate(plan_exchanges(schedule))]
+    completed_sends = _plan_send_waits(schedule)
+    return [plan._replace(completed_sends=completed_sends[stage]) for stage, plan in enumerate(plan_exchanges(schedule))]
 
 
-def channels(schedule: Schedule) -> list[tuple[int, int]]:
-    """Every pair (source stage, destination stage) that messages pass between, in an order in which they connect quickly.
+def list_channels(schedule: Schedule) -> list[tuple[int, int]]:
+    """List every pair (source stage, destination stage) between which messages pass, in an order in which the stages connect
+    quickly.
 
-    Neighbours come first, and among them those of even stages before those of odd ones: so no stage waits for a long chain.
+    Neighbours come first, those that start at even stages before those that start at odd stages. So no stage waits for a long chain
+    of connections.
     """
-    found = {(source, stage) for stage, arriving in enumerate(deliveries(schedule)) for source, _, _ in arriving}
-    return sorted(found, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))
+    channels = {(source, stage) for stage, arriving in enumerate(list_deliveries(schedule)) for source, _, _ in arriving}
+    return sorted(channels, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))
 
 
 @lru_cache(maxsize=1)
-def _spans(schedule: Schedule) -> tuple[tuple[OpSpan, ...], ...]:
-    """When each operation runs if all take the same time; whole numbers, so there is no rounding."""
+def _equal_time_spans(schedule: Schedule) -> tuple[tuple[OpSpan, ...], ...]:
+    """Return the start and end of each operation of each stage, under the assumption that all take the same time. Times are
+    integers, so there is no rounding."""
     return simulate(schedule).spans
 
 
 @lru_cache(maxsize=1)
-def deliveries(schedule: Schedule) -> list[list[_Delivery]]:
-    """All messages that each stage receives from others: by source, each source's in the order in which it sends them."""
-    found: list[list[_Delivery]] = [[] for _ in schedule.ops]
+def list_deliveries(schedule: Schedule) -> list[list[_Delivery]]:
+    """List for each stage the messages that it receives from other stages, sorted by source and then by the source's sending
+    order."""
+    deliveries: list[list[_Delivery]] = [[] for _ in schedule.ops]
     stage_of_chunk = schedule.stage_of_chunk
     for source, ops in enumerate(schedule.linked_ops):
-        for place, (_, _, message) in enumerate(ops):
+        for op_index, (_, _, message) in enumerate(ops):
             if message is not None and stage_of_chunk[message.chunk] != source:
-                found[stage_of_chunk[message.chunk]].append(_Delivery(source, place, message))
-    return found
+                deliveries[stage_of_chunk[message.chunk]].append(_Delivery(source, op_index, message))
+    return deliveries
 
 
-def _posts(schedule: Schedule, stage: int, arriving: list[_Delivery], ahead: int) -> list[list[tuple[Message, int]]]:
-    order: dict[int, list[Message]] = {}
-    place: dict[Message | None, tuple[int, int]] = {}
+def _plan_posts(schedule: Schedule, stage: int, arriving: list[_Delivery], lookahead: int) -> list[list[tuple[Message, int]]]:
+    """Return for each operation of a stage the receives to post before it, as (message, source stage).
+
+    Args:
+        arriving: messages that the stage receives from other stages, in the order of `list_deliveries`.
+        lookahead: number of operations between the post of a receive and the operation that needs the message.
+    """
+    channels: dict[int, list[Message]] = {}
+    channel_index: dict[Message | None, tuple[int, int]] = {}
     for source, _, message in arriving:
-        channel = order.setdefault(source, [])
-        place[message] = (source, len(channel))
+        channel = channels.setdefault(source, [])
+        channel_index[message] = (source, len(channel))
         channel.append(message)
-    posted = dict.fromkeys(order, 0)
-    before: list[list[tuple[Message, int]]] = [[] for _ in schedule.linked_ops[stage]]
-    places, needs = _units(schedule, stage)
+    num_posted = dict.fromkeys(channels, 0)
+    posts: list[list[tuple[Message, int]]] = [[] for _ in schedule.linked_ops[stage]]
+    starts, needs = _group_recomputes(schedule, stage)
     for i, needed in enumerate(needs):
-        if needed in place:
-            source, at = place[needed]
-            before[places[max(i - ahead, 0)]] += [(message, source) for message in order[source][posted[source] : at + 1]]
-            posted[source] = max(posted[source], at + 1)
-    return before
+        if needed in channel_index:
+            source, index = channel_index[needed]
+            posts[starts[max(i - lookahead, 0)]] += [
+                (message, source) for message in channels[source][num_posted[source] : index + 1]
+            ]
+            num_posted[source] = max(num_posted[source], index + 1)
+    return posts
 
 
-def _units(schedule: Schedule, stage: int) -> tuple[list[int], list[Message | None]]:
-    """The operations of a stage but for recomputes, each with one that stands right before it: where they begin, what they need."""
-    places: list[int] = []
+def _group_recomputes(schedule: Schedule, stage: int) -> tuple[list[int], list[Message | None]]:
+    """Group the operations of a stage into units: an operation, together with a recompute directly before it. Receives are posted a
+    number of units ahead, not operations.
+
+    Returns:
+        For each unit, the index of its first operation and the message that it needs.
+    """
+    starts: list[int] = []
     needs: list[Message | None] = []
-    begin: int | None = None
-    for place, (op, needed, _) in enumerate(schedule.linked_ops[stage]):
-        begin = place if begin is None else begin
-        if op.kind is not OpKind.RECOMPUTE:
-            places.append(begin)
+    start: int | None = None
+    for op_index, (op, needed, _) in enumerate(schedule.linked_ops[stage]):
+        start = op_index if start is None else start
+        if op.type is not OpType.RECOMPUTE:
+            starts.append(start)
             needs.append(needed)
-            begin = None
-    return places, needs
+            start = None
+    return starts, needs
 
 
 @lru_cache(maxsize=1)
-def _arrivals(schedule: Schedule) -> list[list[list[Message]]]:
-    """For each operation of each stage, the messages of that stage that may be settled after it, each at most once.
+def _plan_send_waits(schedule: Schedule) -> list[list[list[Message]]]:
+    """Return for each operation of each stage the sent messages to wait for after it, so that their memory can be freed. Each
+    message occurs at most once.
 
-    A stage sends a message after it took all that its operations so far needed: so a message from it proves that what it had to
-    receive before has arrived. Where no such answer comes soon (forwards alone, GPipe), a message is waited for some time after its
-    use. Otherwise messages would pile up on a stage that is quicker than the next. This cannot deadlock: let every operation take
-    the same time. Then the operation that used the message ended before the one began after which it is settled.
+    A stage sends a message after it has received all that its operations so far needed. So its message proves that those messages
+    have arrived. If no such reply comes soon (forward-only schedules, GPipe), a message is waited for some time after its use.
+    Otherwise messages would pile up on a stage that is faster than the next one. This cannot deadlock: assume that every operation
+    takes the same time. Then the operation that used the message ended before the start of the operation after which the message is
+    waited for.
     """
-    spans, found = _spans(schedule), deliveries(schedule)
-    begins = [[span.start for span in row] for row in spans]
-    patience = 2.0 * schedule.num_stages
-    user = {linked.needs: place for ops in schedule.linked_ops for place, linked in enumerate(ops)}
-    # For each (stage, peer), in the peer's order: indices of the peer's operations that give a message, and of ours that need it
-    answers: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for stage, arriving in enumerate(found):
-        for peer, place, message in arriving:
-            given, needed = answers.setdefault((stage, peer), ([], []))
-            given.append(place)
-            needed.append(user[message])
-    settled: list[list[list[Message]]] = [[[] for _ in ops] for ops in schedule.ops]
-    for peer, arriving in enumerate(found):
+    spans, all_deliveries = _equal_time_spans(schedule), list_deliveries(schedule)
+    start_times = [[span.start for span in row] for row in spans]
+    timeout = 2.0 * schedule.num_stages
+    consumer = {linked.receives: op_index for ops in schedule.linked_ops for op_index, linked in enumerate(ops)}
+    # For each (stage, peer), in the peer's order: indices of the peer's operations that send a message to the stage, and of the
+    # stage's operations that need it.
+    replies: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for stage, arriving in enumerate(all_deliveries):
+        for peer, op_index, message in arriving:
+            sending_ops, needing_ops = replies.setdefault((stage, peer), ([], []))
+            sending_ops.append(op_index)
+            needing_ops.append(consumer[message])
+    completed_sends: list[list[list[Message]]] = [[[] for _ in ops] for ops in schedule.ops]
+    for peer, arriving in enumerate(all_deliveries):
         for stage, _, message in arriving:
-            used = user[message]
-            given, needed = answers.get((stage, peer), ([], []))
-            answer, latest = bisect.bisect_left(given, used), spans[peer][used].end + patience
-            if answer < len(given) and begins[stage][needed[answer]] < latest:
-                place = needed[answer]
+            consumer_op = consumer[message]
+            sending_ops, needing_ops = replies.get((stage, peer), ([], []))
+            reply, deadline = bisect.bisect_left(sending_ops, consumer_op), spans[peer][consumer_op].end + timeout
+            if reply < len(sending_ops) and start_times[stage][needing_ops[reply]] < deadline:
+                op_index = needing_ops[reply]
             else:
-                place = bisect.bisect_left(begins[stage], latest)
-            if place < len(settled[stage]):  # else at the end of the step
-                settled[stage][place].append(message)
-    return settled
+                op_index = bisect.bisect_left(start_times[stage], deadline)
+            if op_index < len(completed_sends[stage]):  # otherwise the message is waited for at the end of the step
+                completed_sends[stage][op_index].append(message)
+    return completed_sends
 
 
-# ---- Whether messages pass where streams share the hardware queues of a device, and how far ahead receives may be posted therefore
+# ---- Proof that messages pass when CUDA streams share hardware queues, and the lookahead that is safe for receives.
 #
-# CUDA hands the work of all streams to a device through a few queues (`CUDA_DEVICE_MAX_CONNECTIONS`: 8 by default, 1 in Megatron's
-# scripts). A queue is in order: its first entry starts when what its stream did before and the events that it waits for are done;
-# until then all behind it wait, whatever their streams. What runs no longer holds up the queue. So one receive that waits for its
-# message is harmless, but a second one behind it in its stream stops all that follows, even what the message depends on.
+# CUDA submits the work of all streams to a device through a few queues (`CUDA_DEVICE_MAX_CONNECTIONS`: 8 by default, 1 in
+# Megatron's scripts). A queue is in order: its first entry starts when the earlier work of its stream, and the events that the
+# entry waits for, are done. Until then all entries behind it wait, whatever their streams. A running entry does not block the
+# queue. So one receive that waits for its message is harmless. A second receive behind it in the same stream cannot start, and so
+# blocks all entries that follow, even those that the message depends on.
 #
-# Which streams share a queue is documented nowhere, and torch takes streams from pools of 32 (c10/cuda/CUDAStream.cpp), more than
-# there are queues. Streams that share wait for more, never for less. So what completes with all streams of a device in one queue
-# completes with any number of queues, however they are shared, and that is what is proved: the choice holds for every value of
-# `CUDA_DEVICE_MAX_CONNECTIONS`.
+# It is not documented which streams share a queue, and torch takes streams from pools of 32 (c10/cuda/CUDAStream.cpp), more than
+# there are queues. Streams that share a queue wait for more, never for less. So a plan that completes with all streams of a device
+# in one queue completes with any number of queues, however they are shared. The proof assumes one queue, and so the choice holds
+# for every value of `CUDA_DEVICE_MAX_CONNECTIONS`.
 #
-# The streams are: one that computes, and one for each channel (source, destination), since NCCL has a communicator for each pair of
+# The replay models one computing stream, and one stream per channel (source, destination): NCCL has a communicator for each pair of
 # ranks in a group (`getKeySendRecv` in torch's ProcessGroupNCCL.cpp), and each direction has a group
-# (`ParallelContext.pipeline_channel`). The others need no place here. Copies to and from host memory wait only for what the same
-# rank has issued before. Collectives over tensor and data ranks join ranks that issue the same, so these come equally far. The sum
-# of the token counts over all ranks is issued before the first operation.
+# (`ParallelContext.pipeline_channel`). Other streams need not be modelled. Copies to and from host memory wait only for work that
+# the same rank issued before. Collectives over tensor and data ranks join ranks that issue the same work, so these ranks reach the
+# same point. The sum of the token counts over all ranks is issued before the first operation.
 
 
-class Chosen(NamedTuple):
-    """When the stages post their receives, with overlap."""
+class ReceiveChoice(NamedTuple):
+    """Receive plans that `choose_receive_plans` selected, and their lookahead."""
 
     plans: list[ReceivePlan]
-    """One for each stage."""
-    ahead: int | None
-    """How many operations ahead of need; None for `plan_as_sent`."""
+    """Plan of each stage."""
+    lookahead: int | None
+    """Number of operations by which a receive is posted before the operation that needs it; None for
+    `plan_receives_in_send_order`."""
 
 
 @lru_cache(maxsize=4)
-def choose_receives(schedule: Schedule, device_type: str) -> Chosen:
-    """The largest look-ahead, up to `AHEAD`, with which all messages pass; where none does, the order of sending.
+def choose_receive_plans(schedule: Schedule, device_type: str) -> ReceiveChoice:
+    """Choose the largest lookahead, up to `DEFAULT_LOOKAHEAD`, at which the schedule does not deadlock. If there is none, post
+    receives in the order of sending.
 
     Args:
-        device_type: of the job's devices. Only CUDA has queues that keep order.
+        device_type: type of the run's devices. Only CUDA has hardware queues that keep order.
     """
     if device_type != "cuda":
-        return Chosen(plan_receives(schedule), AHEAD)
-    for ahead in range(AHEAD, 0, -1):
-        if not stuck(schedule, plans := plan_receives(schedule, ahead=ahead)):
-            return Chosen(plans, ahead)
-    return Chosen(plan_as_sent(schedule), None)
+        return ReceiveChoice(plan_receives(schedule), DEFAULT_LOOKAHEAD)
+    for lookahead in range(DEFAULT_LOOKAHEAD, 0, -1):
+        if not find_stuck_messages(schedule, plans := plan_receives(schedule, lookahead=lookahead)):
+            return ReceiveChoice(plans, lookahead)
+    return ReceiveChoice(plan_receives_in_send_order(schedule), None)
 
 
-def describe_receives(schedule: Schedule, device_type: str, connections: str | None) -> str:
-    """A line of the start-up log.
+def describe_receive_plans(schedule: Schedule, device_type: str, connections: str | None) -> str:
+    """Return the start-up log line that says how early receives are posted.
 
     Args:
-        connections: the value of CUDA_DEVICE_MAX_CONNECTIONS, if it is set.
+        connections: value of CUDA_DEVICE_MAX_CONNECTIONS, or None if it is not set.
     """
-    ahead = choose_receives(schedule, device_type).ahead
-    when = "in the order of sending" if ahead is None else f"{ahead} operation{'s' * (ahead != 1)} ahead"
-    line = f"stages post their receives {when}"
+    lookahead = choose_receive_plans(schedule, device_type).lookahead
+    timing = "in the order of sending" if lookahead is None else f"{lookahead} operation{'s' * (lookahead != 1)} ahead"
+    text = f"stages post their receives {timing}"
     if device_type != "cuda":
-        return line
+        return text
     queues = "not set" if connections is None else connections
-    most = "" if ahead == AHEAD else f"; {AHEAD} ahead could hang where streams share a hardware queue"
-    return f"{line}: safe at any CUDA_DEVICE_MAX_CONNECTIONS ({queues}){most}"
+    limit_note = (
+        "" if lookahead == DEFAULT_LOOKAHEAD else f"; {DEFAULT_LOOKAHEAD} ahead could hang where streams share a hardware queue"
+    )
+    return f"{text}: safe at any CUDA_DEVICE_MAX_CONNECTIONS ({queues}){limit_note}"
 
 
 _Entry = tuple[int, int, tuple[Message, ...], Message | None]
-"""One entry of a hardware queue:
+"""Work in a hardware queue of a device:
 
-- its stream: 0 computes; the others are the rank's channels;
-- entries of the computing stream that must be done: all that were issued before;
-- messages that must have passed;
-- the message that it sends or receives, or None for one of the computing stream. It passes when both ends have started."""
+- its stream: 0 computes; the other streams are the rank's channels;
+- number of entries of the computing stream that must be done first: all that were issued earlier;
+- messages that must have arrived first;
+- the message that the entry sends or receives, or None for an entry of the computing stream. A message arrives when both ends have
+  started.
+"""
 QueueOf = Callable[[int, int], int]
-"""Gives the queue of (stage, stream)."""
+"""Function that returns the index of the hardware queue of a (stage, stream)."""
 
 
-def one_queue(stage: int, stream: int) -> int:
-    """All streams of a device share one queue."""
+def map_to_single_queue(stage: int, stream: int) -> int:
+    """Assign every stream of a device to the same hardware queue. This is the worst case: each piece of work waits for all work
+    that was issued before it, also on other streams."""
     return 0
 
 
-def stuck(
-    schedule: Schedule, plans: Sequence[ReceivePlan], queue_of: QueueOf = one_queue, *, exchanges: bool = False
+def find_stuck_messages(
+    schedule: Schedule, plans: Sequence[ReceivePlan], queue_of: QueueOf = map_to_single_queue, *, exchanges: bool = False
 ) -> list[Message]:
-    """Replay what all stages hand to their devices, and return messages that are waited for and never pass: none if all complete.
+    """Simulate the work that all stages issue to their devices, and return the messages that never arrive; empty if all work
+    completes.
 
     Args:
-        plans: when each stage posts its receives.
-        queue_of: which streams share a queue.
-        exchanges: whether each operation waits for all that was posted and sent before it.
+        plans: receive plan of each stage.
+        queue_of: map from streams to hardware queues.
+        exchanges: whether each operation waits for all receives and sends issued before it.
     """
     streams: list[dict[tuple[int, int], int]] = [{} for _ in schedule.ops]
-    for ends in channels(schedule):
+    for ends in list_channels(schedule):
         for stage in ends:
             streams[stage][ends] = 1 + len(streams[stage])
     queues: list[tuple[int, Iterator[_Entry]]] = []
     for stage, plan in enumerate(plans):
-        entries = _entries(schedule, stage, streams[stage], plan, exchanges)
-        queues += [(stage, queue) for queue in ([entries] if queue_of is one_queue else _shared(entries, stage, queue_of))]
+        entries = _queue_entries(schedule, stage, streams[stage], plan, exchanges)
+        queues += [
+            (stage, queue)
+            for queue in ([entries] if queue_of is map_to_single_queue else _split_by_queue(entries, stage, queue_of))
+        ]
     heads: dict[int, _Entry] = {}
-    """For each queue that waits, the entry that cannot start yet."""
+    """For each queue that is blocked, its first entry, which cannot start yet."""
     waiting: dict[Message | int, list[int]] = {}
-    """Queues that wait for a message to pass, or for the computing stream of a stage."""
-    computed = [0] * schedule.num_stages
+    """Indices of the queues that wait for a message to pass, or for the computing stream of a stage."""
+    num_computed = [0] * schedule.num_stages
     started: set[Message] = set()
     passed: set[Message] = set()
     ready = list(range(len(queues)))
     while ready:
-        number = ready.pop()
-        stage, queue = queues[number]
-        for entry in chain([heads.pop(number)] if number in heads else [], queue):
-            _, before, waits, moves = entry
-            if before > computed[stage] or (waits and not (waits[0] in passed and passed.issuperset(waits[1:]))):
-                waits_for = stage if before > computed[stage] else next(message for message in waits if message not in passed)
-                waiting.setdefault(waits_for, []).append(number)
-                heads[number] = entry
+        queue_index = ready.pop()
+        stage, queue = queues[queue_index]
+        for entry in chain([heads.pop(queue_index)] if queue_index in heads else [], queue):
+            _, num_required, awaited, transferred = entry
+            if num_required > num_computed[stage] or (awaited and not (awaited[0] in passed and passed.issuperset(awaited[1:]))):
+                waits_for = (
+                    stage if num_required > num_computed[stage] else next(message for message in awaited if message not in passed)
+                )
+                waiting.setdefault(waits_for, []).append(queue_index)
+                heads[queue_index] = entry
                 break
-            if moves is None:
-                computed[stage] += 1
+            if transferred is None:
+                num_computed[stage] += 1
                 ready += waiting.pop(stage, ())
-            elif moves in started:
-                started.remove(moves)
-                passed.add(moves)
-                ready += waiting.pop(moves, ())
+            elif transferred in started:
+                started.remove(transferred)
+                passed.add(transferred)
+                ready += waiting.pop(transferred, ())
             else:
-                started.add(moves)
-    return sorted({message for _, _, waits, _ in heads.values() for message in waits if message not in passed} | started)
+                started.add(transferred)
+    return sorted({message for _, _, awaited, _ in heads.values() for message in awaited if message not in passed} | started)
 
 
-def _shared(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) -> Iterable[Iterator[_Entry]]:
-    """The entries of each queue of a stage."""
-    found: dict[int, list[_Entry]] = {}
+def _split_by_queue(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) -> Iterable[Iterator[_Entry]]:
+    """Distribute the work of a stage to its hardware queues. Return one iterator over the entries of each queue."""
+    queues: dict[int, list[_Entry]] = {}
     for entry in entries:
-        found.setdefault(queue_of(stage, entry[0]), []).append(entry)
-    return map(iter, found.values())
+        queues.setdefault(queue_of(stage, entry[0]), []).append(entry)
+    return map(iter, queues.values())
 
 
-def _entries(
+def _queue_entries(
     schedule: Schedule, stage: int, streams: Mapping[tuple[int, int], int], plan: ReceivePlan, exchanges: bool
 ) -> Iterator[_Entry]:
-    """What a stage hands to its device, in the order of `Executor.run` and `Messenger`."""
-    last: dict[int, tuple[Message, ...]] = {}
+    """Yield the work that a stage issues to its device, in the order of `Executor.run` and `Messenger`."""
+    last_transfer: dict[int, tuple[Message, ...]] = {}
     moving: list[Message] = []
-    computed = 0
+    num_computed = 0
 
-    def move(message: Message, source: int, destination: int) -> _Entry:
+    def transfer(message: Message, source: int, destination: int) -> _Entry:
         stream = streams[source, destination]
-        before, last[stream] = last.get(stream, ()), (message,)
+        previous, last_transfer[stream] = last_transfer.get(stream, ()), (message,)
         if exchanges:
             moving.append(message)
-        return stream, computed, before, message
+        return stream, num_computed, previous, message
 
-    for (_, needs, gives), posts, arrived in zip(schedule.linked_ops[stage], plan.before, plan.arrived, strict=True):
+    for (_, needs, gives), posts, completed_sends in zip(schedule.linked_ops[stage], plan.posts, plan.completed_sends, strict=True):
         for message, source in posts:
-            yield move(message, source, stage)
+            yield transfer(message, source, stage)
         if exchanges:
-            yield 0, computed, tuple(moving), None
+            yield 0, num_computed, tuple(moving), None
             moving.clear()
-            computed += 1
-        comes = needs is not None and schedule.stage_of_chunk[_giver(needs)] != stage
-        yield 0, computed, (needs,) if comes and needs is not None else (), None
-        computed += 1
+            num_computed += 1
+        is_received = needs is not None and schedule.stage_of_chunk[_sending_chunk(needs)] != stage
+        yield 0, num_computed, (needs,) if is_received and needs is not None else (), None
+        num_computed += 1
         if gives is not None and schedule.stage_of_chunk[gives.chunk] != stage:
-            yield move(gives, stage, schedule.stage_of_chunk[gives.chunk])
-        if arrived:
-            yield 0, computed, tuple(arrived), None
-            computed += 1
+            yield transfer(gives, stage, schedule.stage_of_chunk[gives.chunk])
+        if completed_sends:
+            yield 0, num_computed, tuple(completed_sends), None
+            num_computed += 1
 
 
-def _giver(message: Message) -> int:
-    """The chunk that a message comes from."""
+def _sending_chunk(message: Message) -> int:
+    """Return the chunk that sends a message."""
     return message.chunk + 1 if message.is_gradient else message.chunk - 1

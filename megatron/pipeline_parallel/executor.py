@@ -1,6 +1,7 @@
-"""Runs any schedule: one loop over this stage's operations.
+"""Executor of pipeline schedules: one loop over this stage's operations.
 
-Backward starts from the gradient edge of a chunk's output, not from the output. So the output can be freed once it is sent.
+Backward starts from the gradient edge of a chunk's output (the autograd node that computed it) instead of the output tensor. So the
+output can be freed once it is sent.
 """
 
 from __future__ import annotations
@@ -12,92 +13,102 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.memory.host import HostMemory
-from megatron.memory.recompute import BeforeRemake, Kept, keeping
-from megatron.parallel.accumulate import Deferred, deferring
+from megatron.memory.host import HostBufferPool
+from megatron.memory.recompute import ActivationStore, BeforeRecompute, storing_activations
+from megatron.parallel.accumulate import DeferredWork, deferring
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.exchange import channels
+from megatron.pipeline_parallel.exchange import list_channels
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors
 from megatron.pipeline_parallel.validate import validate
-from megatron.spec.operations import Message, Op, OpKind, Schedule
+from megatron.spec.operations import Message, Op, OpType, Schedule
 
-# ---- When tensors that a microbatch has in host memory come back: it follows from the operations of its stage.
+# ---- When tensors of a microbatch are fetched from host memory. This follows from the order of the stage's operations.
 
-_TAKES = (OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD)
-"""Operations that read what the forward has saved."""
+_READS_ACTIVATIONS = (OpType.RECOMPUTE, OpType.BACKWARD, OpType.INPUT_GRAD)
+"""Types of operations that read the tensors saved in forward."""
 
 
-def back_soon(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
-    """(Chunk, microbatch) of each forward on a stage that is followed by the first of its backward operations, at once or after one
-    other operation.
+def find_immediate_backwards(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
+    """Return (chunk, microbatch) of each forward whose first backward operation follows directly, or after one other operation.
 
-    What it moved last would have gone when that other one has run, and would come back while that one runs.
+    For these, it would not pay to move the last layer's saved tensors to host memory. The copy to the host would end only after the
+    operation in between, while the copy back would have to run during that operation.
     """
-    after = zip(ops, [*ops[1:], None], [*ops[2:], None, None], strict=False)
+    op_windows = zip(ops, [*ops[1:], None], [*ops[2:], None, None], strict=False)
     return frozenset(
         (op.chunk, op.microbatch)
-        for op, *next_two in after
-        if op.kind is OpKind.FORWARD and any(one is not None and one[1:] == op[1:] and one.kind in _TAKES for one in next_two)
+        for op, *next_ops in op_windows
+        if op.type is OpType.FORWARD
+        and any(next_op is not None and next_op[1:] == op[1:] and next_op.type in _READS_ACTIVATIONS for next_op in next_ops)
     )
 
 
-def fetched_during(ops: Sequence[Op]) -> list[Op | None]:
-    """For each operation of a stage, the next one, if that takes what may be in host memory: it comes back meanwhile."""
-    return [op if op is not None and op.kind in _TAKES else None for op in [*ops[1:], None]] if ops else []
+def plan_prefetches(ops: Sequence[Op]) -> list[Op | None]:
+    """Return for each operation of a stage the operation after it, if that may read tensors from host memory; otherwise None.
+
+    The executor copies these tensors back to the device during the earlier operation.
+    """
+    return [op if op is not None and op.type in _READS_ACTIVATIONS else None for op in [*ops[1:], None]] if ops else []
 
 
 ForwardFunction = Callable[[int, int, Tensors], Tensors]
-"""Takes (chunk, microbatch, output of the chunk before) and returns the chunk's output; the last chunk returns the scalar loss."""
+"""Function of (chunk, microbatch, output of the previous chunk) that returns the chunk's output. The last chunk returns the scalar
+loss."""
 
 
 class Recorder(Protocol):
-    """Is called when each operation begins and ends computing."""
+    """Interface of an object that is notified when each operation starts and ends computing, for example to measure times."""
 
-    def begin(self, op: Op) -> None:
-        """The operation's inputs have arrived."""
+    def start(self, op: Op) -> None:
+        """Called when the operation's inputs have arrived."""
 
     def end(self, op: Op) -> None:
-        """The operation has computed; its result is not sent yet."""
+        """Called when the operation has computed its result, before the result is sent."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """An operation, the messages before and after it, and what moves between device and host meanwhile."""
+class ScheduledOp:
+    """Operation of a schedule with all that the executor does around it: receives, sends, waits, and copies from host memory."""
 
     op: Op
     posts: tuple[tuple[Message, int], ...]
+    """Receives to post before the operation: (message, source stage)."""
     needs: Message | None
+    """Message that the operation needs, if any."""
     gives: Message | None
+    """Message that sends the operation's result to another chunk, if any."""
     destination: int
-    arrived: tuple[Message, ...]
-    fetches: Op | None
-    """The next operation, if it may need what is in host memory."""
-    back_soon: bool
-    """A forward whose backward begins so soon that what it saves last is not moved."""
+    """Stage that receives the result."""
+    completed_sends: tuple[Message, ...]
+    """Messages sent earlier that are waited for after the operation."""
+    prefetched_op: Op | None
+    """The next operation, if it may need tensors from host memory."""
+    is_backward_next: bool
+    """Whether this is a forward whose backward starts so soon that its last layer's saved tensors stay on the device."""
 
 
 @dataclass
-class _InFlight:
-    """What is kept between the forward and the last backward operation of one microbatch in one chunk."""
+class _MicrobatchState:
+    """Tensors of one microbatch in one model chunk, kept from its forward to its last backward operation."""
 
     inputs: Tensors
     edges: dict[str, GradientEdge]
-    kept: Kept | None
+    activations: ActivationStore | None
     gradients: Tensors = field(default_factory=dict)
-    """Gradients received for the outputs; a deferred weight gradient may read them."""
-    deferred: Deferred = field(default_factory=Deferred)
+    """Gradients received for the outputs. A deferred weight gradient may read them."""
+    deferred: DeferredWork = field(default_factory=DeferredWork)
 
 
 class Executor:
-    """Executes this rank's part of schedules.
+    """Executor of this rank's operations of pipeline schedules.
 
     Args:
-        boundary: the tensors that travel between chunks.
-        overlap: let messages travel while operations compute; without, wait for each exchange (the same results, bit for bit).
-        before_backward: are called with the chunk before each of its backwards.
-        before_remake: called with the modules of layers before they are run again.
-        host: where the saved tensors go of layers that are chosen for that.
-        keeps: whether any layer runs again in backward or has its saved tensors in host memory.
+        boundary: names, shapes and dtypes of the tensors that are sent between chunks.
+        overlap: send and receive while operations compute. False waits for each exchange, with bitwise equal results.
+        before_backward: called with the index of the chunk before each backward of the chunk.
+        before_recompute: called with the modules of a segment before the segment is recomputed.
+        host: host memory for the saved tensors of offloaded layers.
+        uses_activation_store: whether any layer is recomputed in backward or has its saved tensors in host memory.
     """
 
     def __init__(
@@ -107,76 +118,85 @@ class Executor:
         *,
         overlap: bool = True,
         before_backward: Sequence[Callable[[int], None]] = (),
-        before_remake: BeforeRemake | None = None,
-        host: HostMemory | None = None,
-        keeps: bool = True,
+        before_recompute: BeforeRecompute | None = None,
+        host: HostBufferPool | None = None,
+        uses_activation_store: bool = True,
     ) -> None:
-        self.host = HostMemory(context.device) if host is None else host
-        self._stage, self._before_remake, self._keeps = context.group("pp").index, before_remake, keeps
+        self.host = HostBufferPool(context.device) if host is None else host
+        self._stage, self._before_recompute, self._uses_activation_store = (
+            context.group("pp").rank,
+            before_recompute,
+            uses_activation_store,
+        )
         self._boundary, self._overlap, self._before_backward = boundary, overlap, before_backward
         self._messenger, self._device_type = Messenger(context, boundary), context.device.type
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._prepared: dict[int, tuple[list[Step], Schedule]] = {}
-        """By id(); the schedules are kept, so that no other one gets the id() of one of them."""
-        self.current: Op | None = None
-        """The operation under way, for messages about errors."""
-        self._leaving: Kept | None = None
-        """What the operation before has moved last, if it was a forward."""
-        self.mark: Callable[[Op], None] | None = None
-        """Called with each operation before its input is waited for, if set."""
+        self._states: dict[tuple[int, int], _MicrobatchState] = {}
+        self._prepared: dict[int, tuple[list[ScheduledOp], Schedule]] = {}
+        """Prepared operations by id() of the schedule. The schedule is stored too, so that its id() is not reused."""
+        self.current_op: Op | None = None
+        """The running operation, for error messages."""
+        self._offloading: ActivationStore | None = None
+        """Activations of the previous operation, if it was a forward; its last offloaded tensors are leaving the device."""
+        self.on_op_start: Callable[[Op], None] | None = None
+        """Callback before an operation waits for its input, or None."""
         self.recorder: Recorder | None = None
-        """Called for every operation of a training step, if set."""
+        """Recorder of the operations of training steps, or None."""
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
-        """The most bytes that deferred weight gradients have kept at once: inputs and output gradients of linear layers."""
+        """Peak bytes that deferred weight gradients kept at once: inputs and output gradients of linear layers."""
 
     def run(self, schedule: Schedule, forward: ForwardFunction) -> None:
-        """Run one step. Gradients go where the parameters' sinks say. A forward-only schedule keeps nothing."""
-        steps = self.prepare(schedule)
-        training = any(step.op.kind is not OpKind.FORWARD for step in steps)
-        recorder, messenger = self.recorder if training else None, self._messenger
-        for step in steps:
-            self.current = step.op
-            if self.mark is not None:
-                self.mark(step.op)
-            for message, source in step.posts:
-                messenger.post(message, source)
+        """Run the operations of one step.
+
+        Gradients go to the parameters' gradient sinks. A forward-only schedule keeps no activations.
+        """
+        scheduled_ops = self.prepare(schedule)
+        is_training = any(scheduled.op.type is not OpType.FORWARD for scheduled in scheduled_ops)
+        recorder, messenger = self.recorder if is_training else None, self._messenger
+        for scheduled in scheduled_ops:
+            self.current_op = scheduled.op
+            if self.on_op_start is not None:
+                self.on_op_start(scheduled.op)
+            for message, source in scheduled.posts:
+                messenger.post_receive(message, source)
             if not self._overlap:
-                messenger.wait()
-            if step.fetches is not None:
-                self._fetch(step.fetches)
-            received = {} if step.needs is None else messenger.receive(step.needs)
+                messenger.wait_all()
+            if scheduled.prefetched_op is not None:
+                self._prefetch(scheduled.prefetched_op)
+            received = {} if scheduled.needs is None else messenger.receive(scheduled.needs)
             if recorder is not None:
-                recorder.begin(step.op)
-            if step.op.kind is OpKind.FORWARD:
-                with torch.set_grad_enabled(training):
-                    given = self._forward(step, received, forward, training)
-            elif step.op.kind is OpKind.WEIGHT_GRAD:
-                given = self._weight_grad(step.op)
-            elif step.op.kind is OpKind.RECOMPUTE:
-                given = self._recompute(step.op)
+                recorder.start(scheduled.op)
+            if scheduled.op.type is OpType.FORWARD:
+                with torch.set_grad_enabled(is_training):
+                    outputs = self._forward(scheduled, received, forward, is_training)
+            elif scheduled.op.type is OpType.WEIGHT_GRAD:
+                outputs = self._weight_grad(scheduled.op)
+            elif scheduled.op.type is OpType.RECOMPUTE:
+                outputs = self._recompute(scheduled.op)
             else:
-                given = self._backward(step.op, received)
+                outputs = self._backward(scheduled.op, received)
             if recorder is not None:
-                recorder.end(step.op)
-            self._settle(step.op)
-            if step.gives is not None:
-                messenger.send(step.gives, step.destination, given)
-            # Only now: the result may lie in a buffer that was received.
-            if training and step.op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD):
-                self._retire(step.op)
-            elif received and not training:
+                recorder.end(scheduled.op)
+            self._release_offloaded(scheduled.op)
+            if scheduled.gives is not None:
+                messenger.send(scheduled.gives, scheduled.destination, outputs)
+            # Only after the send: the result may lie in a receive buffer.
+            if is_training and scheduled.op.type in (OpType.BACKWARD, OpType.WEIGHT_GRAD):
+                self._release(scheduled.op)
+            elif received and not is_training:
                 messenger.recycle(received)
-            del received, given  # what was sent is not kept here while the next operation computes
-            for message in step.arrived:
-                messenger.settle(message)
-        self.current = None
+            del received, outputs  # frees tensors that were sent before the next operation computes
+            for message in scheduled.completed_sends:
+                messenger.wait_sent(message)
+        self.current_op = None
         if len(schedule.stage_of_chunk) > 1:
             messenger.finish()
-        assert not self._in_flight, "activations left over"
+        assert not self._states, "activations left over at the end of a step"
 
-    def prepare(self, schedule: Schedule) -> list[Step]:
-        """The steps of this stage, after a proof that the schedule is valid. The proof is made once, by all stages together.
+    def prepare(self, schedule: Schedule) -> list[ScheduledOp]:
+        """Validate the schedule and return this stage's operations with their messages. The result is cached.
+
+        Channels are connected here, so all stages must call this together.
 
         Raises:
             ValueError: the schedule is incomplete or would deadlock.
@@ -184,40 +204,59 @@ class Executor:
         if id(schedule) in self._prepared:
             return self._prepared[id(schedule)][0]
         receives, exchanges = validate(schedule, self._device_type)
-        self._messenger.connect(channels(schedule))
+        self._messenger.connect(list_channels(schedule))
         plan = (receives if self._overlap else exchanges)[self._stage]
-        ops, steps = schedule.ops[self._stage], []
-        soon, linked = back_soon(ops), schedule.linked_ops[self._stage]
-        for (op, needs, gives), posts, arrived, fetches in zip(linked, plan.before, plan.arrived, fetched_during(ops), strict=True):
+        ops, scheduled_ops = schedule.ops[self._stage], []
+        immediate_backwards, linked = find_immediate_backwards(ops), schedule.linked_ops[self._stage]
+        for (op, needs, gives), posts, completed_sends, prefetched_op in zip(
+            linked, plan.posts, plan.completed_sends, plan_prefetches(ops), strict=True
+        ):
             destination = self._stage if gives is None else schedule.stage_of_chunk[gives.chunk]
-            steps.append(Step(op, tuple(posts), needs, gives, destination, tuple(arrived), fetches, op[1:] in soon))
-        self._prepared[id(schedule)] = steps, schedule
-        return steps
+            scheduled_ops.append(
+                ScheduledOp(
+                    op,
+                    tuple(posts),
+                    needs,
+                    gives,
+                    destination,
+                    tuple(completed_sends),
+                    prefetched_op,
+                    op[1:] in immediate_backwards,
+                )
+            )
+        self._prepared[id(schedule)] = scheduled_ops, schedule
+        return scheduled_ops
 
-    def _forward(self, step: Step, received: Tensors, forward: ForwardFunction, training: bool) -> Tensors:
-        op = step.op
-        inputs = {name: t.detach().requires_grad_(training and self._boundary[name].requires_grad) for name, t in received.items()}
-        if not training:
+    def _forward(self, scheduled: ScheduledOp, received: Tensors, forward: ForwardFunction, is_training: bool) -> Tensors:
+        op = scheduled.op
+        inputs = {
+            name: t.detach().requires_grad_(is_training and self._boundary[name].requires_grad) for name, t in received.items()
+        }
+        if not is_training:
             return {name: t.detach() for name, t in forward(op.chunk, op.microbatch, inputs).items()}
-        kept: Kept | None = None
-        if self._keeps:
-            with keeping(Kept(self._before_remake, self.host, back_soon=step.back_soon, living=inputs.values())) as kept:
+        activations: ActivationStore | None = None
+        if self._uses_activation_store:
+            with storing_activations(
+                ActivationStore(
+                    self._before_recompute, self.host, is_backward_next=scheduled.is_backward_next, live_tensors=inputs.values()
+                )
+            ) as activations:
                 outputs = forward(op.chunk, op.microbatch, inputs)
         else:
             outputs = forward(op.chunk, op.microbatch, inputs)
-        roots = {name: t for name, t in outputs.items() if step.gives is None or self._boundary[name].requires_grad}
+        roots = {name: t for name, t in outputs.items() if scheduled.gives is None or self._boundary[name].requires_grad}
         edges = {name: get_gradient_edge(t) for name, t in roots.items() if t.requires_grad}
-        self._in_flight[op.chunk, op.microbatch] = _InFlight(inputs, edges, kept)
+        self._states[op.chunk, op.microbatch] = _MicrobatchState(inputs, edges, activations)
         return {name: t.detach() for name, t in outputs.items()}
 
     def _backward(self, op: Op, received: Tensors) -> Tensors:
-        state = self._in_flight[op.chunk, op.microbatch]
+        state = self._states[op.chunk, op.microbatch]
         state.gradients = received
-        for call in self._before_backward:
-            call(op.chunk)
+        for callback in self._before_backward:
+            callback(op.chunk)
         edges = list(state.edges.values())
         grads = [received.get(name) for name in state.edges]
-        if op.kind is OpKind.INPUT_GRAD:
+        if op.type is OpType.INPUT_GRAD:
             with deferring() as state.deferred:
                 torch.autograd.backward(edges, grads)
             self._deferred_bytes += state.deferred.num_bytes
@@ -225,40 +264,40 @@ class Executor:
         else:
             torch.autograd.backward(edges, grads)
         state.edges.clear()
-        given = {}
+        input_grads = {}
         for name, tensor in state.inputs.items():
-            if tensor.requires_grad:  # a chunk that does not use its input gives it no gradient
-                given[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            if tensor.requires_grad:  # an input that the chunk does not use has no gradient
+                input_grads[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             tensor.grad = None
-        return given
+        return input_grads
 
-    def _fetch(self, op: Op) -> None:
-        state = self._in_flight.get((op.chunk, op.microbatch))
-        if state is not None and state.kept is not None:  # otherwise its forward comes first, and nothing of it has gone
-            state.kept.fetch(for_remake=op.kind is OpKind.RECOMPUTE)
+    def _prefetch(self, op: Op) -> None:
+        state = self._states.get((op.chunk, op.microbatch))
+        if state is not None and state.activations is not None:  # otherwise the forward runs first, and has moved nothing yet
+            state.activations.fetch(for_recompute=op.type is OpType.RECOMPUTE)
 
-    def _settle(self, op: Op) -> None:
-        """After an operation: what the forward before it has moved has gone, or is waited for."""
-        if self._leaving is not None:
-            self._leaving.settle()
-        self._leaving = None
-        if op.kind is OpKind.FORWARD and (state := self._in_flight.get((op.chunk, op.microbatch))):
-            self._leaving = state.kept
+    def _release_offloaded(self, op: Op) -> None:
+        """Free the device memory of the tensors that the previous forward moved to host memory. Called after an operation."""
+        if self._offloading is not None:
+            self._offloading.release_device_copies()
+        self._offloading = None
+        if op.type is OpType.FORWARD and (state := self._states.get((op.chunk, op.microbatch))):
+            self._offloading = state.activations
 
     def _recompute(self, op: Op) -> Tensors:
-        kept = self._in_flight[op.chunk, op.microbatch].kept
-        assert kept is not None, "the schedule runs layers again"
-        kept.remake_last()
+        activations = self._states[op.chunk, op.microbatch].activations
+        assert activations is not None, "a schedule with recompute needs uses_activation_store"
+        activations.recompute_last()
         return {}
 
     def _weight_grad(self, op: Op) -> Tensors:
-        deferred = self._in_flight[op.chunk, op.microbatch].deferred
+        deferred = self._states[op.chunk, op.microbatch].deferred
         self._deferred_bytes -= deferred.num_bytes
         deferred.run()
         return {}
 
-    def _retire(self, op: Op) -> None:
-        state = self._in_flight.pop((op.chunk, op.microbatch))
+    def _release(self, op: Op) -> None:
+        state = self._states.pop((op.chunk, op.microbatch))
         for received in (state.inputs, state.gradients):
             if received:
                 self._messenger.recycle(received)

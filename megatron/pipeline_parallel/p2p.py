@@ -1,8 +1,8 @@
-"""Messages between pipeline stages: receives are posted early, sends do not block, shapes are agreed once.
+"""Messages between pipeline stages: receives are posted early, sends do not block, and shapes are fixed.
 
-A message is a named set of tensors (`Boundary`), the same for every microbatch. `exchange` plans which message is received when.
+A message is a named set of tensors (`Boundary`), the same for every microbatch. `exchange` plans when each message is received.
 Messages are not batched: a batch would make an activation that is ready wait for a gradient that is not. Each direction has a
-communicator of its own (see `ParallelContext.pipeline_channel`), so a send never waits for a receive.
+separate communicator (see `ParallelContext.pipeline_channel`), so a send never waits for a receive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.spec.operations import Message
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that travels, and whether a gradient travels back."""
+    """Shape and dtype of a tensor in a message, and whether the next stage sends back a gradient for the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,121 +27,127 @@ class TensorSpec:
 
 
 Boundary = Mapping[str, TensorSpec]
+"""Shapes and dtypes of the tensors of a message between model chunks, by name."""
 Tensors = dict[str, torch.Tensor]
 
 
 class Messenger:
-    """Sends and receives this rank's messages. Buffers of received messages are allocated once and reused."""
+    """Sends and receives the messages of this rank. Buffers of received messages are allocated once and reused."""
 
     def __init__(self, context: ParallelContext, boundary: Boundary) -> None:
         self._context, self._boundary = context, boundary
-        self._stage = context.group("pp").index
-        self._arriving: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
-        self._leaving: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
-        self._free: dict[str, list[torch.Tensor]] = {name: [] for name in boundary}
-        self._own: set[int] = set()
+        self._stage = context.group("pp").rank
+        self._receives: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
+        self._sends: dict[Message, tuple[Tensors, list[dist.Work]]] = {}
+        self._free_buffers: dict[str, list[torch.Tensor]] = {name: [] for name in boundary}
+        self._buffer_pointers: set[int] = set()
         self._connected: set[tuple[int, int]] = set()
 
     def connect(self, channels: Iterable[tuple[int, int]]) -> None:
         """Send one element through every new channel (source, destination) of this rank.
 
-        NCCL makes a communicator at its first use, and waits there for the other end. All ranks go through the same list in the
-        same order, so no ranks wait in a circle. In the order of first use they could, in schedules in which messages go round.
+        NCCL creates a communicator at its first use and blocks until the other end joins. All ranks process the same list in the
+        same order, so ranks cannot wait in a cycle. In the order of first use they could, in schedules whose messages form a cycle.
         """
         for source, destination in channels:
             if self._stage in (source, destination) and (source, destination) not in self._connected:
                 self._connected.add((source, destination))
                 channel = self._context.pipeline_channel(source, destination)
-                nothing = torch.zeros(1, device=self._context.device)
+                dummy = torch.zeros(1, device=self._context.device)
                 if source == self._stage:
-                    dist.send(nothing, channel.ranks[destination], group=channel.process_group)
+                    dist.send(dummy, channel.ranks[destination], group=channel.process_group)
                 else:
-                    dist.recv(nothing, channel.ranks[source], group=channel.process_group)
+                    dist.recv(dummy, channel.ranks[source], group=channel.process_group)
 
-    def post(self, message: Message, source: int) -> None:
-        """Begin to receive from a stage."""
+    def post_receive(self, message: Message, source: int) -> None:
+        """Start to receive a message from a stage."""
         channel = self._context.pipeline_channel(source, self._stage)
         buffers: Tensors = {}
         works = []
-        for name, spec in self._travelling(message):
-            buffers[name] = buffer = self._buffer(name, spec)
-            works.append(_started(dist.irecv(buffer, channel.ranks[source], group=channel.process_group)))
-        self._arriving[message] = (buffers, works)
+        for name, spec in self._message_specs(message):
+            buffers[name] = buffer = self._acquire_buffer(name, spec)
+            works.append(_require_work(dist.irecv(buffer, channel.ranks[source], group=channel.process_group)))
+        self._receives[message] = (buffers, works)
 
     def receive(self, message: Message) -> Tensors:
-        """Wait for a message that was posted, or that a chunk on this rank sent."""
-        buffers, works = self._arriving.pop(message)
+        """Wait for a message that was posted, or that a chunk on this rank sent, and return its tensors."""
+        buffers, works = self._receives.pop(message)
         for work in works:
             work.wait()
         return buffers
 
     def send(self, message: Message, destination: int, tensors: Tensors) -> None:
-        """Begin to send to a stage; the tensors are kept until they have left."""
-        tensors = {name: self._apart(tensor) for name, tensor in tensors.items()}
+        """Start to send a message to a stage. The tensors are kept until they have been sent."""
+        tensors = {name: self._prepare_to_send(tensor) for name, tensor in tensors.items()}
         if destination == self._stage:
-            self._arriving[message] = (tensors, [])
+            self._receives[message] = (tensors, [])
             return
         channel = self._context.pipeline_channel(self._stage, destination)
         works = []
-        for name, spec in self._travelling(message):
+        for name, spec in self._message_specs(message):
             tensor = tensors[name]
             assert tensor.shape == spec.shape and tensor.dtype == spec.dtype, (
                 f"{name}: {tensor.shape} {tensor.dtype}, agreed {spec}"
             )
-            works.append(_started(dist.isend(tensor, channel.ranks[destination], group=channel.process_group)))
-        self._leaving[message] = (tensors, works)
-        for older in list(self._leaving):  # gloo does not know it before it is asked to wait: see `settle`
-            if not all(work.is_completed() for work in self._leaving[older][1]):
+            works.append(_require_work(dist.isend(tensor, channel.ranks[destination], group=channel.process_group)))
+        self._sends[message] = (tensors, works)
+        for sent_message in list(self._sends):  # gloo reports completion only in wait(), see `wait_sent`
+            if not all(work.is_completed() for work in self._sends[sent_message][1]):
                 break
-            del self._leaving[older]
+            del self._sends[sent_message]
 
-    def wait(self) -> None:
-        """Wait until everything posted has arrived and everything sent has left."""
-        for _, works in self._arriving.values():
+    def wait_all(self) -> None:
+        """Wait until all posted receives and all sends are complete."""
+        for _, works in self._receives.values():
             while works:
                 works.pop().wait()
-        for message in list(self._leaving):
-            self.settle(message)
+        for message in list(self._sends):
+            self.wait_sent(message)
 
-    def settle(self, message: Message) -> None:
-        """Free a sent message that must have arrived."""
-        _tensors, works = self._leaving.pop(message, ({}, []))
+    def wait_sent(self, message: Message) -> None:
+        """Wait until the send of a message is complete, and free the message's tensors. The caller knows that the message has
+        arrived."""
+        _tensors, works = self._sends.pop(message, ({}, []))
         for work in works:
             work.wait()
 
     def recycle(self, buffers: Tensors) -> None:
-        """Take back the buffers of a received message that nothing reads any more. Tensors sent on this rank are left alone."""
+        """Return the buffers of a received message to the pool. No operation may read them any more. Tensors that a chunk on this
+        rank sent are ignored."""
         for name, buffer in buffers.items():
-            if _memory(buffer) in self._own:
-                self._free[name].append(buffer.detach())
+            if _data_pointer(buffer) in self._buffer_pointers:
+                self._free_buffers[name].append(buffer.detach())
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
-        for message in list(self._leaving):
-            self.settle(message)
-        assert not self._arriving, f"messages that nobody took: {list(self._arriving)}"
+        """Wait until all sends are complete, and check that every received message was used."""
+        for message in list(self._sends):
+            self.wait_sent(message)
+        assert not self._receives, f"received messages that no operation used: {list(self._receives)}"
 
-    def _buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        if self._free[name]:
-            return self._free[name].pop()
+    def _acquire_buffer(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        if self._free_buffers[name]:
+            return self._free_buffers[name].pop()
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._context.device)
-        self._own.add(_memory(buffer))
+        self._buffer_pointers.add(_data_pointer(buffer))
         return buffer
 
-    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor to send. A copy if a chunk passes on one of our buffers, which may be filled again before this has left."""
-        if _memory(tensor) in self._own:
+    def _prepare_to_send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor to send.
+
+        It is a copy if a chunk passes on a receive buffer, which may be filled again before the send completes.
+        """
+        if _data_pointer(tensor) in self._buffer_pointers:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.contiguous()
 
-    def _travelling(self, message: Message) -> list[tuple[str, TensorSpec]]:
+    def _message_specs(self, message: Message) -> list[tuple[str, TensorSpec]]:
         return [(name, spec) for name, spec in self._boundary.items() if spec.requires_grad or not message.is_gradient]
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _data_pointer(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is not in the channel's group"
     return work

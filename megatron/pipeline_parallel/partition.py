@@ -1,4 +1,7 @@
-"""Which layers belong to which chunk and stage. One function makes the table that everybody reads."""
+"""Partition of the model's layers into model chunks, and of the chunks over pipeline stages.
+
+`build_layer_table` builds the layer table, a list of all chunks, which all other modules read.
+"""
 
 from __future__ import annotations
 
@@ -6,106 +9,116 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.config.memory import MemoryConfig, RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout, read_layer_costs
-from megatron.spec.counts import depth_flops, layer_flops, output_flops
-from megatron.spec.layers import layers
-from megatron.spec.schedules import placement
-from megatron.spec.segments import Segment, kept_whole, segments_of
+from megatron.spec.counts import count_layer_flops, count_mtp_flops, count_output_flops
+from megatron.spec.layers import build_layer_specs
+from megatron.spec.schedules import assign_chunks
+from megatron.spec.segments import Segment, build_layer_segments, plan_segments
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers that one rank computes in one operation."""
+    """Model chunk: consecutive layers that one rank computes in one operation."""
 
     index: int
     num_chunks: int
     stage: int
-    """The pipeline rank that holds it."""
+    """Pipeline stage that holds the chunk."""
     layers: range
     segments: tuple[Segment, ...] = ()
-    """All its layers and depths, in the order of the forward, with what happens to their activations; by default each by itself,
-    and kept."""
+    """Segments into which the layers and MTP depths are divided, in forward order. A segment says whether activations are kept,
+    recomputed or offloaded. By default each layer is one segment whose activations are kept."""
     depths: range = range(0)
-    """Depths of multi-token prediction, which the last chunk has, counted on from the model's layers."""
+    """Depths of multi-token prediction, which the last chunk holds. They are numbered after the model's layers."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", self.segments or kept_whole([*self.layers, *self.depths]))
+        object.__setattr__(self, "segments", self.segments or build_layer_segments([*self.layers, *self.depths]))
 
     @property
-    def first(self) -> bool:
-        """Whether it holds the embedding."""
+    def is_first(self) -> bool:
+        """Whether the chunk holds the embedding."""
         return self.index == 0
 
     @property
-    def last(self) -> bool:
-        """Whether it holds the output layer and computes the loss."""
+    def is_last(self) -> bool:
+        """Whether the chunk holds the output layer and computes the loss."""
         return self.index == self.num_chunks - 1
 
 
-def recomputed_chunks(table: Sequence[Chunk]) -> list[int]:
-    """Indices of the chunks of which layers are run again in backward."""
-    return [chunk.index for chunk in table if any(segment.recomputed for segment in chunk.segments)]
+def find_recomputed_chunks(table: Sequence[Chunk]) -> list[int]:
+    """Return the indices of the chunks with layers that are recomputed in backward."""
+    return [chunk.index for chunk in table if any(segment.is_recomputed for segment in chunk.segments)]
 
 
-def table_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, memory: MemoryConfig | None = None) -> list[Chunk]:
-    """The chunks that the settings ask for, in the order of the depth.
+def build_layer_table(
+    model: ModelConfig, parallel: ParallelConfig, vocab_size: int, memory: MemoryConfig | None = None
+) -> list[Chunk]:
+    """Build the layer table from the settings: all model chunks, in the order of the forward.
 
     Args:
         model: Shape of the model.
-        parallel: Stages, schedule and everything about the split.
-        vocab_size: Rows of the output layer, without padding. They are its cost under `--pipeline-split balanced`.
-        memory: What happens to activations; by default they are kept.
+        parallel: Stages, schedule and all settings of the split.
+        vocab_size: Rows of the output layer, without padding. They determine its cost under `--pipeline-split balanced`.
+        memory: Treatment of activations; by default they are kept.
 
     Raises:
-        ValueError: no table is possible.
+        ValueError: the layers cannot be divided among the chunks.
     """
-    table = with_depths(_split(model, parallel, vocab_size), model)
+    table = add_mtp_depths(_split_from_settings(model, parallel, vocab_size), model)
     if memory is None:
         return table
-    treated = segments_of([(chunk.stage, chunk.layers, chunk.depths) for chunk in table], memory)
-    return [replace(chunk, segments=segments) for chunk, segments in zip(table, treated, strict=True)]
+    segments_per_chunk = plan_segments([(chunk.stage, chunk.layers, chunk.depths) for chunk in table], memory)
+    return [replace(chunk, segments=segments) for chunk, segments in zip(table, segments_per_chunk, strict=True)]
 
 
-def with_depths(table: Sequence[Chunk], model: ModelConfig) -> list[Chunk]:
-    """The table, with the depths of multi-token prediction in its last chunk."""
-    *others, last = table
+def add_mtp_depths(table: Sequence[Chunk], model: ModelConfig) -> list[Chunk]:
+    """Return the layer table with the depths of multi-token prediction added to its last chunk."""
+    *preceding_chunks, last = table
     depths = range(model.num_layers, model.num_layers + model.mtp_num_layers)
-    return [*others, last if last.depths == depths else replace(last, depths=depths, segments=())]
+    return [*preceding_chunks, last if last.depths == depths else replace(last, depths=depths, segments=())]
 
 
-def _split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> list[Chunk]:
-    stages, chunks_per_stage = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage(model.num_layers)
-    places = placement(parallel.schedule, stages, chunks_per_stage)
+def _split_from_settings(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> list[Chunk]:
+    num_stages, chunks_per_stage = parallel.pipeline_model_parallel_size, parallel.get_chunks_per_stage(model.num_layers)
+    stage_of_chunk = assign_chunks(parallel.schedule, num_stages, chunks_per_stage)
     if parallel.pipeline_model_parallel_layout is not None:
-        return layer_table(model.num_layers, places, layout=parse_layout(parallel.pipeline_model_parallel_layout))
-    costs: Sequence[float]
-    embedding: float
-    loss: float
+        return partition_layers(model.num_layers, stage_of_chunk, layout=parse_layout(parallel.pipeline_model_parallel_layout))
+    layer_costs: Sequence[float]
+    embedding_cost: float
+    loss_cost: float
     if parallel.pipeline_split == "balanced" and parallel.layer_costs is not None:
         measured = read_layer_costs(parallel.layer_costs)
-        costs, embedding, loss = measured.of_kinds(layers(model)), measured.embedding, measured.loss
+        layer_costs, embedding_cost, loss_cost = (
+            measured.average_by_type(build_layer_specs(model)),
+            measured.embedding,
+            measured.loss,
+        )
     elif parallel.pipeline_split == "balanced":
-        costs, embedding, loss = layer_flops(model), 0, output_flops(model, vocab_size) + depth_flops(model)
+        layer_costs, embedding_cost, loss_cost = (
+            count_layer_flops(model),
+            0,
+            count_output_flops(model, vocab_size) + count_mtp_flops(model),
+        )
     else:
-        costs = (1,) * model.num_layers
-        embedding = int(parallel.account_for_embedding_in_pipeline_split)
-        loss = int(parallel.account_for_loss_in_pipeline_split)
-    return layer_table(
+        layer_costs = (1,) * model.num_layers
+        embedding_cost = int(parallel.account_for_embedding_in_pipeline_split)
+        loss_cost = int(parallel.account_for_loss_in_pipeline_split)
+    return partition_layers(
         model.num_layers,
-        places,
-        layer_costs=costs,
-        embedding_cost=embedding,
-        loss_cost=loss,
+        stage_of_chunk,
+        layer_costs=layer_costs,
+        embedding_cost=embedding_cost,
+        loss_cost=loss_cost,
         first_stage_layers=parallel.decoder_first_pipeline_num_layers,
         last_stage_layers=parallel.decoder_last_pipeline_num_layers,
     )
 
 
-def layer_table(
+def partition_layers(
     num_layers: int,
     stage_of_chunk: Sequence[int],
     *,
@@ -116,61 +129,63 @@ def layer_table(
     last_stage_layers: int | None = None,
     layout: Sequence[LayoutChunk] | None = None,
 ) -> list[Chunk]:
-    """Chunks in the order of the depth, split by cost (see `balance`) or as a layout says.
+    """Partition the layers into chunks, by cost (see `balance`) or according to a layout.
 
-    Each chunk holds at least one layer, with three exceptions: the first chunk where the embedding costs something, the last where
-    the loss does, and what a layout leaves empty. At equal costs, the sizes of stages, and of the chunks of a stage, differ by at
-    most one layer; the longer ones are those without embedding and loss.
+    Each chunk holds at least one layer, with three exceptions: the first chunk if the embedding has a cost, the last chunk if the
+    loss has a cost, and chunks that a layout leaves empty. With equal layer costs, the sizes of stages, and of the chunks of a
+    stage, differ by at most one layer; the longer ones are those without embedding and loss.
 
     Args:
         num_layers: Layers of the model.
-        stage_of_chunk: Stage of each chunk (see `megatron.spec.schedules.placement`).
+        stage_of_chunk: Stage of each chunk (see `megatron.spec.schedules.assign_chunks`).
         layer_costs: Time of each layer; by default 1.
         embedding_cost: Time of the embedding, in the same unit.
         loss_cost: Time of the output layer and the loss.
-        first_stage_layers: Layers of stage 0, the same number in each of its chunks; by default by cost.
-        last_stage_layers: The same for the last stage. (In a V the loss lies on stage 0 all the same.)
-        layout: The layers of every chunk, given by hand; costs and sizes are then ignored.
+        first_stage_layers: Layers of stage 0, divided equally among its chunks; by default chosen by cost.
+        last_stage_layers: Layers of the last stage, divided equally among its chunks. (In a V-shaped schedule stage 0 still holds
+            the loss.)
+        layout: Layers of every chunk, set by the user; costs and stage sizes are then ignored.
 
     Raises:
-        ValueError: too few layers for the chunks, sizes that leave no split, a layout with other counts.
+        ValueError: too few layers for the chunks, stage sizes that admit no split, or a layout with other counts.
     """
-    places = tuple(stage_of_chunk)
+    stages = tuple(stage_of_chunk)
     if layout is not None:
-        counts = _sizes_of_layout(layout, num_layers, places)
+        counts = _sizes_of_layout(layout, num_layers, stages)
     else:
         layer_costs = [1] * num_layers if layer_costs is None else layer_costs
         if len(layer_costs) != num_layers:
-            raise ValueError(f"costs are given for {len(layer_costs)} layers, but there are {num_layers}")
-        least = _least_layers(num_layers, places, embedding_cost > 0, loss_cost > 0)
-        least, most = _with_given_sizes(num_layers, places, least, first_stage_layers, last_stage_layers)
-        counts = named("megatron.pipeline_parallel.balance:balance")(
+            raise ValueError(f"there are costs for {len(layer_costs)} layers, but the model has {num_layers} layers")
+        min_layers = _compute_min_layers(num_layers, stages, embedding_cost > 0, loss_cost > 0)
+        min_layers, max_layers = _apply_stage_sizes(num_layers, stages, min_layers, first_stage_layers, last_stage_layers)
+        counts = import_object("megatron.pipeline_parallel.balance:balance")(
             layer_costs,
-            places,
+            stages,
             embedding_cost=embedding_cost,
             loss_cost=loss_cost,
-            min_layers=least,
-            max_layers=most,
+            min_layers=min_layers,
+            max_layers=max_layers,
         )
     stops = list(accumulate(counts))
-    # A last check, whatever is done above: no table may lose or double a layer.
-    if len(counts) != len(places) or min(counts) < 0 or stops[-1] != num_layers:
-        raise RuntimeError(f"the layer table is wrong: chunks of {counts} layers on stages {places} for {num_layers} layers")
+    # A final check, independent of the code above: no table may lose or duplicate a layer.
+    if len(counts) != len(stages) or min(counts) < 0 or stops[-1] != num_layers:
+        raise RuntimeError(f"the layer table is wrong: chunks of {counts} layers on stages {stages} for {num_layers} layers")
     return [
-        Chunk(index, len(places), stage, range(stop - count, stop))
-        for index, (stage, count, stop) in enumerate(zip(places, counts, stops, strict=True))
+        Chunk(index, len(stages), stage, range(stop - count, stop))
+        for index, (stage, count, stop) in enumerate(zip(stages, counts, stops, strict=True))
     ]
 
 
 def format_layer_table(chunks: list[Chunk]) -> list[str]:
-    """The table as lines of text: one for each stage, with its chunks side by side in the order of the depth."""
+    """Format the layer table as lines of text: one line per stage, with its model chunks side by side in the order of the
+    forward."""
     stages = [[_format_chunk(chunk) for chunk in chunks if chunk.stage == stage] for stage in sorted({c.stage for c in chunks})]
     widths = [max(map(len, column)) for column in zip_longest(*stages, fillvalue="")]
-    lines = [" | ".join(text.ljust(width) for text, width in zip(texts, widths, strict=False)) for texts in stages]
-    return ["stage  layers", *(f"{stage:5d}  {line.rstrip()}" for stage, line in enumerate(lines))]
+    rows = [" | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)) for cells in stages]
+    return ["stage  layers", *(f"{stage:5d}  {row.rstrip()}" for stage, row in enumerate(rows))]
 
 
-_PARTS: dict[RecomputeModule, str] = {
+_RECOMPUTED_MODULES: dict[RecomputeModule, str] = {
     "layernorm": "norms",
     "core_attn": "probabilities of attention (where its kernel keeps them)",
     "mlp_act": "activations of the MLP",
@@ -179,150 +194,184 @@ _PARTS: dict[RecomputeModule, str] = {
 
 
 def describe_recompute(table: Sequence[Chunk]) -> list[str]:
-    """A line on the layers that run again in backward, or of which parts do, if there are any."""
-    chosen = [segment for chunk in table for segment in chunk.segments if segment.selective]
-    if chosen:
-        parts = [words for part, words in _PARTS.items() if any(part in segment.selective for segment in chosen)]
-        layers = f"{sum(len(segment.layers) for segment in chosen)} of {_num_layers(table)} layers"
-        return [f"{layers} compute {' and '.join(filter(None, (', '.join(parts[:-1]), parts[-1])))} again in backward"]
-    again = [(chunk.stage, len(segment.layers)) for chunk in table for segment in chunk.segments if segment.recomputed]
-    if not again:
+    """Return the log line about layers, or modules of layers, that are recomputed in backward. Return an empty list without
+    recompute."""
+    selective_segments = [segment for chunk in table for segment in chunk.segments if segment.recomputed_modules]
+    if selective_segments:
+        descriptions = [
+            description
+            for module, description in _RECOMPUTED_MODULES.items()
+            if any(module in segment.recomputed_modules for segment in selective_segments)
+        ]
+        layers = f"{sum(len(segment.layers) for segment in selective_segments)} of {_num_layers(table)} layers"
+        return [
+            f"{layers} compute {' and '.join(filter(None, (', '.join(descriptions[:-1]), descriptions[-1])))} again in backward"
+        ]
+    recomputed = [(chunk.stage, len(segment.layers)) for chunk in table for segment in chunk.segments if segment.is_recomputed]
+    if not recomputed:
         return []
-    by_stage = [sum(size for at, size in again if at == stage) for stage in range(1 + max(chunk.stage for chunk in table))]
-    longest = max(size for _, size in again)
+    by_stage = [
+        sum(size for chunk_stage, size in recomputed if chunk_stage == stage)
+        for stage in range(1 + max(chunk.stage for chunk in table))
+    ]
+    max_segment = max(size for _, size in recomputed)
     return [
         f"{sum(by_stage)} of {_num_layers(table)} layers keep only their input and run again in backward"
-        + (f", in groups of up to {longest}" if longest > 1 else "")
+        + (f", in groups of up to {max_segment}" if max_segment > 1 else "")
         + (f"; by stage {','.join(map(str, by_stage))}" if len(by_stage) > 1 else "")
     ]
 
 
 def describe_offload(table: Sequence[Chunk]) -> list[str]:
-    """A line on the layers whose saved tensors are in host memory between forward and backward, if there are any."""
-    moved = [segment for chunk in table for segment in chunk.segments if segment.offloaded]
-    if not moved:
+    """Return the log line about layers whose saved tensors are in host memory between forward and backward. Return an empty list if
+    there are none."""
+    offloaded = [segment for chunk in table for segment in chunk.segments if segment.is_offloaded]
+    if not offloaded:
         return []
-    what = "inputs" if all(one.recomputed for one in moved) else "saved tensors"
-    layers = f"{sum(len(one.layers) for one in moved)} of {_num_layers(table)} layers"
-    return [f"{what} of {layers} are in host memory between forward and backward"]
+    tensors = "inputs" if all(offloaded_segment.is_recomputed for offloaded_segment in offloaded) else "saved tensors"
+    layers = f"{sum(len(offloaded_segment.layers) for offloaded_segment in offloaded)} of {_num_layers(table)} layers"
+    return [f"{tensors} of {layers} are in host memory between forward and backward"]
 
 
 def _num_layers(table: Sequence[Chunk]) -> int:
-    """All layers, those of multi-token prediction too."""
+    """Count all layers, including the depths of multi-token prediction."""
     return sum(len(chunk.layers) + len(chunk.depths) for chunk in table)
 
 
 def _format_chunk(chunk: Chunk) -> str:
-    return LayoutChunk(chunk.first, len(chunk.layers), chunk.last, len(chunk.depths)).content(chunk.layers.start) or "no layer"
+    return (
+        LayoutChunk(chunk.is_first, len(chunk.layers), chunk.is_last, len(chunk.depths)).summarize(chunk.layers.start) or "no layer"
+    )
 
 
-def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, places: tuple[int, ...]) -> list[int]:
+def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, stages: tuple[int, ...]) -> list[int]:
     sizes = [chunk.num_layers for chunk in layout]
     if sum(sizes) != num_layers:
-        raise ValueError(f"the pipeline layout does not fit: it places {sum(sizes)} layers (t), but the model has {num_layers}.")
-    if len(layout) != len(places):
-        raise ValueError(f"the pipeline layout does not fit: it has {len(layout)} chunks, but the schedule has {len(places)}.")
+        raise ValueError(
+            f"the pipeline layout does not match the model: it has {sum(sizes)} layers (t), but the model has {num_layers}."
+        )
+    if len(layout) != len(stages):
+        raise ValueError(
+            f"the pipeline layout does not match the schedule: it has {len(layout)} chunks, but the schedule has {len(stages)}."
+        )
     return sizes
 
 
-def _least_layers(num_layers: int, places: tuple[int, ...], embedding_counts: bool, loss_counts: bool) -> list[int]:
-    """The fewest layers that each chunk must hold."""
-    least = [1] * len(places)
+def _compute_min_layers(num_layers: int, stages: tuple[int, ...], embedding_counts: bool, loss_counts: bool) -> list[int]:
+    """Return the minimum number of layers of each chunk: 1, or 0 for the first or last chunk if the embedding or the loss counts
+    like a layer.
+
+    Raises:
+        ValueError: the model has fewer layers than the minimum.
+    """
+    min_layers = [1] * len(stages)
     if embedding_counts:
-        least[0] = 0
+        min_layers[0] = 0
     if loss_counts:
-        least[-1] = 0
-    if num_layers < max(1, sum(least)):
-        num_stages = max(places) + 1
-        chunks = f" with {len(places) // num_stages} chunks each" if len(places) > num_stages else ""
-        needing = "each needs" if all(least) else f"{sum(least)} of these need"
-        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages{chunks}: {needing} at least one")
-    return least
+        min_layers[-1] = 0
+    if num_layers < max(1, sum(min_layers)):
+        num_stages = max(stages) + 1
+        chunks = f" with {len(stages) // num_stages} chunks each" if len(stages) > num_stages else ""
+        requirement = "each needs" if all(min_layers) else f"{sum(min_layers)} of these need"
+        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages{chunks}: {requirement} at least one")
+    return min_layers
 
 
-def _with_given_sizes(
-    num_layers: int, places: tuple[int, ...], least: list[int], first: int | None, last: int | None
+def _apply_stage_sizes(
+    num_layers: int, stages: tuple[int, ...], min_layers: list[int], first_size: int | None, last_size: int | None
 ) -> tuple[list[int], list[int]]:
-    """The least and the most layers of each chunk, when the sizes of the first and the last stage are given."""
-    low, high = list(least), [num_layers] * len(places)
-    given: dict[int, int] = {}
-    for what, stage, size in (("first", 0, first), ("last", max(places), last)):
+    """Return the minimum and maximum number of layers of each chunk, after the user has set the size of the first or last stage.
+
+    Raises:
+        ValueError: a stage cannot have this size, or the remaining layers do not suit the other chunks.
+    """
+    low, high = list(min_layers), [num_layers] * len(stages)
+    requested: dict[int, int] = {}
+    for position, stage, size in (("first", 0, first_size), ("last", max(stages), last_size)):
         if size is None:
             continue
-        chunks = [chunk for chunk in range(len(places)) if places[chunk] == stage]
-        each, over = divmod(size, len(chunks))
-        if over or any(not low[chunk] <= each <= high[chunk] for chunk in chunks):
-            virtual = f" in {len(chunks)} virtual stages of the same size" if len(chunks) > 1 else ""
-            raise ValueError(f"the {what} pipeline stage cannot hold {size} of {num_layers} layers{virtual}")
+        chunks = [chunk for chunk in range(len(stages)) if stages[chunk] == stage]
+        layers_per_chunk, remainder = divmod(size, len(chunks))
+        if remainder or any(not low[chunk] <= layers_per_chunk <= high[chunk] for chunk in chunks):
+            virtual = f": they must be divided equally among its {len(chunks)} virtual stages" if len(chunks) > 1 else ""
+            raise ValueError(f"the {position} pipeline stage cannot hold {size} of {num_layers} layers{virtual}")
         for chunk in chunks:
-            low[chunk] = high[chunk] = each
-        given[stage] = size
+            low[chunk] = high[chunk] = layers_per_chunk
+        requested[stage] = size
     if not sum(low) <= num_layers <= sum(high):
-        held = sum(given.values())
-        others = sum(needed for needed, stage in zip(least, places, strict=True) if stage not in given)
+        num_requested = sum(requested.values())
+        num_required = sum(min_size for min_size, stage in zip(min_layers, stages, strict=True) if stage not in requested)
         raise ValueError(
-            f"{held} of {num_layers} layers on the first and last pipeline stage leave {num_layers - held} for the other chunks, "
-            + (f"which need at least {others}" if others else "of which there are none")
+            f"the first and last pipeline stage take {num_requested} of {num_layers} layers, "
+            f"so {num_layers - num_requested} remain, "
+            + (f"but the other stages need at least {num_required}" if num_required else "but no other stage can take them")
         )
     return low, high
 
 
-# ---- how unevenly a table loads the stages
+# ---- Imbalance of the load of the stages.
 
-_WORTH_SAYING = 0.03  # of the slowest stage's time; FLOPs foretell it no better
+_MIN_REPORTED_GAIN = 0.03  # of the slowest stage's time; FLOPs do not predict time more precisely
 
 
-def stage_costs(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_cost: float, loss_cost: float) -> list[float]:
-    """The cost of one microbatch on each stage, all its chunks together, in the unit of the costs."""
+def compute_stage_costs(
+    chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_cost: float, loss_cost: float
+) -> list[float]:
+    """Return the time of one microbatch on each stage: the sum over all chunks of the stage, in the unit of `layer_costs`."""
     costs: list[float] = [0] * (max(chunk.stage for chunk in chunks) + 1)
     for chunk in chunks:
         costs[chunk.stage] += sum(layer_costs[layer] for layer in chunk.layers)
-        costs[chunk.stage] += embedding_cost * chunk.first + loss_cost * chunk.last
+        costs[chunk.stage] += embedding_cost * chunk.is_first + loss_cost * chunk.is_last
     return costs
 
 
-def imbalance(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_cost: float, loss_cost: float) -> float:
-    """Cost of the dearest stage over the mean of all: 1 is perfect; at the number of stages, one stage does all the work."""
-    costs = stage_costs(chunks, layer_costs, embedding_cost, loss_cost)
+def compute_imbalance(chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_cost: float, loss_cost: float) -> float:
+    """Return the time of the slowest stage divided by the mean time of all stages.
+
+    The result is 1 for a perfect split. It is the number of stages if one stage does all the work.
+    """
+    costs = compute_stage_costs(chunks, layer_costs, embedding_cost, loss_cost)
     return max(costs) * len(costs) / sum(costs)
 
 
-def split_advice(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> str | None:
-    """A line on what `--pipeline-split balanced` would gain, or None where that is little or sizes are given by hand.
+def suggest_balanced_split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> str | None:
+    """Return a log line on the gain of `--pipeline-split balanced`. Return None if the gain is small or the user has set stage
+    sizes.
 
-    It is an estimate: costs are FLOPs (`megatron.spec.counts`), which leave out the time of memory traffic.
+    The gain is an estimate: costs are FLOPs (`megatron.spec.counts`), which leave out the time of memory traffic.
     """
-    by_hand = (
+    manual_sizes = (
         parallel.pipeline_model_parallel_layout,
         parallel.decoder_first_pipeline_num_layers,
         parallel.decoder_last_pipeline_num_layers,
     )
-    if parallel.pipeline_split == "balanced" or any(by_hand):
+    if parallel.pipeline_split == "balanced" or any(manual_sizes):
         return None
-    table = table_of(model, parallel, vocab_size)
-    layers, loss = layer_flops(model), output_flops(model, vocab_size) + depth_flops(model)
-    if model.num_layers < len(table) - 1:  # a split by cost may leave only the last chunk without a layer
+    table = build_layer_table(model, parallel, vocab_size)
+    costs, loss_cost = count_layer_flops(model), count_output_flops(model, vocab_size) + count_mtp_flops(model)
+    if model.num_layers < len(table) - 1:  # a split by cost may leave only the last chunk empty
         return None
-    balanced = layer_table(model.num_layers, [chunk.stage for chunk in table], layer_costs=layers, loss_cost=loss)
-    now, then = (stage_costs(chunks, layers, 0, loss) for chunks in (table, balanced))
-    gain = 1 - max(then) / max(now)
-    if gain < _WORTH_SAYING:
+    balanced = partition_layers(model.num_layers, [chunk.stage for chunk in table], layer_costs=costs, loss_cost=loss_cost)
+    current_costs, balanced_costs = (compute_stage_costs(chunks, costs, 0, loss_cost) for chunks in (table, balanced))
+    gain = 1 - max(balanced_costs) / max(current_costs)
+    if gain < _MIN_REPORTED_GAIN:
         return None
     return (
-        f"stage {now.index(max(now))} is the slowest, with {imbalance(table, layers, 0, loss):.2f} times the mean work "
-        f"(the loss costs as much as {loss * len(layers) / sum(layers):.1f} layers): "
-        f"{_asking(parallel, len(table))} would shorten it by {100 * gain:.0f} %"
+        f"stage {current_costs.index(max(current_costs))} is the slowest, "
+        f"with {compute_imbalance(table, costs, 0, loss_cost):.2f} times the mean work "
+        f"(the loss costs as much as {loss_cost * len(costs) / sum(costs):.1f} layers): "
+        f"{_format_balanced_flags(parallel, len(table))} would shorten it by {100 * gain:.0f} %"
     )
 
 
-def _asking(parallel: ParallelConfig, num_chunks: int) -> str:
-    """How to ask for a balanced split into this many chunks: the flag, those that go with it, those that it replaces."""
-    flags, instead = ["--pipeline-split balanced"], []
+def _format_balanced_flags(parallel: ParallelConfig, num_chunks: int) -> str:
+    """Format the flags that request a balanced split into this many chunks, and name the flags that they replace."""
+    flags, replaced_flags = ["--pipeline-split balanced"], []
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {num_chunks // parallel.pipeline_model_parallel_size}")
-        instead.append("--num-layers-per-virtual-pipeline-stage")
+        replaced_flags.append("--num-layers-per-virtual-pipeline-stage")
     if parallel.account_for_embedding_in_pipeline_split:
-        instead.append("--account-for-embedding-in-pipeline-split")
+        replaced_flags.append("--account-for-embedding-in-pipeline-split")
     if parallel.account_for_loss_in_pipeline_split:
-        instead.append("--account-for-loss-in-pipeline-split")
-    return " ".join(flags) + (f" in place of {' and '.join(instead)}" if instead else "")
+        replaced_flags.append("--account-for-loss-in-pipeline-split")
+    return " ".join(flags) + (f" in place of {' and '.join(replaced_flags)}" if replaced_flags else "")

@@ -1,4 +1,4 @@
-"""An order in which all operations of a schedule can run, and its timeline for given durations of the operations."""
+"""Simulation of a schedule: an order in which all operations can run, and a timeline for assumed durations of the operations."""
 
 from __future__ import annotations
 
@@ -7,61 +7,67 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron.spec.operations import Costs, LinkedOp, Message, Op, Schedule
+from megatron.spec.operations import LinkedOp, Message, Op, OpCosts, Schedule
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
-    """Yield every operation with its stage, in an order in which each comes after what it needs. A stage goes on as far as it can.
+def iterate_runnable_ops(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
+    """Yield (stage, operation) for all operations, in an order in which each follows the operations that it depends on.
+
+    A stage continues as far as its messages allow before the next stage does.
 
     Raises:
-        ValueError: the stages wait for each other.
+        ValueError: the schedule deadlocks.
     """
     position = [0] * schedule.num_stages
-    given: set[Message] = set()
+    sent: set[Message] = set()
     waiting: dict[Message, int] = {}
     ready = list(range(schedule.num_stages))
     while ready:
         stage = ready.pop()
         ops = schedule.linked_ops[stage]
-        for place in range(position[stage], len(ops)):
-            _, needed, message = linked = ops[place]
-            if needed is not None and needed not in given:
+        for op_index in range(position[stage], len(ops)):
+            _, needed, message = linked = ops[op_index]
+            if needed is not None and needed not in sent:
                 waiting[needed] = stage
                 break
-            position[stage] = place + 1
+            position[stage] = op_index + 1
             yield stage, linked
             if message is not None:
-                given.add(message)
+                sent.add(message)
                 if waiting and message in waiting:
                     ready.append(waiting.pop(message))
-    stuck = {stage: ops[position[stage]] for stage, ops in enumerate(schedule.ops) if position[stage] < len(ops)}
-    if stuck:
-        waits = "; ".join(
-            f"stage {stage} before {op.kind.value} of chunk {op.chunk}, microbatch {op.microbatch}" for stage, op in stuck.items()
+    blocked = {stage: ops[position[stage]] for stage, ops in enumerate(schedule.ops) if position[stage] < len(ops)}
+    if blocked:
+        blocked_text = "; ".join(
+            f"stage {stage} before {op.type.value} of chunk {op.chunk}, microbatch {op.microbatch}" for stage, op in blocked.items()
         )
-        raise ValueError(f"schedule {schedule.name} deadlocks: {waits}")
+        raise ValueError(f"schedule {schedule.name} deadlocks: {blocked_text}")
 
 
 @lru_cache(maxsize=2)
-def _walked(schedule: Schedule) -> list[tuple[int, Op, int | None, bool]]:
-    """The walk, made once: the stage of each operation, the place in this list of the one whose message it needs, and whether that
-    is on another stage."""
-    found: list[tuple[int, Op, int | None, bool]] = []
-    giver: dict[Message, tuple[int, int]] = {}
-    for stage, (op, needed, given) in walk(schedule):
-        place, source = (None, stage) if needed is None else giver.pop(needed)
-        if given is not None:
-            giver[given] = len(found), stage
-        found.append((stage, op, place, source != stage))
-    return found
+def _run_order(schedule: Schedule) -> list[tuple[int, Op, int | None, bool]]:
+    """Return the order of `iterate_runnable_ops` as a list, cached for the schedule.
+
+    Returns:
+        For each operation: its stage, the operation, the index in this list of the operation whose message it needs, and whether
+            that operation runs on another stage.
+    """
+    order: list[tuple[int, Op, int | None, bool]] = []
+    senders: dict[Message, tuple[int, int]] = {}
+    for stage, (op, needed, sent) in iterate_runnable_ops(schedule):
+        sender_index, source = (None, stage) if needed is None else senders.pop(needed)
+        if sent is not None:
+            senders[sent] = len(order), stage
+        order.append((stage, op, sender_index, source != stage))
+    return order
 
 
-EQUAL = Costs(recompute=1.0)
-"""All kinds of operation take equally long, and messages take no time."""
+UNIT_COSTS = OpCosts(recompute=1.0)
+"""Equal duration for all types of operations, and messages that take no time."""
 
 
 class OpSpan(NamedTuple):
-    """When one operation ran."""
+    """Start and end time of one operation."""
 
     op: Op
     start: float
@@ -70,60 +76,60 @@ class OpSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every operation ran on every stage, simulated or measured."""
+    """Start and end times of every operation on every stage, simulated or measured."""
 
     name: str
     spans: tuple[tuple[OpSpan, ...], ...]
-    """For each stage, its operations in order."""
+    """Operations of each stage, in order."""
 
     @property
     def start(self) -> float:
-        """When the first operation begins."""
+        """Start time of the first operation."""
         return min((spans[0].start for spans in self.spans if spans), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last operation ends."""
+        """End time of the last operation."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @property
     def step_time(self) -> float:
-        """Time from the first begin to the last end, over all stages."""
+        """Time from the first start to the last end, over all stages."""
         return self.end - self.start
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        """For each stage, the time in which it computes."""
+    def busy_times(self) -> tuple[float, ...]:
+        """Time that each stage spends computing."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble_share(self) -> float:
-        """The share of all stages' time in which they wait."""
-        whole = self.step_time * len(self.spans)
-        return 1.0 - sum(self.busy) / whole if whole else 0.0
+        """Bubble: the fraction of the step in which stages wait instead of computing, averaged over the stages."""
+        total_time = self.step_time * len(self.spans)
+        return 1.0 - sum(self.busy_times) / total_time if total_time else 0.0
 
 
-def simulate(schedule: Schedule, costs: Costs | Callable[[Op], float] = EQUAL, *, p2p: float | None = None) -> Timeline:
-    """Simulate a schedule: an operation begins when its stage is free and its input has arrived.
+def simulate(schedule: Schedule, costs: OpCosts | Callable[[Op], float] = UNIT_COSTS, *, p2p: float | None = None) -> Timeline:
+    """Simulate a schedule and return its timeline. An operation starts when its stage is free and its input has arrived.
 
     Args:
-        costs: durations by kind of operation, or a function that gives the duration of each single one.
-        p2p: the time of a message where `costs` is a function (else it is part of the costs).
+        costs: durations by type of operation, or a function that returns the duration of an operation.
+        p2p: time of a message if `costs` is a function; otherwise the costs include it.
 
     Raises:
-        ValueError: the stages wait for each other.
+        ValueError: the schedule deadlocks.
     """
-    assert p2p is None or not isinstance(costs, Costs), "the time of a message is part of the costs"
-    duration = costs.of if isinstance(costs, Costs) else costs
-    delay = costs.p2p if isinstance(costs, Costs) else p2p or 0.0
-    free = [0.0] * schedule.num_stages
+    assert p2p is None or not isinstance(costs, OpCosts), "the time of a message is part of the costs"
+    duration = costs.get_duration if isinstance(costs, OpCosts) else costs
+    delay = costs.p2p if isinstance(costs, OpCosts) else p2p or 0.0
+    stage_free_at = [0.0] * schedule.num_stages
     spans: list[list[OpSpan]] = [[] for _ in schedule.ops]
-    ends: list[float] = []
-    for stage, op, giver, travels in _walked(schedule):
-        start = free[stage]
-        if giver is not None:
-            start = max(start, ends[giver] + delay if travels else ends[giver])
-        free[stage] = end = start + duration(op)
-        ends.append(end)
+    end_times: list[float] = []
+    for stage, op, sender_index, crosses_stages in _run_order(schedule):
+        start = stage_free_at[stage]
+        if sender_index is not None:
+            start = max(start, end_times[sender_index] + delay if crosses_stages else end_times[sender_index])
+        stage_free_at[stage] = end = start + duration(op)
+        end_times.append(end)
         spans[stage].append(OpSpan(op, start, end))
     return Timeline(schedule.name, tuple(map(tuple, spans)))

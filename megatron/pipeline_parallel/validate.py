@@ -1,4 +1,4 @@
-"""Proves that a schedule is complete and cannot deadlock, and counts the activations that it keeps. Needs no processes."""
+"""Checks that a schedule is complete and cannot deadlock, and computes its peak activation counts. Neither needs process groups."""
 
 from __future__ import annotations
 
@@ -8,54 +8,62 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
-from megatron.pipeline_parallel.exchange import ReceivePlan, choose_receives, deliveries, plan_exchanges, stuck
-from megatron.pipeline_parallel.simulate import walk
-from megatron.spec.operations import Message, Op, OpKind, Schedule
+from megatron.pipeline_parallel.exchange import (
+    ReceivePlan,
+    choose_receive_plans,
+    find_stuck_messages,
+    list_deliveries,
+    plan_exchanges,
+)
+from megatron.pipeline_parallel.simulate import iterate_runnable_ops
+from megatron.spec.operations import Message, Op, OpType, Schedule
 
-Number = TypeVar("Number", int, float)
+Num = TypeVar("Num", int, float)
 
 
 def validate(schedule: Schedule, device_type: str = "cpu") -> tuple[list[ReceivePlan], list[ReceivePlan]]:
-    """Walk all stages at once, each as far as its messages allow. Then prove the plans of its messages: both ends of every channel
-    follow one order; and exchanges cannot deadlock: they are simulated with messages that let neither end go on before the other
-    has come. On CUDA both are proved where all streams of a device share one hardware queue (`queues`).
+    """Check that a schedule is complete and that its communication cannot deadlock.
+
+    The check runs all stages at once, each as far as its messages allow. Then it proves two properties of the communication plans.
+    The sender and the receiver of every channel (messages from one stage to another) follow the same order. Exchanges do not
+    deadlock even if each send and receive blocks until the other rank makes the matching call. On CUDA, both plans are also proved
+    under the assumption that all streams of a device share one hardware queue (`find_stuck_messages`).
 
     Args:
-        device_type: of the job's devices.
+        device_type: type of the run's devices.
 
     Returns:
-        the plan of each stage with overlap (`choose_receives`), and without (`plan_exchanges`).
+        Plan of each stage with overlap (`choose_receive_plans`), and without (`plan_exchanges`).
 
     Raises:
-        ValueError: an operation is missing, doubled or on the wrong stage; some microbatches of a chunk have a recompute and others
-            none; a backward or a recompute stands before its forward, a backward before its recompute, a weight gradient before its
-            input gradient; the stages wait for each other, in a hardware queue too, or the ends of a channel do not agree on the
-            order.
+        ValueError: an operation is missing, duplicated or on the wrong stage; only some microbatches of a chunk have a recompute; a
+            backward or a recompute precedes its forward, a backward its recompute, or a weight gradient its input gradient; stages,
+            or entries of a hardware queue, wait for each other; or the ends of a channel do not agree on the order.
     """
     _check_complete(schedule)
     done: set[Op] = set()
-    recomputed = {(op.chunk, op.microbatch) for ops in schedule.ops for op in ops if op.kind is OpKind.RECOMPUTE}
-    for _, (op, _, _) in walk(schedule):
+    recomputed = {(op.chunk, op.microbatch) for ops in schedule.ops for op in ops if op.type is OpType.RECOMPUTE}
+    for _, (op, _, _) in iterate_runnable_ops(schedule):
         _check_order(op, done, recomputed)
         done.add(op)
-    receives, exchanges = choose_receives(schedule, device_type).plans, plan_exchanges(schedule)
+    receives, exchanges = choose_receive_plans(schedule, device_type).plans, plan_exchanges(schedule)
     for plans in (receives, exchanges):
         _check_channels(schedule, plans)
     _check_exchanges(schedule, exchanges)
-    for plans, waits in ((receives, False), (exchanges, True)) if device_type == "cuda" else ():
-        if lost := stuck(schedule, plans, exchanges=waits):
+    for plans, waits_for_exchanges in ((receives, False), (exchanges, True)) if device_type == "cuda" else ():
+        if stuck_messages := find_stuck_messages(schedule, plans, exchanges=waits_for_exchanges):
             raise ValueError(
-                f"schedule {schedule.name} locks up where all streams share one hardware queue: {lost[0]} never passes"
+                f"schedule {schedule.name} deadlocks if all streams share one hardware queue: {stuck_messages[0]} never arrives"
             )
     return receives, exchanges
 
 
 def _check_order(op: Op, done: set[Op], recomputed: set[tuple[int, int]]) -> None:
-    first = OpKind.INPUT_GRAD if op.kind is OpKind.WEIGHT_GRAD else OpKind.FORWARD
-    if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and (op.chunk, op.microbatch) in recomputed:
-        first = OpKind.RECOMPUTE
-    if op.kind is not OpKind.FORWARD and Op(first, op.chunk, op.microbatch) not in done:
-        raise ValueError(f"{op} stands before its {first.name.lower()}")
+    prerequisite = OpType.INPUT_GRAD if op.type is OpType.WEIGHT_GRAD else OpType.FORWARD
+    if op.type in (OpType.BACKWARD, OpType.INPUT_GRAD) and (op.chunk, op.microbatch) in recomputed:
+        prerequisite = OpType.RECOMPUTE
+    if op.type is not OpType.FORWARD and Op(prerequisite, op.chunk, op.microbatch) not in done:
+        raise ValueError(f"{op} is scheduled before its {prerequisite.name.lower()}")
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -63,40 +71,46 @@ def _check_complete(schedule: Schedule) -> None:
     for stage, ops in enumerate(schedule.ops):
         for op in ops:
             if not 0 <= op.chunk < schedule.num_chunks or schedule.stage_of_chunk[op.chunk] != stage:
-                raise ValueError(f"{op} stands on stage {stage}, which does not hold its chunk")
+                raise ValueError(f"{op} is scheduled on stage {stage}, which does not hold its chunk")
             counts[op] += 1
-    has_backward = any(op.kind is not OpKind.FORWARD for op in counts)
-    recomputed = {op.chunk for op in counts if op.kind is OpKind.RECOMPUTE}
+    has_backward = any(op.type is not OpType.FORWARD for op in counts)
+    recomputed = {op.chunk for op in counts if op.type is OpType.RECOMPUTE}
     for chunk in range(schedule.num_chunks):
         for m in range(schedule.num_microbatches):
-            found = {kind: counts.pop(Op(kind, chunk, m), 0) for kind in OpKind}
-            backward = (found[OpKind.BACKWARD], found[OpKind.INPUT_GRAD], found[OpKind.WEIGHT_GRAD])
+            type_counts = {op_type: counts.pop(Op(op_type, chunk, m), 0) for op_type in OpType}
+            backward = (type_counts[OpType.BACKWARD], type_counts[OpType.INPUT_GRAD], type_counts[OpType.WEIGHT_GRAD])
             allowed = ((1, 0, 0), (0, 1, 1)) if has_backward else ((0, 0, 0),)
-            if found[OpKind.FORWARD] != 1 or backward not in allowed or found[OpKind.RECOMPUTE] != (chunk in recomputed):
-                raise ValueError(f"chunk {chunk}, microbatch {m}: each must be computed exactly once, found {found}")
+            if (
+                type_counts[OpType.FORWARD] != 1
+                or backward not in allowed
+                or type_counts[OpType.RECOMPUTE] != (chunk in recomputed)
+            ):
+                raise ValueError(
+                    f"chunk {chunk}, microbatch {m}: each pass must be scheduled exactly once, but the counts are {type_counts}"
+                )
     if counts:
-        raise ValueError(f"operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")
+        raise ValueError(f"the schedule has operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")
 
 
 def _check_channels(schedule: Schedule, plans: list[ReceivePlan]) -> None:
-    for stage, (plan, arriving) in enumerate(zip(plans, deliveries(schedule), strict=True)):
-        posted = [(source, message) for due in plan.before for message, source in due]
-        if sorted(posted, key=itemgetter(0)) != [(source, message) for source, _, message in arriving]:  # these are by source
+    for stage, (plan, arriving) in enumerate(zip(plans, list_deliveries(schedule), strict=True)):
+        posted = [(source, message) for due in plan.posts for message, source in due]
+        if sorted(posted, key=itemgetter(0)) != [(source, message) for source, _, message in arriving]:  # sorted by source
             raise ValueError(
-                f"schedule {schedule.name}: stage {stage} does not receive what is sent to it, in the order it is sent"
+                f"schedule {schedule.name}: stage {stage} does not receive its messages in the order in which they are sent"
             )
 
 
 def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
-    rounds = [list(_exchanges(schedule, stage, plan)) for stage, plan in enumerate(plans)]
+    exchanges = [list(_list_exchanges(schedule, stage, plan)) for stage, plan in enumerate(plans)]
     position = [0] * schedule.num_stages
     offered: dict[Message, int] = {}
     open_ends = [0] * schedule.num_stages
     ready = list(range(schedule.num_stages))
     while ready:
         stage = ready.pop()
-        while open_ends[stage] == 0 and position[stage] < len(rounds[stage]):
-            for message in rounds[stage][position[stage]]:
+        while open_ends[stage] == 0 and position[stage] < len(exchanges[stage]):
+            for message in exchanges[stage][position[stage]]:
                 if message in offered:
                     peer = offered.pop(message)
                     open_ends[peer] -= 1
@@ -107,30 +121,45 @@ def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
                     open_ends[stage] += 1
             position[stage] += 1
     if offered:
-        stuck = ", ".join(f"{message} (offered by stage {stage})" for message, stage in list(offered.items())[:4])
-        raise ValueError(f"schedule {schedule.name} locks up when sends and receives wait for each other: {stuck}")
+        details = ", ".join(f"{message} (by stage {stage})" for message, stage in list(offered.items())[:4])
+        raise ValueError(
+            f"schedule {schedule.name} deadlocks if each send and receive blocks until the other rank posts the matching call. "
+            f"These messages never get a matching call: {details}"
+        )
 
 
-def _exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
-    """The messages that a stage exchanges before each operation, and after the last."""
-    given: list[Message] = []
-    for (_, _, gives), due in zip(schedule.linked_ops[stage], plan.before, strict=True):
-        yield [message for message, _ in due] + given
-        given = [] if gives is None or schedule.stage_of_chunk[gives.chunk] == stage else [gives]
-    yield given
+def _list_exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
+    """Yield the messages that a stage sends or receives before each operation, and finally those after the last operation."""
+    outgoing: list[Message] = []
+    for (_, _, sent), due in zip(schedule.linked_ops[stage], plan.posts, strict=True):
+        yield [message for message, _ in due] + outgoing
+        outgoing = [] if sent is None or schedule.stage_of_chunk[sent.chunk] == stage else [sent]
+    yield outgoing
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most microbatch activations (of one chunk each) kept at once. Each is kept until its weight gradient."""
-    return _peaks(schedule, lambda op: (op.kind is OpKind.FORWARD) - (op.kind in (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)))
+    """Return for each stage the largest number of activations in memory at a time. One activation is that of one microbatch in one
+    model chunk.
+
+    An activation stays in memory until its weight gradient has been computed.
+    """
+    return _peak_sums(schedule, lambda op: (op.type is OpType.FORWARD) - (op.type in (OpType.BACKWARD, OpType.WEIGHT_GRAD)))
 
 
-def peak_kept(schedule: Schedule, kept: Sequence[float]) -> tuple[float, ...]:
-    """For each stage, the most that is kept at once between the two gradients, if a microbatch keeps `kept[chunk]`."""
-    signs = {OpKind.INPUT_GRAD: 1.0, OpKind.WEIGHT_GRAD: -1.0}
-    return _peaks(schedule, lambda op: signs.get(op.kind, 0.0) * kept[op.chunk])
+def peak_deferred_memory(schedule: Schedule, deferred_sizes: Sequence[float]) -> tuple[float, ...]:
+    """Return for each stage the largest memory of tensors that wait for a deferred weight gradient.
+
+    Args:
+        deferred_sizes: memory that one microbatch occupies from its input gradient to its weight gradient, per chunk.
+    """
+    signs = {OpType.INPUT_GRAD: 1.0, OpType.WEIGHT_GRAD: -1.0}
+    return _peak_sums(schedule, lambda op: signs.get(op.type, 0.0) * deferred_sizes[op.chunk])
 
 
-def _peaks(schedule: Schedule, change: Callable[[Op], Number]) -> tuple[Number, ...]:
-    """For each stage, the largest sum of the changes so far."""
-    return tuple(max(itertools.accumulate(map(change, ops)), default=0) for ops in schedule.ops)
+def _peak_sums(schedule: Schedule, delta: Callable[[Op], Num]) -> tuple[Num, ...]:
+    """Return for each stage the largest running total over its operations.
+
+    Args:
+        delta: returns the amount by which an operation changes the total.
+    """
+    return tuple(max(itertools.accumulate(map(delta, ops)), default=0) for ops in schedule.ops)
