@@ -1,4 +1,5 @@
-"""What the products of linear layers are computed in: the model's own dtype, or formats of 8 bits with scales."""
+"""Precision of the matrix products of linear layers: either the dtype of the model, or 8-bit floating point with scaling
+factors."""
 
 from megatron.moved import find_moved
 
