@@ -1,4 +1,7 @@
-"""What the model and its schedules are, without torch. Model, counts, checks, plans and exports all read it here."""
+"""Specifications of the model's layers, parameters and pipeline schedules, without a dependency on torch.
+
+The model, parameter and FLOP counts, checks of the settings, the planner and exports all read these specifications.
+"""
 
 from megatron.moved import find_moved
 

@@ -1,6 +1,6 @@
-"""The activation functions of the MLP: every fact about them, but for the function itself (`megatron.model.mlp`).
+"""Activation functions of the MLP: all properties except the functions themselves, which are in `megatron.model.mlp`.
 
-This file imports no dataclass of settings, because the default width of the MLP, a setting, follows from it.
+This module imports no settings dataclass, because a setting (the default intermediate size of the MLP) depends on it.
 """
 
 from __future__ import annotations
@@ -10,113 +10,130 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-# ---- Choices that modules of the user's own add to settings (`--imports`, docs/python.md).
+# ---- Choices that a user's modules add to settings (`--imports`, docs/python.md).
 #
-# What a choice stands for is known to who registers it: an update rule (`megatron/optimizer/rules.py`), an activation
-# (`megatron/model/mlp.py`). Here are only the names, which the command line needs before torch is there.
+# Only the names are stored here, because the command line is parsed before torch is imported. The implementation of a choice is
+# stored by the module that registers it: update rules in `megatron/optimizer/rules.py`, activations in `megatron/model/mlp.py`.
 
-_added: dict[str, dict[str, frozenset[str]]] = {}
-"""For a setting, by the name of its field: the choices that were added, with the further settings that each reads."""
+_added_choices: dict[str, dict[str, frozenset[str]]] = {}
+"""Added choices by settings field and name, each with the optimizer settings that take effect with the choice."""
 
 
 def add_choice(field: str, name: str, built_in: Iterable[str], reads: Iterable[str] = ()) -> None:
-    """Add a choice to a setting. The same one again replaces it, as when a cell of a notebook runs twice.
+    """Add a choice to a setting, such as a custom optimizer to --optimizer. Adding an existing name again replaces the choice, so
+    that a notebook cell can run twice.
 
     Args:
-        built_in: the choices that are there already.
-        reads: fields of the optimizer's settings that act with this choice.
+        field: name of the setting's field.
+        built_in: choices that the setting has without registration.
+        reads: fields of the optimizer settings that take effect with this choice.
 
     Raises:
-        ValueError: the name is taken, or cannot stand in a command line.
+        ValueError: the name is built in, or cannot be used on the command line.
     """
     flag = f"--{field.replace('_', '-')}"
     if name in built_in:
-        raise ValueError(f"{flag} {name} is there already: register it under another name")
+        raise ValueError(f"{flag} {name} is a built-in choice: register yours under another name")
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise ValueError(f"{name!r} is no name for {flag}: it must begin with a letter, and hold letters, digits, _ and -")
-    _added.setdefault(field, {})[name] = frozenset(reads)
+        raise ValueError(
+            f"{name!r} is not a valid name for {flag}: it must start with a letter and contain only letters, digits, _ and -"
+        )
+    _added_choices.setdefault(field, {})[name] = frozenset(reads)
 
 
-def added(field: str) -> tuple[str, ...]:
-    """The choices that were added to a setting."""
-    return tuple(_added.get(field, ()))
+def get_added_choices(field: str) -> tuple[str, ...]:
+    """Return the choices that were added to a setting."""
+    return tuple(_added_choices.get(field, ()))
 
 
-def read_with(field: str, name: str) -> frozenset[str]:
-    """The further settings that an added choice reads; none for any other choice."""
-    return _added.get(field, {}).get(name, frozenset())
+def get_choice_settings(field: str, name: str) -> frozenset[str]:
+    """Return the optimizer settings that take effect with a choice that was added; an empty set for built-in choices."""
+    return _added_choices.get(field, {}).get(name, frozenset())
 
 
 ActivationName = Literal["gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "geglu_exact", "quick_geglu"]
-"""Those built in."""
+"""Names of the built-in activations."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """The function between the two products of an MLP."""
+    """Activation function between the two linear layers of an MLP."""
 
     name: str
-    flag: str | None
-    """The field of ModelConfig that asks for it, which is also Megatron-LM's argument where that has it; None for the default."""
-    gated: bool
-    """Whether the first product gives two halves, gate and value, of which the activation makes one."""
-    hugging_face: tuple[str, ...]
-    """Its names (or its gate's) in transformers: the first is written, the others are read as well. None where a user
-    has registered the activation."""
+    config_field: str | None
+    """Field of ModelConfig that selects the activation, named as Megatron-LM's argument where that exists; None for the default."""
+    is_gated: bool
+    """Whether the first linear layer outputs two halves, gate and value, which the activation combines into one."""
+    hf_names: tuple[str, ...]
+    """Names of the activation (or of its gate) in transformers.
+
+    Exports write the first name, imports accept all. Empty for activations registered by a user.
+    """
 
 
 ACTIVATIONS = (
-    Activation("gelu", None, gated=False, hugging_face=("gelu_new", "gelu_pytorch_tanh")),
-    Activation("gelu_exact", "gelu_exact", gated=False, hugging_face=("gelu", "gelu_python")),
-    Activation("relu", "relu", gated=False, hugging_face=("relu",)),
-    Activation("squared_relu", "squared_relu", gated=False, hugging_face=("relu2",)),
-    Activation("swiglu", "swiglu", gated=True, hugging_face=("silu", "swish")),
-    Activation("geglu", "geglu", gated=True, hugging_face=("gelu_pytorch_tanh", "gelu_new")),
-    Activation("geglu_exact", "geglu_exact", gated=True, hugging_face=("gelu", "gelu_python")),
-    Activation("quick_geglu", "quick_geglu", gated=True, hugging_face=("quick_gelu",)),
+    Activation("gelu", None, is_gated=False, hf_names=("gelu_new", "gelu_pytorch_tanh")),
+    Activation("gelu_exact", "gelu_exact", is_gated=False, hf_names=("gelu", "gelu_python")),
+    Activation("relu", "relu", is_gated=False, hf_names=("relu",)),
+    Activation("squared_relu", "squared_relu", is_gated=False, hf_names=("relu2",)),
+    Activation("swiglu", "swiglu", is_gated=True, hf_names=("silu", "swish")),
+    Activation("geglu", "geglu", is_gated=True, hf_names=("gelu_pytorch_tanh", "gelu_new")),
+    Activation("geglu_exact", "geglu_exact", is_gated=True, hf_names=("gelu", "gelu_python")),
+    Activation("quick_geglu", "quick_geglu", is_gated=True, hf_names=("quick_gelu",)),
 )
-"""All activations; the first is the default."""
+"""All built-in activations. The first is the default."""
 
-OWN = "activation"
-"""The field of ModelConfig that names a registered activation."""
-_registered: dict[str, Activation] = {}
+CUSTOM_FIELD = "activation"
+"""Field of ModelConfig that names a registered activation."""
+_custom_activations: dict[str, Activation] = {}
 
-FLAGS = tuple(activation.flag for activation in ACTIVATIONS if activation.flag is not None)
-GATED_FLAGS = tuple(activation.flag for activation in ACTIVATIONS if activation.flag is not None and activation.gated)
-SETTINGS = (*FLAGS, OWN)
-"""All fields of ModelConfig that decide on the activation."""
-
-
-def register(name: str, *, gated: bool) -> Activation:
-    """Add an activation of the user's own, as a fact; see `megatron.model.mlp.register_activation`.
-
-    Raises:
-        ValueError: the name is taken, or cannot stand in a command line.
-    """
-    add_choice(OWN, name, [one.name for one in ACTIVATIONS])
-    _registered[name] = Activation(name, OWN, gated=gated, hugging_face=())
-    return _registered[name]
+BUILT_IN_FIELDS = tuple(activation.config_field for activation in ACTIVATIONS if activation.config_field is not None)
+GATED_FIELDS = tuple(
+    activation.config_field for activation in ACTIVATIONS if activation.config_field is not None and activation.is_gated
+)
+ACTIVATION_FIELDS = (*BUILT_IN_FIELDS, CUSTOM_FIELD)
+"""All fields of ModelConfig that select the activation."""
 
 
-def activation_of(model: object) -> Activation:
-    """The activation that the settings of a ModelConfig ask for. (A rule refuses more than one.)
+def register_activation_spec(name: str, *, gated: bool) -> Activation:
+    """Register the name and properties of a custom activation, without its function.
+
+    `megatron.model.mlp.register_activation` registers both.
 
     Raises:
-        ValueError: one that is not registered in this process, as a record of settings may name it.
+        ValueError: the name is built in, or cannot be used on the command line.
     """
-    own = getattr(model, OWN)
-    if own is not None:
-        if own not in _registered:
-            raise ValueError(f"--activation {own} is registered by no module here: name the one that does by --imports")
-        return _registered[own]
-    return next((one for one in ACTIVATIONS if one.flag is not None and getattr(model, one.flag)), ACTIVATIONS[0])
+    add_choice(CUSTOM_FIELD, name, [activation.name for activation in ACTIVATIONS])
+    _custom_activations[name] = Activation(name, CUSTOM_FIELD, is_gated=gated, hf_names=())
+    return _custom_activations[name]
 
 
-def spelled(flag: str) -> str:
-    """A flag as it stands on the command line."""
-    return f"--{flag.replace('_', '-')}"
+def get_activation(model: object) -> Activation:
+    """Return the activation that a ModelConfig selects. (A check of the settings rejects more than one.)
+
+    Raises:
+        ValueError: the activation is not registered in this process, for example if the settings come from a checkpoint.
+    """
+    custom_name = getattr(model, CUSTOM_FIELD)
+    if custom_name is not None:
+        if custom_name not in _custom_activations:
+            raise ValueError(f"--activation {custom_name} is not registered: add the module that registers it to --imports")
+        return _custom_activations[custom_name]
+    return next(
+        (
+            activation
+            for activation in ACTIVATIONS
+            if activation.config_field is not None and getattr(model, activation.config_field)
+        ),
+        ACTIVATIONS[0],
+    )
 
 
-def by_hugging_face_name(*, gated: bool) -> dict[str, Activation]:
-    """Activations of gated or of plain MLPs, by each of their names in transformers."""
-    return {name: one for one in ACTIVATIONS if one.gated is gated for name in one.hugging_face}
+def format_flag(field: str) -> str:
+    """Format a settings field as a command-line flag."""
+    return f"--{field.replace('_', '-')}"
+
+
+def build_hf_name_table(*, gated: bool) -> dict[str, Activation]:
+    """Return a table that maps the names of activations in transformers to the activations of gated or non-gated MLPs."""
+    return {name: activation for activation in ACTIVATIONS if activation.is_gated is gated for name in activation.hf_names}

@@ -1,8 +1,8 @@
-"""Numbers of parameters, FLOPs and elements kept for deferred weight gradients, counted from the model's specs and weights.
+"""Counts of parameters, FLOPs and saved elements, derived from the specifications of layers and weights.
 
-FLOPs are those that the model itself needs in matrix products. A multiply-add is two; causal attention does half of the full
-square, less with a window; the lookup of the embedding does none. Norms, activations, softmax and rotation do not count, nor does
-anything that is computed a second time to save memory.
+FLOPs are those of the matrix products that the model itself requires; recomputation does not count. A multiply-add is two FLOPs.
+Causal attention counts as half of the full square of tokens, or less with a window. The embedding lookup, norms, activations,
+softmax and rotary embeddings count as zero.
 """
 
 from __future__ import annotations
@@ -13,204 +13,250 @@ from typing import TypeVar
 
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, alike, depths, layers
+from megatron.spec.layers import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    build_layer_specs,
+    build_mtp_layer_specs,
+    group_equal,
+)
 from megatron.spec.segments import Segment
-from megatron.spec.weights import Weight, layer_weights, model_weights, output_matrix
+from megatron.spec.weights import WeightSpec, build_output_weight, iter_layer_weights, iter_weights
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters of the whole model, with each tied weight once and without padding of the vocabulary."""
-    return sum(weight.numel for weight in model_weights(model, vocab_size))
+    """Return the number of parameters of the model, without vocabulary padding. A tied weight counts once."""
+    return sum(weight.numel for weight in iter_weights(model, vocab_size))
 
 
-def count_active(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters that a token meets: all but the experts that it does not pass."""
-    return sum(weight.active for weight in model_weights(model, vocab_size))
+def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Return the number of parameters that process one token: all parameters, without those of experts that the token is not routed
+    to."""
+    return sum(weight.active_numel for weight in iter_weights(model, vocab_size))
 
 
-def check_count(model: ModelConfig, vocab_size: int, held: int, holders: str) -> None:
-    """Check that so many parameters are all of the model.
+def check_parameter_count(model: ModelConfig, vocab_size: int, num_params: int, subject: str) -> None:
+    """Check that `num_params` is the number of parameters of the model.
+
+    Args:
+        num_params: sum over all ranks or stages, each parameter counted once.
+        subject: subject of the error message, such as "the ranks".
 
     Raises:
-        RuntimeError: they are not. The message names the holders.
+        RuntimeError: the numbers differ.
     """
     expected = count_parameters(model, vocab_size)
-    if held != expected:
+    if num_params != expected:
         raise RuntimeError(
-            f"{holders} together hold {held:,} parameters, but the settings describe {expected:,}: a layer is lost or doubled"
+            f"{subject} together hold {num_params:,} parameters, but the settings describe {expected:,}: "
+            "a layer is missing or duplicated"
         )
 
 
-def layer_flops(model: ModelConfig) -> tuple[int, ...]:
-    """Forward FLOPs of each layer for one token, averaged over a sequence that is one document."""
-    products = _of_layers(model, lambda layer: 2 * sum(weight.active for weight in _matrices(model, layer)))
-    return tuple(map(operator.add, products, attention_flops(model)))
+def count_layer_flops(model: ModelConfig) -> tuple[int, ...]:
+    """Return the forward FLOPs per token of each layer, averaged over a sequence that is a single document."""
+    matmul_flops = _map_layers(model, lambda layer: 2 * sum(weight.active_numel for weight in _matrices(model, layer)))
+    return tuple(map(operator.add, matmul_flops, count_attention_flops(model)))
 
 
-def weight_gradient_flops(model: ModelConfig) -> tuple[int, ...]:
-    """FLOPs of the gradients of each layer's weights for one token: of its products in the forward, but for what is frozen."""
-    return _of_layers(model, lambda layer: 2 * sum(weight.active for weight in _matrices(model, layer) if not weight.frozen))
+def count_weight_grad_flops(model: ModelConfig) -> tuple[int, ...]:
+    """Return the FLOPs per token of the weight gradients of each layer. Frozen weights have none."""
+    return _map_layers(model, lambda layer: 2 * sum(weight.active_numel for weight in _matrices(model, layer) if not weight.frozen))
 
 
-def attention_flops(model: ModelConfig) -> tuple[int, ...]:
-    """The part of `layer_flops` that the products q k^T and scores x v take."""
-    # Two products over the sequence, of two FLOPs each.
+def count_attention_flops(model: ModelConfig) -> tuple[int, ...]:
+    """Return the part of `count_layer_flops` that the two attention products take: q k^T, and probabilities x v."""
+    # Two products over the sequence (q k^T and probabilities x v), with two FLOPs per multiply-add.
     length = model.seq_length
-    return _of_layers(
+    return _map_layers(
         model,
         lambda layer: (
             2
-            * (layer.attention.heads * _channels(layer.attention) * attended(length, layer.attention.scores.window))
+            * (
+                layer.attention.num_heads
+                * _count_qk_v_channels(layer.attention)
+                * count_attended_pairs(length, layer.attention.scores.window)
+            )
             // length
             // 2
         ),
     )
 
 
-def attended(length: int, window: int | None) -> int:
-    """Twice the pairs of a token and one that it attends to, in a document of a length; a token and itself are half a pair. Without
-    a window it is the full square, of which causal attention is half."""
-    before = length - 1 if window is None else min(window, length - 1)
-    return 2 * length * before - before * (before + 1) + length
+def count_attended_pairs(length: int, window: int | None) -> int:
+    """Return twice the number of (query, key) pairs in a document that attention computes. The pair of a token and itself counts as
+    half a pair.
+
+    Without a window the result is length^2, the full square. Causal attention computes half of it.
+
+    Args:
+        length: tokens of the document.
+        window: number of previous tokens that a token attends to; None for all.
+    """
+    num_previous = length - 1 if window is None else min(window, length - 1)
+    return 2 * length * num_previous - num_previous * (num_previous + 1) + length
 
 
-def attention_shares(model: ModelConfig) -> dict[int | None, float]:
-    """The part of each window (None: all tokens before) in the FLOPs of attention."""
-    each: dict[int | None, int] = {}
-    each_layer = attention_flops(model)
-    of_all = (*each_layer, *each_layer[-1:] * model.mtp_num_layers)
-    for layer, flops in zip((*layers(model), *depths(model)), of_all, strict=True):
-        window = layer.attention.scores.reach(model.seq_length)
-        each[window] = each.get(window, 0) + flops
-    return {window: flops / sum(each.values()) for window, flops in each.items()}
+def compute_window_shares(model: ModelConfig) -> dict[int | None, float]:
+    """Return the share of each attention window in the model's attention FLOPs.
+
+    The key None stands for attention to all previous tokens.
+    """
+    flops_of_window: dict[int | None, int] = {}
+    layer_flops = count_attention_flops(model)
+    all_flops = (*layer_flops, *layer_flops[-1:] * model.mtp_num_layers)
+    for layer_spec, flops in zip((*build_layer_specs(model), *build_mtp_layer_specs(model)), all_flops, strict=True):
+        window = layer_spec.attention.scores.get_effective_window(model.seq_length)
+        flops_of_window[window] = flops_of_window.get(window, 0) + flops
+    return {window: flops / sum(flops_of_window.values()) for window, flops in flops_of_window.items()}
 
 
-def _channels(attention: AttentionSpec | LatentAttentionSpec) -> int:
-    """Channels of a query and a value head together."""
-    values = attention.value_size if isinstance(attention, LatentAttentionSpec) else attention.head_size
-    return attention.head_size + values
+def _count_qk_v_channels(attention: AttentionSpec | LatentAttentionSpec) -> int:
+    """Return the channels of a query head plus those of a value head."""
+    v_head_dim = attention.v_head_dim if isinstance(attention, LatentAttentionSpec) else attention.head_size
+    return attention.head_size + v_head_dim
 
 
-def flops_in_8_bits(model: ModelConfig, precision: PrecisionConfig) -> int:
-    """The part of `flops_per_token` that is done in 8 bits."""
-    products = map(operator.sub, layer_flops(model), attention_flops(model))
-    each = [*products]
-    each += each[-1:] * model.mtp_num_layers
-    return 3 * sum(number for layer, number in enumerate(each) if precision.fp8_of(layer, model.num_layers))
+def count_fp8_flops(model: ModelConfig, precision: PrecisionConfig) -> int:
+    """Return the part of `count_flops_per_token` that is computed in 8 bits."""
+    layer_flops = map(operator.sub, count_layer_flops(model), count_attention_flops(model))
+    matmul_flops = [*layer_flops]
+    matmul_flops += matmul_flops[-1:] * model.mtp_num_layers
+    return 3 * sum(flops for layer, flops in enumerate(matmul_flops) if precision.get_fp8(layer, model.num_layers))
 
 
-def recompute_flops(model: ModelConfig, segment: Segment) -> int:
-    """FLOPs for one token of what backward computes again of neighbouring layers: all but the last product, whose result is not
-    needed; of an MLP alone, its first product. (Probabilities are left out: whether they are kept depends on the kernel.)"""
-    own = _of_layers(
+def count_recompute_flops(model: ModelConfig, segment: Segment) -> int:
+    """Return the FLOPs per token that backward recomputes for a segment of layers.
+
+    Full recomputation runs all products except the last, whose output is not needed. Selective recomputation of the MLP runs its
+    first product. Recomputed attention probabilities do not count, because it depends on the attention kernel whether they are
+    saved.
+    """
+    matrices = _map_layers(
         model, lambda layer: [weight for weight in _matrices(model, layer) if model.lora_rank is None or weight.frozen]
     )
-    products = [[2 * weight.active for weight in weights][-2:] for weights in own]
-    numbers = [min(number, model.num_layers - 1) for number in segment.layers]  # a depth's layer is as the last one
-    if segment.recomputed:
-        forward, is_depth = layer_flops(model), segment.layers.start >= model.num_layers
-        projection = _projection_flops(model) if is_depth else 0
-        return sum(forward[number] for number in numbers) + projection - products[numbers[-1]][-1]
-    return sum(products[number][0] for number in numbers) if "mlp" in segment.selective else 0
+    last_two_matmul_flops = [[2 * weight.active_numel for weight in weights][-2:] for weights in matrices]
+    layer_indices = [min(i, model.num_layers - 1) for i in segment.layers]  # the layer of an MTP depth equals the last layer
+    if segment.is_recomputed:
+        layer_flops, is_depth = count_layer_flops(model), segment.layers.start >= model.num_layers
+        projection_flops = _count_mtp_projection_flops(model) if is_depth else 0
+        return sum(layer_flops[i] for i in layer_indices) + projection_flops - last_two_matmul_flops[layer_indices[-1]][-1]
+    return sum(last_two_matmul_flops[i][0] for i in layer_indices) if "mlp" in segment.recomputed_modules else 0
 
 
-def output_flops(model: ModelConfig, vocab_size: int) -> int:
-    """Forward FLOPs of the output layer for one token, of all depths together. `vocab_size` counts its rows, without padding."""
-    return 2 * output_matrix(model, vocab_size).numel * (1 + model.mtp_num_layers)
+def count_output_flops(model: ModelConfig, vocab_size: int) -> int:
+    """Return the forward FLOPs per token of the output layer, over the main model and all depths of multi-token prediction.
+
+    Args:
+        vocab_size: rows of the output layer, without padding.
+    """
+    return 2 * build_output_weight(model, vocab_size).numel * (1 + model.mtp_num_layers)
 
 
-def depth_flops(model: ModelConfig) -> int:
-    """Forward FLOPs of multi-token prediction for one token, without its output layers (`output_flops` counts them)."""
-    return model.mtp_num_layers * (layer_flops(model)[-1] + _projection_flops(model))
+def count_mtp_flops(model: ModelConfig) -> int:
+    """Return the forward FLOPs per token of multi-token prediction, without its output layers (see `count_output_flops`)."""
+    return model.mtp_num_layers * (count_layer_flops(model)[-1] + _count_mtp_projection_flops(model))
 
 
-def _projection_flops(model: ModelConfig) -> int:
-    """Those of a depth's product [h, 2h]."""
+def _count_mtp_projection_flops(model: ModelConfig) -> int:
+    """Return the forward FLOPs per token of the projection [h, 2h] of one depth of multi-token prediction."""
     return 4 * model.hidden_size**2
 
 
-def depth_attention_flops(model: ModelConfig) -> int:
-    """The part of `depth_flops` that the products q k^T and scores x v take."""
-    return model.mtp_num_layers * attention_flops(model)[-1]
+def count_mtp_attention_flops(model: ModelConfig) -> int:
+    """Return the part of `count_mtp_flops` that the two attention products take."""
+    return model.mtp_num_layers * count_attention_flops(model)[-1]
 
 
-def flops_per_token(model: ModelConfig, vocab_size: int) -> int:
-    """Forward and backward FLOPs for one token, averaged over a sequence.
+def count_flops_per_token(model: ModelConfig, vocab_size: int) -> int:
+    """Return the forward and backward FLOPs per token, averaged over a sequence.
 
-    Each product of forward has two in backward (the gradients of both factors), so the whole is three times forward; that of a
-    frozen weight has one.
+    Each product in forward has two products in backward (the gradients of both factors), so the total is three times the forward. A
+    product with a frozen weight has only one product in backward.
 
     Args:
-        model: shape of the model.
         vocab_size: rows of the output layer, without padding.
     """
-    forward = sum(layer_flops(model)) + depth_flops(model) + output_flops(model, vocab_size)
-    return 3 * forward - frozen_flops(model, vocab_size)
+    forward = sum(count_layer_flops(model)) + count_mtp_flops(model) + count_output_flops(model, vocab_size)
+    return 3 * forward - count_frozen_flops(model, vocab_size)
 
 
-def frozen_flops(model: ModelConfig, vocab_size: int) -> int:
-    """FLOPs of the weight gradients for one token that are not computed, as the weights are frozen (LoRA)."""
+def count_frozen_flops(model: ModelConfig, vocab_size: int) -> int:
+    """Return the FLOPs per token of the weight gradients that are skipped because the weights are frozen (LoRA)."""
     if model.lora_rank is None:
         return 0
-    products = sum(map(operator.sub, layer_flops(model), attention_flops(model)))
-    return products - sum(weight_gradient_flops(model)) + output_flops(model, vocab_size)
+    matmul_flops = sum(map(operator.sub, count_layer_flops(model), count_attention_flops(model)))
+    return matmul_flops - sum(count_weight_grad_flops(model)) + count_output_flops(model, vocab_size)
 
 
-def flops_per_step(model: ModelConfig, vocab_size: int, num_sequences: int, attended_sequences: float | None = None) -> float:
-    """Forward and backward FLOPs of `num_sequences` sequences (over all devices when that is the global batch size).
-
-    Args:
-        attended_sequences: how many whole sequences need as much attention, where tokens attend only within their documents:
-            without windows the sum over all documents of (length / sequence length) squared. By default each sequence is one
-            document.
-    """
-    whole = flops_per_token(model, vocab_size) * model.seq_length * num_sequences
-    if attended_sequences is None:
-        return whole
-    attention = sum(attention_flops(model)) + depth_attention_flops(model)
-    return whole - 3 * attention * model.seq_length * (num_sequences - attended_sequences)
-
-
-def kept_per_token(
-    model: ModelConfig, numbers: Iterable[int], *, tensor_size: int, sequence_parallel: bool, last: bool = False
+def count_flops_per_step(
+    model: ModelConfig, vocab_size: int, num_sequences: int, num_attended_sequences: float | None = None
 ) -> float:
-    """Elements that one rank keeps for each token of a microbatch between a chunk's input gradient and its weight gradient.
+    """Return the forward and backward FLOPs of `num_sequences` sequences.
 
-    A linear layer keeps its input and the gradient of its output. Of what is split over the tensor ranks it keeps a part; under
-    sequence parallelism also of the rest (the residual width, latents), because what is gathered is gathered again.
+    With the global batch size, this is the sum over all devices.
 
     Args:
-        numbers: the chunk's layers. The output layer keeps nothing: its weight gradient is not deferred.
-        last: whether the chunk is the last, which has multi-token prediction.
+        num_attended_sequences: number of full sequences with the same attention FLOPs, if tokens attend only within their
+            documents. Without windows: the sum over all documents of (document length / sequence length)^2. By default each
+            sequence is one document.
+    """
+    total = count_flops_per_token(model, vocab_size) * model.seq_length * num_sequences
+    if num_attended_sequences is None:
+        return total
+    attention_flops = sum(count_attention_flops(model)) + count_mtp_attention_flops(model)
+    return total - 3 * attention_flops * model.seq_length * (num_sequences - num_attended_sequences)
+
+
+def count_deferred_elements_per_token(
+    model: ModelConfig, layer_indices: Iterable[int], *, tp: int, sequence_parallel: bool, is_last_chunk: bool = False
+) -> float:
+    """Return the elements that one rank saves per token of a microbatch for deferred weight gradients.
+
+    They are saved from a model chunk's input gradient to its weight gradient. A linear layer saves its input and the gradient of
+    its output. A tensor that is split over the tensor-parallel ranks counts with 1 / tp. Under sequence parallelism the other
+    tensors (residual stream, latents) also count with 1 / tp: they are stored split over the ranks and gathered again for the
+    weight gradient.
+
+    Args:
+        layer_indices: layers of the chunk. The output layer saves nothing, because its weight gradient is not deferred.
+        tp: number of tensor-parallel ranks.
+        is_last_chunk: whether the chunk is the last of the model, which contains multi-token prediction.
     """
 
-    def of(weights: Iterable[Weight]) -> float:
-        residual = split = 0
+    def count_elements(weights: Iterable[WeightSpec]) -> float:
+        unsplit_elements = split_elements = 0
         for weight in weights:
             if weight.frozen:
                 continue
             inputs, outputs = weight.shape[-1], weight.numel // weight.shape[-1]
             if not weight.splits:
-                residual += inputs + outputs
+                unsplit_elements += inputs + outputs
                 continue
-            by_input = (len(weight.shape) - 1, "tp") in weight.splits
-            residual += outputs if by_input else inputs
-            split += inputs if by_input else outputs
-        return residual / (tensor_size if sequence_parallel else 1) + split / tensor_size
+            is_row_parallel = (len(weight.shape) - 1, "tp") in weight.splits
+            unsplit_elements += outputs if is_row_parallel else inputs
+            split_elements += inputs if is_row_parallel else outputs
+        return unsplit_elements / (tp if sequence_parallel else 1) + split_elements / tp
 
-    each = _of_layers(model, lambda layer: of(_matrices(model, layer)))
-    projection = 3 * model.hidden_size / (tensor_size if sequence_parallel else 1)
-    of_depths = model.mtp_num_layers * (each[-1] + projection) if last and model.mtp_num_layers else 0
-    return sum(each[number] for number in numbers) + of_depths
-
-
-def _matrices(model: ModelConfig, layer: LayerSpec) -> list[Weight]:
-    return [weight for weight in layer_weights(model, layer, 0) if weight.kind == "matrix"]
+    elements_of_layer = _map_layers(model, lambda layer: count_elements(_matrices(model, layer)))
+    projection = 3 * model.hidden_size / (tp if sequence_parallel else 1)
+    mtp_elements = model.mtp_num_layers * (elements_of_layer[-1] + projection) if is_last_chunk and model.mtp_num_layers else 0
+    return sum(elements_of_layer[i] for i in layer_indices) + mtp_elements
 
 
-def _of_layers(model: ModelConfig, count: Callable[[LayerSpec], Found]) -> tuple[Found, ...]:
-    """What is counted for each layer; equal layers are counted once."""
-    counts = {place: number for layer, places in alike(layers(model)).items() for number in [count(layer)] for place in places}
-    return tuple(counts[place] for place in range(len(counts)))
+def _matrices(model: ModelConfig, layer: LayerSpec) -> list[WeightSpec]:
+    return [weight for weight in iter_layer_weights(model, layer, 0) if weight.param_type == "matrix"]
+
+
+def _map_layers(model: ModelConfig, count_layer: Callable[[LayerSpec], T]) -> tuple[T, ...]:
+    """Return the result of `count_layer` for each layer. Equal layers are counted once."""
+    value_of_index = {
+        i: value
+        for layer, indices in group_equal(build_layer_specs(model)).items()
+        for value in [count_layer(layer)]
+        for i in indices
+    }
+    return tuple(value_of_index[i] for i in range(len(value_of_index)))

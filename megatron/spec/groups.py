@@ -1,5 +1,6 @@
-"""The group of each parameter: by which rule it is updated, at which rate, with which decay. Rules of update read it, nothing else
-decides any of it.
+"""Parameter groups: which optimizer updates a parameter, at which learning rate and with which weight decay.
+
+All update rules take these properties from the parameter's group.
 """
 
 from __future__ import annotations
@@ -7,118 +8,146 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatron.config.param_groups import merged
+from megatron.config.param_groups import merge_entries
 from megatron.config.training import OptimizerConfig
-from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, ParamFacts, Role, Weight, in_layer
+from megatron.spec.weights import OUTPUT_WEIGHT, WORD_EMBEDDING, ParamInfo, Role, WeightSpec, split_layer_name
 
 
 @dataclass(frozen=True)
-class RateEnds:
-    """The ends of a learning rate's course that differ from the run's. None: as in the run."""
+class LearningRateBounds:
+    """Maximum and minimum learning rate of a parameter group. None stands for the value of the run (--lr, --min-lr)."""
 
     lr: float | None = None
     min_lr: float | None = None
 
 
-RUN_ENDS = RateEnds()
-"""Those of --lr and --min-lr."""
+DEFAULT_LR_BOUNDS = LearningRateBounds()
+"""Bounds from --lr and --min-lr."""
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """What parameters of one group have in common."""
+    """Parameter group: optimizer settings that all its parameters share."""
 
     optimizer: str
-    """The value of --optimizer that updates them: adam too for what muon leaves to it."""
+    """Optimizer (value of --optimizer) that updates the group. With muon, the parameters that Muon does not update are in groups of
+    adam."""
     lr_mult: float = 1.0
-    """Factor on the learning rate."""
-    ends: RateEnds = RUN_ENDS
+    """Number by which the learning rate of the run is multiplied for the group."""
+    lr_bounds: LearningRateBounds = DEFAULT_LR_BOUNDS
     wd_mult: float = 1.0
-    """Factor on the weight decay; 0 for biases and the weights of norms."""
+    """Number by which the weight decay of the run is multiplied for the group; 0 for biases and the weights of norms."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of Adam's two moments."""
     eps: float = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Added to the square root of Adam's second moment."""
 
 
-GroupOf = Callable[[ParamFacts], ParamGroup]
-"""Gives the group of a parameter."""
+GroupLookup = Callable[[ParamInfo], ParamGroup]
+"""Function that returns the parameter group of a parameter."""
 
 
-MUP_RULES = {"adam": "adam", "adam8bit": "adam", "lion": "adam", "ademamix": "adam", "sgd": "sgd"}
-"""The optimizers whose learning rates muP is known to scale, each with its column of table 8 in Yang et al. 2022: that of Adam
-where every element moves by about the rate, however large the gradient is."""
+MUP_COLUMNS = {"adam": "adam", "adam8bit": "adam", "lion": "adam", "ademamix": "adam", "sgd": "sgd"}
+"""Optimizers whose learning rate muP can scale, each with its column in table 8 of Yang et al. 2022.
+
+The column of Adam holds for every optimizer that changes each element by about the learning rate, independent of the gradient's
+size.
+"""
 
 
-def mup_factor(column: str, role: Role, width: float) -> float:
-    """Factor on the learning rate of a parameter in a model `width` times as wide as the base (Yang et al. 2022, table 8)."""
-    if column == "adam":
+def mup_lr_factor(optimizer: str, role: Role, width: float) -> float:
+    """Return the number by which muP multiplies a parameter's learning rate (Yang et al. 2022, table 8).
+
+    Args:
+        optimizer: column of the table, "adam" or "sgd".
+        role: role of the parameter in muP (`ParamInfo.role`).
+        width: width of the model divided by the width of the base model.
+    """
+    if optimizer == "adam":
         return 1.0 / width if role == "hidden" else 1.0
     return 1.0 if role == "hidden" else width
 
 
-def groups_of(config: OptimizerConfig) -> GroupOf:
-    """The group of each parameter in a run with these settings."""
-    found: dict[str, ParamGroup] = {}
+def build_group_lookup(config: OptimizerConfig) -> GroupLookup:
+    """Build a function that returns the parameter group of a parameter. It caches groups by parameter name."""
+    groups: dict[str, ParamGroup] = {}
 
-    def group_of(facts: ParamFacts) -> ParamGroup:
-        if facts.name not in found:
-            found[facts.name] = _group(config, facts)
-        return found[facts.name]
+    def group_of(param: ParamInfo) -> ParamGroup:
+        if param.name not in groups:
+            groups[param.name] = _build_group(config, param)
+        return groups[param.name]
 
     return group_of
 
 
-_MOST_NAMES = 5  # of a group that are listed
+_MAX_LISTED_NAMES = 5  # per group in the start-up log
 
 
-def describe_groups(config: OptimizerConfig, weights: Iterable[Weight]) -> list[str]:
-    """A table of the groups for the start-up log: how many parameters, how they are updated, and which they are."""
-    group_of, members = groups_of(config), dict[ParamGroup, list[Weight]]()
+def format_groups(config: OptimizerConfig, weights: Iterable[WeightSpec]) -> list[str]:
+    """Return the lines of the table of parameter groups for the start-up log: number of parameters, optimizer settings and
+    names."""
+    group_of, weights_of_group = build_group_lookup(config), dict[ParamGroup, list[WeightSpec]]()
     for weight in weights:
-        if weight.by_counts is None and not weight.frozen:  # choices of experts move the others
-            members.setdefault(group_of(weight), []).append(weight)
+        # Weights outside the groups are updated from the experts' assignment counts, or frozen.
+        if weight.count_update is None and not weight.frozen:
+            weights_of_group.setdefault(group_of(weight), []).append(weight)
     rows = [("tensors", "parameters", "optimizer", "learning rate", "weight decay", "")]
-    for group, found in members.items():
-        high, low = (own or run for own, run in ((group.ends.lr, config.lr), (group.ends.min_lr, config.min_lr)))
-        rate = f"{high:g} to {low:g}" if config.lr_decay_style != "constant" else f"{high:g}"
+    for group, group_weights in weights_of_group.items():
+        max_lr, min_lr = (
+            group_value or default
+            for group_value, default in ((group.lr_bounds.lr, config.lr), (group.lr_bounds.min_lr, config.min_lr))
+        )
+        rate = f"{max_lr:g} to {min_lr:g}" if config.lr_decay_style != "constant" else f"{max_lr:g}"
         decay = "none" if not group.wd_mult else "all of it" if group.wd_mult == 1.0 else f"x {group.wd_mult:g}"
-        moments = f"{group.optimizer}" + (f", betas {group.betas}, eps {group.eps:g}" if group.optimizer == "adam" else "")
-        which = list(dict.fromkeys(_in_any_layer(weight.name) for weight in found))
-        if len(which) > _MOST_NAMES:
-            which[_MOST_NAMES - 1 :] = [f"and {len(which) - _MOST_NAMES + 1} more like these"]
+        update_rule = f"{group.optimizer}" + (f", betas {group.betas}, eps {group.eps:g}" if group.optimizer == "adam" else "")
+        names = list(dict.fromkeys(_replace_layer_index(weight.name) for weight in group_weights))
+        if len(names) > _MAX_LISTED_NAMES:
+            names[_MAX_LISTED_NAMES - 1 :] = [f"and {len(names) - _MAX_LISTED_NAMES + 1} more like these"]
         rate += f" x {group.lr_mult:g}" if group.lr_mult != 1.0 else ""
-        rows.append((f"{len(found):,}", f"{sum(weight.numel for weight in found):,}", moments, rate, decay, ", ".join(which)))
+        rows.append(
+            (
+                f"{len(group_weights):,}",
+                f"{sum(weight.numel for weight in group_weights):,}",
+                update_rule,
+                rate,
+                decay,
+                ", ".join(names),
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["parameter groups:", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
 
 
-def is_hidden_matrix(facts: ParamFacts) -> bool:
-    """Whether Muon updates a parameter: a matrix of a layer. Embeddings, the output layer and vectors are left to AdamW (Jordan et
-    al. 2024)."""
-    return facts.kind == "matrix" and facts.name != OUTPUT
+def is_hidden_matrix(param: ParamInfo) -> bool:
+    """Return whether Muon updates a parameter: a matrix within a layer.
+
+    Embeddings, the output layer and vectors are left to AdamW (Jordan et al. 2024).
+    """
+    return param.param_type == "matrix" and param.name != OUTPUT_WEIGHT
 
 
-def _in_any_layer(name: str) -> str:
-    layer, part = in_layer(name)
-    return name if layer is None else f"layers.*.{part}"
+def _replace_layer_index(name: str) -> str:
+    layer_index, name_in_layer = split_layer_name(name)
+    return name if layer_index is None else f"layers.*.{name_in_layer}"
 
 
-def _group(config: OptimizerConfig, facts: ParamFacts) -> ParamGroup:
-    own = merged(config.param_groups, facts.name)
-    decoupled = config.decoupled_lr is not None and facts.name in (WORD_EMBEDDING, OUTPUT)
-    ends = RateEnds(config.decoupled_lr, config.decoupled_min_lr) if decoupled else RUN_ENDS
-    decays = facts.decay and (config.decay_embeddings or facts.kind != "table")
-    optimizer = own.get("optimizer", config.optimizer)
-    if optimizer == "muon" and not is_hidden_matrix(facts):
+def _build_group(config: OptimizerConfig, param: ParamInfo) -> ParamGroup:
+    overrides = merge_entries(config.param_groups, param.name)
+    uses_decoupled_lr = config.decoupled_lr is not None and param.name in (WORD_EMBEDDING, OUTPUT_WEIGHT)
+    lr_bounds = LearningRateBounds(config.decoupled_lr, config.decoupled_min_lr) if uses_decoupled_lr else DEFAULT_LR_BOUNDS
+    has_decay = param.has_weight_decay and (config.decay_embeddings or param.param_type != "table")
+    optimizer = overrides.get("optimizer", config.optimizer)
+    if optimizer == "muon" and not is_hidden_matrix(param):
         optimizer = "adam"
-    scaled = facts.width != 1.0 and optimizer in MUP_RULES  # others are refused beside muP, by a rule that looks at groups
-    mup = mup_factor(MUP_RULES[optimizer], facts.role, facts.width) if scaled else 1.0
+    # A check of the settings rejects muP with optimizers that are not in MUP_COLUMNS.
+    has_mup_scaling = param.mup_width != 1.0 and optimizer in MUP_COLUMNS
+    mup_lr_mult = mup_lr_factor(MUP_COLUMNS[optimizer], param.role, param.mup_width) if has_mup_scaling else 1.0
     return ParamGroup(
         optimizer,
-        own.get("lr_mult", 1.0) * mup,
-        RateEnds(own.get("lr", ends.lr), own.get("min_lr", ends.min_lr)),
-        own.get("wd_mult", 1.0 if decays else 0.0) / mup,  # an update takes off as much at every width
-        (own.get("adam_beta1", config.adam_beta1), own.get("adam_beta2", config.adam_beta2)),
-        own.get("adam_eps", config.adam_eps),
+        overrides.get("lr_mult", 1.0) * mup_lr_mult,
+        LearningRateBounds(overrides.get("lr", lr_bounds.lr), overrides.get("min_lr", lr_bounds.min_lr)),
+        # A step decays by rate x weight decay. The division makes this product independent of the model's width.
+        overrides.get("wd_mult", 1.0 if has_decay else 0.0) / mup_lr_mult,
+        (overrides.get("adam_beta1", config.adam_beta1), overrides.get("adam_beta2", config.adam_beta2)),
+        overrides.get("adam_eps", config.adam_eps),
     )

@@ -1,7 +1,9 @@
-"""Texts about kinds of layers, as Megatron-LM spells them: `--window-attn-skip-freq`, `--no-rope-freq`, `--window-size`.
+"""Parser for layer patterns and attention windows in Megatron-LM's syntax.
 
-A pattern is a number N, which means every N-th layer, or a list with 0 or 1 for each layer: `[1,1,0,1]`, repeated and joined as in
-`[0]+([1]*5+[0])*4`. It is read here, not run as Python.
+Patterns are the values of `--window-attn-skip-freq`, `--no-rope-freq` and `--moe-layer-freq`; windows those of `--window-size`.
+
+A pattern is a number N, which stands for every N-th layer, or a list with 0 or 1 for each layer, such as `[1,1,0,1]`. Lists can be
+repeated and concatenated, as in `[0]+([1]*5+[0])*4`. Patterns are parsed; they are never evaluated as Python code.
 """
 
 from __future__ import annotations
@@ -10,103 +12,117 @@ import functools
 import re
 from collections.abc import Iterator
 
-Pattern = int | tuple[bool, ...]
-"""Every so-manieth layer, or for each layer whether it is marked."""
+LayerPattern = int | tuple[bool, ...]
+"""Parsed layer pattern: a period N, or for each layer whether it is selected."""
 
-_MOST_LAYERS = 100_000  # after repeating; a slip such as [1]*999999999 must not fill the memory
-_ALLOWED = "a number N (every N-th layer) or a list with 0 or 1 for each layer, such as [1,1,0] or ([1]*5+[0])*4"
+_MAX_LAYERS = 100_000  # after repetition, so that a typo such as [1]*999999999 does not exhaust the memory
+_SYNTAX = "a number N (every N-th layer) or a list with 0 or 1 for each layer, such as [1,1,0] or ([1]*5+[0])*4"
 
 
 @functools.lru_cache(maxsize=64)
-def read_pattern(text: str | None) -> Pattern | None:
-    """The pattern of a text; None where there is none or it cannot be read (`pattern_problem` says why)."""
+def parse_pattern(text: str | None) -> LayerPattern | None:
+    """Parse a layer pattern. Return None if `text` is None or invalid (`find_pattern_problem` describes the error)."""
     try:
         return None if text is None else _parse(text)
     except ValueError:
         return None
 
 
-def pattern_problem(text: str, num_layers: int) -> str | None:
-    """What is wrong with a text for so many layers, in a sentence; None if nothing is."""
+def find_pattern_problem(text: str, num_layers: int) -> str | None:
+    """Return a sentence that describes why a pattern is invalid for `num_layers` layers, or None if it is valid."""
     try:
         pattern = _parse(text)
     except ValueError as error:
         return str(error)
     if isinstance(pattern, int) or len(pattern) == num_layers:
         return None
-    return f"It has {len(pattern)} entries for {num_layers} layers."
+    return f"The list has {len(pattern)} entries for {num_layers} layers."
 
 
-def marked(pattern: Pattern | None, layer: int) -> bool:
-    """Whether a pattern marks a layer, counted from 0: the last of every N, or those with a 1."""
+def is_marked(pattern: LayerPattern | None, layer_index: int) -> bool:
+    """Return whether a pattern selects a layer. A number N selects the last of every N layers; a list selects the layers with a 1.
+
+    Args:
+        pattern: None selects no layer.
+        layer_index: counted from 0.
+    """
     if pattern is None or isinstance(pattern, int):
-        return pattern is not None and (layer + 1) % pattern == 0
-    return layer < len(pattern) and pattern[layer]
+        return pattern is not None and (layer_index + 1) % pattern == 0
+    return layer_index < len(pattern) and pattern[layer_index]
 
 
-def pattern_text(marks: tuple[bool, ...]) -> str:
-    """A list as a user types it."""
+def format_pattern(marks: tuple[bool, ...]) -> str:
+    """Format a layer pattern as on the command line, such as [1,1,0,1].
+
+    Args:
+        marks: for each layer, whether the pattern selects it.
+    """
     return f"[{','.join(str(int(mark)) for mark in marks)}]"
 
 
 @functools.lru_cache(maxsize=64)
-def read_window(text: str | None) -> int | None:
-    """Tokens before its own to which a token attends, of `--window-size 127,0`; None without a window, or if it cannot be read."""
-    found = None if text is None else re.fullmatch(r"\(?\s*(\d{1,15})\s*,\s*0\s*\)?", text)
-    return int(found[1]) if found else None
+def parse_window(text: str | None) -> int | None:
+    """Parse --window-size: "127,0" returns 127, the number of previous tokens that a token attends to besides itself.
+
+    Return None if `text` is None or invalid.
+    """
+    match = None if text is None else re.fullmatch(r"\(?\s*(\d{1,15})\s*,\s*0\s*\)?", text)
+    return int(match[1]) if match else None
 
 
-def _parse(text: str) -> Pattern:
+def _parse(text: str) -> LayerPattern:
     if text.strip().isdecimal():
-        number = int(text.strip()[:16])
-        if number < 1:
-            raise ValueError("Every 0-th layer is none: N is at least 1.")
-        return number
+        period = int(text.strip()[:16])
+        if period < 1:
+            raise ValueError("N must be at least 1.")
+        return period
     tokens = re.findall(r"\d+|\S", text)
-    found, rest = _sum(tokens, 0)
-    if rest < len(tokens):
-        raise ValueError(f"{tokens[rest]!r} does not belong there; allowed is {_ALLOWED}.")
-    return tuple(found)
+    marks, end = _parse_sum(tokens, 0)
+    if end < len(tokens):
+        raise ValueError(f"{tokens[end]!r} is unexpected. Give {_SYNTAX}.")
+    return tuple(marks)
 
 
-def _sum(tokens: list[str], at: int) -> tuple[list[bool], int]:
-    """Lists joined by +, from a token on; and the token behind them."""
-    found, at = _product(tokens, at)
-    while tokens[at : at + 1] == ["+"]:
-        more, at = _product(tokens, at + 1)
-        found = found + more
-    return found, at
+def _parse_sum(tokens: list[str], position: int) -> tuple[list[bool], int]:
+    """Parse lists joined by +, from `tokens[position]` on. Return the value for each layer (True for 1) and the position after the
+    last parsed token."""
+    marks, position = _parse_product(tokens, position)
+    while tokens[position : position + 1] == ["+"]:
+        term, position = _parse_product(tokens, position + 1)
+        marks = marks + term
+    return marks, position
 
 
-def _product(tokens: list[str], at: int) -> tuple[list[bool], int]:
-    """A list, or a sum in brackets, with the numbers that repeat it."""
-    if tokens[at : at + 1] == ["("]:
-        found, at = _sum(tokens, at + 1)
-        if tokens[at : at + 1] != [")"]:
-            raise ValueError("A bracket ( is not closed.")
-        at += 1
+def _parse_product(tokens: list[str], position: int) -> tuple[list[bool], int]:
+    """Parse a list, or a sum in parentheses, with the repetition factors after it (*N). Return the value for each layer and the
+    position after the last parsed token."""
+    if tokens[position : position + 1] == ["("]:
+        marks, position = _parse_sum(tokens, position + 1)
+        if tokens[position : position + 1] != [")"]:
+            raise ValueError("A parenthesis ( is not closed.")
+        position += 1
     else:
-        found, at = _list(tokens, at)
-    while tokens[at : at + 1] == ["*"]:
-        times = tokens[at + 1] if at + 1 < len(tokens) else ""
-        if not times.isdecimal():
-            raise ValueError("A number stands behind *.")
-        if len(found) * int(times[:16]) > _MOST_LAYERS:
-            raise ValueError(f"It means more than {_MOST_LAYERS:,} layers.")
-        found, at = found * int(times), at + 2
-    return found, at
+        marks, position = _parse_list(tokens, position)
+    while tokens[position : position + 1] == ["*"]:
+        factor = tokens[position + 1] if position + 1 < len(tokens) else ""
+        if not factor.isdecimal():
+            raise ValueError("A number must follow *.")
+        if len(marks) * int(factor[:16]) > _MAX_LAYERS:
+            raise ValueError(f"The list has entries for more than {_MAX_LAYERS:,} layers.")
+        marks, position = marks * int(factor), position + 2
+    return marks, position
 
 
-def _list(tokens: list[str], at: int) -> tuple[list[bool], int]:
-    if tokens[at : at + 1] != ["["] or "]" not in tokens[at:]:
-        raise ValueError(f"It is neither a number nor a list; allowed is {_ALLOWED}.")
-    end = tokens.index("]", at)
-    return list(_entries(tokens[at + 1 : end])), end + 1
+def _parse_list(tokens: list[str], position: int) -> tuple[list[bool], int]:
+    if tokens[position : position + 1] != ["["] or "]" not in tokens[position:]:
+        raise ValueError(f"The pattern is neither a number nor a list. Give {_SYNTAX}.")
+    end = tokens.index("]", position)
+    return list(_parse_entries(tokens[position + 1 : end])), end + 1
 
 
-def _entries(inside: list[str]) -> Iterator[bool]:
-    for place, token in enumerate(inside):
-        if token not in (("0", "1") if place % 2 == 0 else (",",)):
-            raise ValueError(f"A list holds 0 and 1, with commas between them, not {token!r}.")
-        if place % 2 == 0:
+def _parse_entries(tokens: list[str]) -> Iterator[bool]:
+    for position, token in enumerate(tokens):
+        if token not in (("0", "1") if position % 2 == 0 else (",",)):
+            raise ValueError(f"A list must contain 0 and 1, separated by commas, not {token!r}.")
+        if position % 2 == 0:
             yield token == "1"

@@ -1,6 +1,8 @@
-"""What each layer of the model is. A block builds what its spec says, and whoever reasons about layers reads the specs.
+"""Specifications of the model's layers.
 
-Layers may differ from each other: nobody assumes that they are equal, and `alike` says which are.
+A transformer block builds its modules from the `LayerSpec` of its layer. Counts, checks and exports read the same specs.
+
+Layers may differ from each other, so code that reads specs must not assume equal layers. `group_equal` finds equal ones.
 """
 
 from __future__ import annotations
@@ -12,174 +14,195 @@ from functools import lru_cache, partial
 from typing import Literal, TypeVar
 
 from megatron.config.model import ModelConfig, Normalization, NormPlacement, SoftmaxType
-from megatron.config.parallel import ContextWay
-from megatron.spec.layer_pattern import marked, read_pattern, read_window
-from megatron.spec.mlps import ExpertsSpec, MLPSpec, experts_of, has_experts, mlp_of
-from megatron.spec.rotary import RotarySpec, rotary_of, score_factor
+from megatron.config.parallel import CpCommType
+from megatron.spec.layer_pattern import is_marked, parse_pattern, parse_window
+from megatron.spec.mlps import ExpertsSpec, MLPSpec, build_experts_spec, build_mlp_spec, has_experts
+from megatron.spec.rotary import RotarySpec, build_rotary_spec, compute_score_factor
 
-Kind = TypeVar("Kind", bound=Hashable)
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """A norm over the last dimension."""
+    """Normalization over the last dimension."""
 
-    kind: Normalization
+    normalization: Normalization
     epsilon: float
-    """Added to the variance (or mean square) before the root."""
-    weighted: bool = True
-    biased: bool = False
-    zero_centred: bool = False
-    """Whether the weight is kept as its distance from 1."""
+    """Added to the variance (LayerNorm) or the mean square (RMSNorm) before the square root."""
+    has_weight: bool = True
+    has_bias: bool = False
+    zero_centered: bool = False
+    """Whether the stored weight is the difference from 1 (Megatron-LM's --apply-layernorm-1p)."""
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """How products of queries and keys become probabilities: scaled, capped, then a softmax over the keys in reach."""
+    """Specification of the attention scores: how queries and keys become probabilities.
+
+    Products of queries and keys are scaled, optionally soft-capped, and normalized by a softmax over the keys that the causal mask
+    and the window allow.
+    """
 
     scale: float | None = None
-    """Factor of the products; None for 1 / sqrt(size of a query head)."""
+    """Number by which products of queries and keys are multiplied; None for 1 / sqrt(channels of a query head)."""
     softcap: float | None = None
-    """A score x becomes cap x tanh(x / cap)."""
+    """Cap c of the scores: a score x becomes c x tanh(x / c). None for no cap."""
     window: int | None = None
-    """Tokens before its own to which a token attends; None for all of its sample (or document)."""
+    """Number of previous tokens that a token attends to besides itself; None for all previous tokens of its sample or document."""
     softmax: SoftmaxType = "vanilla"
-    """What the denominator holds beside exp of the scores: nothing, 1, or exp of a weight for each head."""
+    """Additional term in the softmax denominator.
 
-    def reach(self, longest: int) -> int | None:
-        """The window, if it makes a difference to samples or documents of at most so many tokens."""
-        return None if self.window is None or self.window >= longest - 1 else self.window
+    "vanilla": none. "off-by-one": 1. "learnable": exp of a learned weight for each head (an attention sink).
+    """
+
+    def get_effective_window(self, max_length: int) -> int | None:
+        """Return the window, or None if samples or documents of at most `max_length` tokens fit into it entirely."""
+        return None if self.window is None or self.window >= max_length - 1 else self.window
 
 
-def context_ways(model: ModelConfig, given: Sequence[ContextWay]) -> tuple[ContextWay, ...]:
-    """How context ranks share keys and values in each layer.
+def resolve_cp_comm_types(model: ModelConfig, requested: Sequence[CpCommType]) -> tuple[CpCommType, ...]:
+    """Return the context-parallel communication type of each layer, which is how context ranks exchange keys and values.
 
-    By default they are gathered where they are few, since several query heads share them; else they go round a ring, so that no
-    rank has all of them at once.
+    The default is "all_gather" if several query heads share each key-value head, since keys and values are small then. Otherwise it
+    is "p2p", which passes keys and values around a ring, so that no rank stores all of them at once.
 
     Args:
-        given: nothing, one for all layers, or one for each.
+        requested: values of --cp-comm-type: none, one for all layers, or one per layer.
     """
-    few = not model.multi_latent_attention and model.num_key_value_heads < model.num_attention_heads
-    return tuple(given) if len(given) > 1 else (*(given or ("all_gather" if few else "p2p",)),) * model.num_layers
+    has_shared_kv_heads = not model.multi_latent_attention and model.num_key_value_heads < model.num_attention_heads
+    return (
+        tuple(requested)
+        if len(requested) > 1
+        else (*(requested or ("all_gather" if has_shared_kv_heads else "p2p",)),) * model.num_layers
+    )
 
 
-PLAIN = ScoreSpec()
-"""Scores of all tokens before, over the root of the head size."""
+DEFAULT_SCORES = ScoreSpec()
+"""Attention to all previous tokens, with products scaled by 1 / sqrt(head size)."""
 
 QKNorm = Literal["each_head", "all_heads"]
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal self-attention."""
+    """Causal multi-head or grouped-query self-attention."""
 
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key-value heads; each serves heads / kv_heads consecutive query heads."""
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int
+    """Number of key-value heads. Each serves num_heads / num_kv_heads consecutive query heads."""
     head_size: int
     rotary: RotarySpec | None
     qkv_bias: bool
     output_bias: bool
     qk_norm: QKNorm | None
-    """What of queries, and of keys, is normalised together, if anything is."""
-    scores: ScoreSpec = PLAIN
+    """Normalization of queries and keys; None for no normalization.
+
+    "each_head": each head is normalized by itself. "all_heads": all heads of a token are normalized together.
+    """
+    scores: ScoreSpec = DEFAULT_SCORES
 
     @property
-    def qkv_rows(self) -> int:
-        """Rows of the projection to queries, keys and values: its output size."""
-        return (self.heads + 2 * self.kv_heads) * self.head_size
+    def qkv_size(self) -> int:
+        """Output size of the projection to queries, keys and values."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Causal self-attention whose keys and values are made of a latent that all heads share (DeepSeek-V2, section 2.1).
+    """Multi-head latent attention: keys and values are up-projected from a latent that all heads share (DeepSeek-V2, section 2.1).
 
-    Rotary positions do not go through the products that make keys, so each query head has rotated channels beside the others, and
-    one key, of the hidden state, has those of all heads.
+    Rotary embeddings are not applied to the up-projected keys. Instead, each query head has additional rotary channels, and one key
+    with rotary channels, projected directly from the hidden state, is shared by all heads.
     """
 
-    heads: int
-    query_rank: int | None
-    """Size of the latent that queries are made of; None where they are made of the hidden state."""
-    rank: int
-    """Size of the latent that keys and values are made of."""
-    plain_size: int
-    """Channels of a query or key head that are not rotated."""
-    rotary_size: int
-    """Channels behind them that are."""
-    value_size: int
+    num_heads: int
+    q_lora_rank: int | None
+    """Size of the latent that queries are up-projected from; None if queries are projected directly from the hidden state."""
+    kv_lora_rank: int
+    """Size of the latent that keys and values are up-projected from."""
+    qk_head_dim: int
+    """Channels of a query or key head without rotary embedding. They come first."""
+    qk_pos_emb_head_dim: int
+    """Channels of a query or key head with rotary embedding. They come last."""
+    v_head_dim: int
     """Channels of a value head."""
     rotary: RotarySpec | None
     output_bias: bool
-    latent_norm: bool
-    """Whether latents are normalised."""
+    has_latent_norm: bool
+    """Whether latents are normalized before their up-projection."""
     scores: ScoreSpec
 
     @property
     def head_size(self) -> int:
-        """Channels of a query or key head."""
-        return self.plain_size + self.rotary_size
+        """Channels of a query or key head, without and with rotary embedding together."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Attention and an MLP (or experts), each with norms before, behind or on both sides of it, added to the residual stream."""
+    """Transformer layer: attention and an MLP (or experts), each on a residual branch with norms before it, after it, or both."""
 
     norm: NormSpec
-    """All norms of the layer, and those of query and key heads or of latents."""
+    """Spec of all norms of the layer, including those of query and key heads and of latents."""
     attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | ExpertsSpec
-    placement: NormPlacement = "pre"
-    parallel: bool = False
-    """Whether the MLP has the same input as attention; if not, what attention has added is in it."""
+    norm_placement: NormPlacement = "pre"
+    parallel_residual: bool = False
+    """Whether the MLP reads the input of the attention. Otherwise the MLP reads the sum of that input and the attention output."""
     residual_multiplier: float = 1.0
-    """Factor of what is added."""
+    """Number by which the outputs of attention and MLP are multiplied before they are added to the residual stream."""
 
     @property
-    def norms(self) -> tuple[str, ...]:
-        """Names of the norms over the hidden size, in the order of the forward."""
-        before, behind = self.placement in ("pre", "sandwich"), self.placement in ("post", "sandwich")
-        names = {"attention_norm": before, "attention_post_norm": behind, "mlp_norm": before, "mlp_post_norm": behind}
-        return tuple(name for name, is_there in names.items() if is_there)
+    def norm_names(self) -> tuple[str, ...]:
+        """Names of the norms over the hidden size, in forward order."""
+        has_pre_norm, has_post_norm = self.norm_placement in ("pre", "sandwich"), self.norm_placement in ("post", "sandwich")
+        is_used = {
+            "attention_norm": has_pre_norm,
+            "attention_post_norm": has_post_norm,
+            "mlp_norm": has_pre_norm,
+            "mlp_post_norm": has_post_norm,
+        }
+        return tuple(name for name, used in is_used.items() if used)
 
 
 @lru_cache(maxsize=64)
-def layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
-    """One spec for each layer, in the order of the depth. The shape must be valid (see `config.checks.model`)."""
-    kind = functools.cache(partial(_layer, model))
-    marks = ((_has_window(model, i), _is_rotated(model, i), has_experts(model, i)) for i in range(model.num_layers))
-    return tuple(kind(*each) for each in marks)
+def build_layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Build the spec of every layer, in order from the first layer to the last.
+
+    The model settings must have passed their checks (`megatron.config.checks.model`).
+    """
+    build_spec = functools.cache(partial(_build_layer_spec, model))
+    layer_properties = ((_has_window(model, i), _has_rotary(model, i), has_experts(model, i)) for i in range(model.num_layers))
+    return tuple(build_spec(*layer_property) for layer_property in layer_properties)
 
 
-def _layer(model: ModelConfig, window: bool, rotated: bool, experts: bool) -> LayerSpec:
-    """A layer with or without the window, rotary positions and experts."""
+def _build_layer_spec(model: ModelConfig, has_window: bool, has_rotary: bool, uses_experts: bool) -> LayerSpec:
+    """Build the spec of a layer with or without the attention window, rotary embeddings and experts."""
     return LayerSpec(
-        norm_of(model),
-        _attention(model, window, rotated),
-        experts_of(model) if experts else mlp_of(model, model.ffn_size),
+        build_norm_spec(model),
+        _build_attention_spec(model, has_window, has_rotary),
+        build_experts_spec(model) if uses_experts else build_mlp_spec(model, model.ffn_size),
         model.norm_placement,
         model.parallel_residual,
         model.residual_multiplier,
     )
 
 
-def _attention(model: ModelConfig, window: bool, rotated: bool) -> AttentionSpec | LatentAttentionSpec:
-    """The attention of such a layer."""
-    rotary = rotary_of(model, local=window) if rotated else None
-    bias, scores = not model.disable_bias_linear, scores_of(model, window=window)
+def _build_attention_spec(model: ModelConfig, has_window: bool, has_rotary: bool) -> AttentionSpec | LatentAttentionSpec:
+    rotary = build_rotary_spec(model, has_window=has_window) if has_rotary else None
+    bias, scores = not model.disable_bias_linear, build_score_spec(model, has_window=has_window)
     if model.multi_latent_attention:
         return LatentAttentionSpec(
             model.num_attention_heads,
             model.q_lora_rank,
             model.kv_lora_rank,
-            plain_size=model.qk_head_dim,
-            rotary_size=model.qk_pos_emb_head_dim,
-            value_size=model.v_head_dim,
+            qk_head_dim=model.qk_head_dim,
+            qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
+            v_head_dim=model.v_head_dim,
             rotary=rotary,
             output_bias=bias or model.add_attn_output_bias,
-            latent_norm=model.qk_layernorm,
+            has_latent_norm=model.qk_layernorm,
             scores=scores,
         )
     return AttentionSpec(
@@ -194,51 +217,61 @@ def _attention(model: ModelConfig, window: bool, rotated: bool) -> AttentionSpec
     )
 
 
-def scores_of(model: ModelConfig, *, window: bool) -> ScoreSpec:
-    """How a layer with or without the window makes probabilities."""
+def build_score_spec(model: ModelConfig, *, has_window: bool) -> ScoreSpec:
+    """Build the score spec of a layer with or without the attention window."""
     scale = model.softmax_scale
     if model.mup_base_kv_channels is not None:
         scale = model.mup_base_kv_channels**0.5 / model.head_size  # Yang et al. 2022, definition 4.1
-    if scale is None and model.multi_latent_attention and (factor := score_factor(model)) != 1.0:
+    if scale is None and model.multi_latent_attention and (factor := compute_score_factor(model)) != 1.0:
         scale = factor * model.head_size**-0.5
     return ScoreSpec(
         scale,
         model.attn_logit_softcapping,
-        read_window(model.window_size) if window else None,
+        parse_window(model.window_size) if has_window else None,
         model.softmax_type,
     )
 
 
-def _has_window(model: ModelConfig, layer: int) -> bool:
-    """Whether a layer, counted from 0, has the window. A number N marks those that have not, a list those that have."""
+def _has_window(model: ModelConfig, layer_index: int) -> bool:
+    """Return whether a layer uses the attention window (--window-size).
+
+    In --window-attn-skip-freq, a number N selects the layers without the window (the last of every N layers); a list has a 1 for
+    the layers with the window.
+
+    Args:
+        layer_index: counted from 0.
+    """
     if model.window_size is None:
         return False
-    pattern = read_pattern(model.window_attn_skip_freq)
-    return marked(pattern, layer) is isinstance(pattern, tuple)
+    pattern = parse_pattern(model.window_attn_skip_freq)
+    return is_marked(pattern, layer_index) is isinstance(pattern, tuple)
 
 
-def _is_rotated(model: ModelConfig, layer: int) -> bool:
-    """Whether a layer, counted from 0, has rotary positions if the model has."""
-    return not marked(read_pattern(model.no_rope_freq), layer)
+def _has_rotary(model: ModelConfig, layer_index: int) -> bool:
+    """Return whether a layer (counted from 0) has rotary embeddings, in a model with rotary embeddings."""
+    return not is_marked(parse_pattern(model.no_rope_freq), layer_index)
 
 
-def depths(model: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The layers of multi-token prediction, one a depth: as the model's last one."""
-    return layers(model)[-1:] * model.mtp_num_layers
+def build_mtp_layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Build one layer spec per depth of multi-token prediction. Each equals the spec of the model's last layer."""
+    return build_layer_specs(model)[-1:] * model.mtp_num_layers
 
 
-def norm_of(model: ModelConfig) -> NormSpec:
-    """The spec of every norm in the model, the final one too."""
+def build_norm_spec(model: ModelConfig) -> NormSpec:
+    """Build the spec that all norms of the model share, including the final norm."""
     biased = model.normalization == "LayerNorm" and model.norm_weight and model.norm_bias
     return NormSpec(model.normalization, model.norm_epsilon, model.norm_weight, biased, model.apply_layernorm_1p)
 
 
-def alike(kinds: Iterable[Kind]) -> dict[Kind, list[int]]:
-    """The indices of equal items, for example of `layers(model)`, in the order in which each kind first occurs."""
-    found: dict[Kind, list[int]] = {}
-    before: object = found  # no item
-    for place, kind in enumerate(kinds):
-        if kind is not before:  # neighbours are mostly one object, and the hash of a spec costs more than all else here
-            before, places = kind, found.setdefault(kind, [])
-        places.append(place)
-    return found
+def group_equal(items: Iterable[T]) -> dict[T, list[int]]:
+    """Return the indices of each distinct item, in order of first occurrence.
+
+    For `build_layer_specs(model)` the result maps each distinct layer spec to the layers that have it.
+    """
+    indices_of_item: dict[T, list[int]] = {}
+    previous: object = indices_of_item  # equal to no item
+    for index, item in enumerate(items):
+        if item is not previous:  # neighbors are usually the same object; hashing a spec dominates the cost
+            previous, indices = item, indices_of_item.setdefault(item, [])
+        indices.append(index)
+    return indices_of_item

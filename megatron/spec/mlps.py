@@ -1,4 +1,4 @@
-"""What follows attention in a layer: an MLP, or experts with a router. Their meaning is in docs/moe.md."""
+"""Specifications of a layer's second half: an MLP, or experts with a router. docs/moe.md explains the settings of experts."""
 
 from __future__ import annotations
 
@@ -6,88 +6,97 @@ import math
 from dataclasses import dataclass
 
 from megatron.config.model import Balancing, ModelConfig, RouterDtype, ScoreFunction
-from megatron.spec.activations import Activation, activation_of
-from megatron.spec.layer_pattern import marked, read_pattern
+from megatron.spec.activations import Activation, get_activation
+from megatron.spec.layer_pattern import is_marked, parse_pattern
 
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Two products with an activation between them."""
+    """MLP: two linear layers with an activation in between."""
 
-    width: int
+    ffn_size: int
     activation: Activation
     bias: bool
-    offset: float = 0.0
-    """What quick_geglu adds to its second half."""
-    clamp: float | None = None
-    """The bound to which quick_geglu clamps its input."""
+    linear_offset: float = 0.0
+    """Constant that quick_geglu adds to the linear (value) half of its input."""
+    clamp_value: float | None = None
+    """Bound to which quick_geglu clamps its input; None for no clamping."""
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How experts are chosen for a token, and what balances them."""
+    """Router: how experts are selected for a token, and how their load is balanced."""
 
-    experts: int
-    chosen: int
-    """Experts that a token passes (k)."""
+    num_experts: int
+    top_k: int
+    """Number of experts per token."""
     score_function: ScoreFunction
     pre_softmax: bool
-    """Whether softmax is over all experts, and not over the chosen ones."""
-    scaling: float
-    """Factor of the probabilities."""
-    groups: int
-    """Groups of neighbouring experts; 1 for no groups."""
-    open_groups: int
-    """Groups that a token may choose from."""
+    """Whether the softmax is over all experts, before the top-k selection. Otherwise it is over the selected experts."""
+    scaling_factor: float
+    """Number by which the router's output probabilities are multiplied."""
+    num_groups: int
+    """Number of groups of consecutive experts for group-limited routing; 1 for no groups."""
+    top_k_groups: int
+    """Number of groups from which the experts of a token may be selected."""
     dtype: RouterDtype | None
-    """Dtype of the product, in place of the model's."""
+    """Dtype of the router's matrix product; None for the dtype of the model."""
     balancing: Balancing
-    balance_coeff: float
-    z_coeff: float
-    bias_step: float | None = None
-    """By how much an update moves the bias of the scores that experts are chosen by; None: there is no bias."""
-    jitter: float = 0.0
-    """Noise on the input of the router: each number of it times one between 1 - jitter and 1 + jitter."""
-    capacity: float | None = None
-    """How many times the mean number of choices of an expert in a sequence it takes at most; None: all."""
-    drops_last: bool = False
-    """Whether choices of late tokens are dropped first, not those with small probabilities."""
-    pads: bool = False
-    """Whether the input of an expert is filled up with zeros to the most that it takes."""
+    aux_loss_coeff: float
+    """Coefficient of the load-balancing auxiliary loss."""
+    z_loss_coeff: float
+    """Coefficient of the router z-loss."""
+    bias_update_rate: float | None = None
+    """Amount by which an optimizer step changes the per-expert bias that is added to scores for the selection; None for no bias."""
+    input_jitter: float = 0.0
+    """Noise on the router's input: each element is multiplied by a random number between 1 - input_jitter and 1 + input_jitter."""
+    capacity_factor: float | None = None
+    """Capacity of an expert, as a multiple of the mean number of assignments per expert; None for no limit."""
+    drops_by_position: bool = False
+    """Whether assignments of the last tokens are dropped first. Otherwise those with the lowest probabilities are dropped first."""
+    pads_to_capacity: bool = False
+    """Whether the input of each expert is padded with zeros to its capacity."""
 
-    def taken(self, length: int) -> int | None:
-        """Choices that an expert takes of a sequence of so many tokens, of which each chooses it once at most; None: all."""
-        return None if self.capacity is None else min(length, math.ceil(self.capacity * length * self.chosen / self.experts))
+    def get_capacity(self, num_tokens: int) -> int | None:
+        """Return how many assignments an expert accepts from a sequence of `num_tokens` tokens; None for no limit.
+
+        A token is assigned to an expert at most once, so the capacity never exceeds `num_tokens`.
+        """
+        return (
+            None
+            if self.capacity_factor is None
+            else min(num_tokens, math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts))
+        )
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """A router, equal experts, and perhaps an expert that all tokens pass."""
+    """Mixture of experts: a router, equal experts, and optionally a shared expert that processes all tokens."""
 
     router: RouterSpec
     expert: MLPSpec
-    shared: MLPSpec | None
-    shared_gate: bool
-    """Whether the result of the shared expert is multiplied by a sigmoid."""
+    shared_expert: MLPSpec | None
+    has_shared_gate: bool
+    """Whether the output of the shared expert is multiplied by a sigmoid gate."""
 
 
-def mlp_of(model: ModelConfig, width: int) -> MLPSpec:
-    """An MLP of a width, as all of the model are otherwise."""
+def build_mlp_spec(model: ModelConfig, ffn_size: int) -> MLPSpec:
+    """Build the spec of an MLP with an intermediate size of `ffn_size`. All other properties follow from the model config."""
     bias = not model.disable_bias_linear or model.add_mlp_bias
-    return MLPSpec(width, activation_of(model), bias, model.glu_linear_offset, model.activation_func_clamp_value)
+    return MLPSpec(ffn_size, get_activation(model), bias, model.glu_linear_offset, model.activation_func_clamp_value)
 
 
-def experts_of(model: ModelConfig) -> ExpertsSpec:
-    """The experts of a layer that has some."""
+def build_experts_spec(model: ModelConfig) -> ExpertsSpec:
+    """Build the spec of a layer's experts. The model config must have experts."""
     assert model.num_experts is not None
-    shared = model.moe_shared_expert_intermediate_size
+    shared_ffn_size = model.moe_shared_expert_intermediate_size
     router = RouterSpec(
         model.num_experts,
         model.moe_router_topk,
         model.moe_router_score_function,
         model.moe_router_pre_softmax and model.moe_router_score_function == "softmax",
         model.moe_router_topk_scaling_factor or 1.0,
-        *_groups(model),
+        *_resolve_group_routing(model),
         model.moe_router_dtype,
         model.moe_router_load_balancing_type,
         model.moe_aux_loss_coeff,
@@ -100,29 +109,36 @@ def experts_of(model: ModelConfig) -> ExpertsSpec:
     )
     return ExpertsSpec(
         router,
-        mlp_of(model, model.moe_ffn_hidden_size or model.ffn_size),
-        None if shared is None else mlp_of(model, shared),
+        build_mlp_spec(model, model.moe_ffn_hidden_size or model.ffn_size),
+        None if shared_ffn_size is None else build_mlp_spec(model, shared_ffn_size),
         model.moe_shared_expert_gate,
     )
 
 
-def _groups(model: ModelConfig) -> tuple[int, int]:
-    """Groups of experts, and how many are open to a token. All open are none."""
-    groups, opened = model.moe_router_num_groups or 1, model.moe_router_group_topk
-    return (groups, opened) if opened < groups else (1, 1)
+def _resolve_group_routing(model: ModelConfig) -> tuple[int, int]:
+    """Return the number of expert groups and the number of groups that a token may use; (1, 1) for no restriction."""
+    num_groups, top_k_groups = model.moe_router_num_groups or 1, model.moe_router_group_topk
+    return (num_groups, top_k_groups) if top_k_groups < num_groups else (1, 1)
 
 
-def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether a layer, counted from 0, has experts. A number N marks the first and every N-th after it."""
+def has_experts(model: ModelConfig, layer_index: int) -> bool:
+    """Return whether a layer has experts. With a number N in --moe-layer-freq, layer 0 and every N-th layer after it have experts.
+
+    Args:
+        layer_index: counted from 0.
+    """
     if model.num_experts is None:
         return False
-    pattern = read_pattern(model.moe_layer_freq)
-    return layer % pattern == 0 if isinstance(pattern, int) else marked(pattern, layer)
+    pattern = parse_pattern(model.moe_layer_freq)
+    return layer_index % pattern == 0 if isinstance(pattern, int) else is_marked(pattern, layer_index)
 
 
 def has_dense_layers(model: ModelConfig) -> bool:
-    """Whether a layer has one MLP. (The layers are not gone through: rules ask of models with any number of them.)"""
-    pattern = read_pattern(model.moe_layer_freq)
+    """Return whether any layer has a dense MLP.
+
+    The function does not iterate over the layers, because checks of the settings call it for an arbitrarily large number of layers.
+    """
+    pattern = parse_pattern(model.moe_layer_freq)
     if model.num_experts is None or pattern is None:
         return True
     return pattern > 1 and model.num_layers > 1 if isinstance(pattern, int) else not all(pattern)

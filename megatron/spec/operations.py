@@ -1,8 +1,10 @@
-"""A schedule is data: for each stage, a list of operations. A generator makes it, the validator proves it, the simulator times it,
-the executor runs it, pictures show it.
+"""Pipeline schedules as data: a list of operations for each stage.
 
-Messages between stages are not listed, since they follow from the operations: the result of chunk c goes to chunk c + 1 in forward
-and to chunk c - 1 in backward, wherever these lie.
+A schedule is built by a generator (`megatron.spec.schedules`), checked by the validator, timed by the simulator and run by the
+executor (`megatron.pipeline_parallel`).
+
+Messages between stages are not listed because they follow from the operations: the output of chunk c goes to chunk c + 1 in
+forward, and its input gradient goes to chunk c - 1 in backward, whatever stages these chunks are on.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class OpKind(enum.StrEnum):
-    """What an operation computes. BACKWARD computes input and weight gradients at once; a schedule may split it.
+class OpType(enum.StrEnum):
+    """Type of an operation of a pipeline schedule.
 
-    RECOMPUTE runs the layers again that the gradient reaches first, of those that kept only their input. It needs no message, so it
-    fills the time in which the stage would wait for the gradient.
+    BACKWARD computes input gradients and weight gradients together. A schedule may split it into INPUT_GRAD and WEIGHT_GRAD.
+
+    RECOMPUTE runs the forward again for the layers that the gradient reaches first, if only their input was saved. It needs no
+    message, so it can run while the stage waits for the gradient.
     """
 
     FORWARD = "F"
@@ -29,33 +33,34 @@ class OpKind(enum.StrEnum):
 
 
 class Op(NamedTuple):
-    """One operation on one microbatch of one chunk."""
+    """Operation of a pipeline schedule, on one microbatch in one model chunk."""
 
-    kind: OpKind
+    type: OpType
     chunk: int
     microbatch: int
 
 
 class Message(NamedTuple):
-    """What an operation gives to a neighbouring chunk: an activation (to the next) or a gradient (to the one before)."""
+    """Result that an operation sends to a neighboring model chunk: an activation to the next chunk, or a gradient to the previous
+    chunk."""
 
     is_gradient: bool
     chunk: int
-    """The chunk that receives it."""
+    """Index of the chunk that receives the message."""
     microbatch: int
 
 
 class LinkedOp(NamedTuple):
-    """An operation, the message that it needs, and the message that it gives."""
+    """Operation with the message that it receives and the message that it sends. Either is None if there is no message."""
 
     op: Op
-    needs: Message | None
-    gives: Message | None
+    receives: Message | None
+    sends: Message | None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of every stage, in order."""
+    """Pipeline schedule: the operations of every stage, in the order in which the stage runs them."""
 
     name: str
     num_microbatches: int
@@ -64,108 +69,134 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """The number of pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.ops)
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks of the model."""
+        """Number of model chunks over all stages."""
         return len(self.stage_of_chunk)
 
     @cached_property
     def linked_ops(self) -> tuple[tuple[LinkedOp, ...], ...]:
-        """The operations with their messages, computed once. A message is one object at both its ends."""
-        made: dict[tuple[bool, int], list[Message]] = {}
-        ends: dict[tuple[OpKind, int], tuple[list[Message] | None, list[Message] | None]] = {}
+        """Operations of every stage, each with the messages that it receives and sends. Sender and receiver of a message refer to
+        the same `Message` object."""
+        messages: dict[tuple[bool, int], list[Message]] = {}
+        messages_of_op: dict[tuple[OpType, int], tuple[list[Message] | None, list[Message] | None]] = {}
 
-        def of_all_microbatches(message: Message | None) -> list[Message] | None:
+        def for_all_microbatches(message: Message | None) -> list[Message] | None:
             if message is None:
                 return None
-            if message[:2] not in made:
-                made[message[:2]] = [Message(*message[:2], m) for m in range(self.num_microbatches)]
-            return made[message[:2]]
+            if message[:2] not in messages:
+                messages[message[:2]] = [Message(*message[:2], m) for m in range(self.num_microbatches)]
+            return messages[message[:2]]
 
-        def linked(op: Op) -> LinkedOp:
-            kind, chunk, m = op
-            if (kind, chunk) not in ends:
-                ends[kind, chunk] = of_all_microbatches(self.needs(op)), of_all_microbatches(self.gives(op))
-            needed, given = ends[kind, chunk]
-            return LinkedOp(op, None if needed is None else needed[m], None if given is None else given[m])
+        def link(op: Op) -> LinkedOp:
+            op_type, chunk, m = op
+            if (op_type, chunk) not in messages_of_op:
+                messages_of_op[op_type, chunk] = (
+                    for_all_microbatches(self.get_received_message(op)),
+                    for_all_microbatches(self.get_sent_message(op)),
+                )
+            received, sent = messages_of_op[op_type, chunk]
+            return LinkedOp(op, None if received is None else received[m], None if sent is None else sent[m])
 
-        return tuple(tuple(map(linked, ops)) for ops in self.ops)
+        return tuple(tuple(map(link, ops)) for ops in self.ops)
 
-    def needs(self, op: Op) -> Message | None:
-        """The message that must have come before an operation, if any."""
-        if op.kind is OpKind.FORWARD and op.chunk > 0:
+    def get_received_message(self, op: Op) -> Message | None:
+        """Return the message that must arrive before an operation can run; None if it needs no message."""
+        if op.type is OpType.FORWARD and op.chunk > 0:
             return Message(False, op.chunk, op.microbatch)
-        if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and op.chunk < self.num_chunks - 1:
+        if op.type in (OpType.BACKWARD, OpType.INPUT_GRAD) and op.chunk < self.num_chunks - 1:
             return Message(True, op.chunk, op.microbatch)
         return None
 
-    def gives(self, op: Op) -> Message | None:
-        """The message that an operation sends, if any."""
-        if op.kind is OpKind.FORWARD and op.chunk < self.num_chunks - 1:
+    def get_sent_message(self, op: Op) -> Message | None:
+        """Return the message that an operation sends; None if it sends no message."""
+        if op.type is OpType.FORWARD and op.chunk < self.num_chunks - 1:
             return Message(False, op.chunk + 1, op.microbatch)
-        if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and op.chunk > 0:
+        if op.type in (OpType.BACKWARD, OpType.INPUT_GRAD) and op.chunk > 0:
             return Message(True, op.chunk - 1, op.microbatch)
         return None
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Durations of the operations on one chunk, all in one unit (pictures take milliseconds)."""
+class OpCosts:
+    """Durations of the operations on one chunk, all in the same unit (the schedule plots use milliseconds)."""
 
     forward: float = 1.0
     input_grad: float = 1.0
     weight_grad: float = 1.0
     p2p: float = 0.0
-    """Time from the end of an operation until its result has arrived at another stage; 0 between chunks of one stage."""
+    """Time from the end of an operation until its result arrives at another stage.
+
+    Messages between chunks of the same stage take no time.
+    """
     recompute: float = 0.0
-    """Time to run layers again ahead of backward. What is run again within backward is part of the input gradient."""
+    """Time to recompute layers before the gradient arrives (RECOMPUTE).
 
-    def of(self, op: Op) -> float:
-        """Duration of an operation. A whole backward takes the time of an input gradient and a weight gradient."""
-        if op.kind is OpKind.FORWARD:
+    Recomputation within backward counts as part of `input_grad`.
+    """
+
+    def get_duration(self, op: Op) -> float:
+        """Return the duration of an operation. BACKWARD takes the time of INPUT_GRAD plus WEIGHT_GRAD."""
+        if op.type is OpType.FORWARD:
             return self.forward
-        if op.kind is OpKind.RECOMPUTE:
+        if op.type is OpType.RECOMPUTE:
             return self.recompute
-        if op.kind is OpKind.INPUT_GRAD:
+        if op.type is OpType.INPUT_GRAD:
             return self.input_grad
-        return self.weight_grad if op.kind is OpKind.WEIGHT_GRAD else self.input_grad + self.weight_grad
+        return self.weight_grad if op.type is OpType.WEIGHT_GRAD else self.input_grad + self.weight_grad
 
-    def divided(self, chunks_per_stage: int) -> Costs:
-        """The costs of a chunk, if these are the costs of a whole stage."""
-        n = chunks_per_stage
-        return Costs(self.forward / n, self.input_grad / n, self.weight_grad / n, self.p2p, self.recompute / n)
+    def divide_by_chunks(self, chunks_per_stage: int) -> OpCosts:
+        """Convert the durations of operations on a stage to the durations on each of its `chunks_per_stage` equal chunks."""
+        num_chunks = chunks_per_stage
+        return OpCosts(
+            self.forward / num_chunks,
+            self.input_grad / num_chunks,
+            self.weight_grad / num_chunks,
+            self.p2p,
+            self.recompute / num_chunks,
+        )
 
 
-def loop(num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
-    """The stage of each chunk, round and round: chunk c lies on stage c mod p (Narayanan et al. 2021, section 2.2.2)."""
+def assign_chunks_round_robin(num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
+    """Return the stage of each chunk: chunk c is on stage c mod p, where p is the number of stages (Narayanan et al. 2021, section
+    2.2.2)."""
     return tuple(range(num_stages)) * chunks_per_stage
 
 
-def v_shape(num_stages: int) -> tuple[int, ...]:
-    """The stage of each chunk, down and up again: first and last chunk share stage 0 (Qi et al. 2024, Controllable Memory)."""
+def assign_chunks_v_shape(num_stages: int) -> tuple[int, ...]:
+    """Return the stage of each of the 2p chunks, in V shape, where p is the number of stages (Qi et al. 2024, Controllable Memory).
+
+    The stages ascend and then descend, so stage 0 has the first and the last chunk.
+    """
     return (*range(num_stages), *reversed(range(num_stages)))
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a training schedule, for evaluation. (A valid order stays valid when operations are left out.)"""
-    ops = tuple(tuple(op for op in stage if op.kind is OpKind.FORWARD) for stage in schedule.ops)
+def extract_forwards(schedule: Schedule) -> Schedule:
+    """Return a schedule with only the forwards of a training schedule, for evaluation.
+
+    The order stays valid, because removing operations from a valid order never invalidates it.
+    """
+    ops = tuple(tuple(op for op in stage if op.type is OpType.FORWARD) for stage in schedule.ops)
     return replace(schedule, name=f"{schedule.name}, forward only", ops=ops)
 
 
-def with_recompute(schedule: Schedule, chunks: Collection[int]) -> Schedule:
-    """The schedule with an operation that runs layers again before each backward (or input gradient) of these chunks."""
+def add_recompute(schedule: Schedule, chunks: Collection[int]) -> Schedule:
+    """Return the schedule with a RECOMPUTE before each BACKWARD or INPUT_GRAD of the given chunks."""
 
-    def added(op: Op) -> tuple[Op, ...]:
-        first = op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD) and op.chunk in chunks
-        return (Op(OpKind.RECOMPUTE, op.chunk, op.microbatch), op) if first else (op,)
+    def expand(op: Op) -> tuple[Op, ...]:
+        needs_recompute = op.type in (OpType.BACKWARD, OpType.INPUT_GRAD) and op.chunk in chunks
+        return (Op(OpType.RECOMPUTE, op.chunk, op.microbatch), op) if needs_recompute else (op,)
 
-    return replace(schedule, ops=tuple(tuple(one for op in stage for one in added(op)) for stage in schedule.ops))
+    return replace(schedule, ops=tuple(tuple(new_op for op in stage for new_op in expand(op)) for stage in schedule.ops))
 
 
-def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The schedule without the microbatches from `num_microbatches` on. Those before never wait for one of them."""
+def truncate_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Return the schedule for the first `num_microbatches` microbatches only.
+
+    The order stays valid, because an operation depends only on operations of its own microbatch.
+    """
     ops = tuple(tuple(op for op in stage if op.microbatch < num_microbatches) for stage in schedule.ops)
     return replace(schedule, num_microbatches=num_microbatches, ops=ops)

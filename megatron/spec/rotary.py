@@ -1,9 +1,9 @@
-"""Rotary positions (Su et al. 2021): which channels turn, how fast, and how frequencies are stretched for longer sequences than
-those of the first training.
+"""Rotary position embeddings (Su et al. 2021): rotated channels, frequencies, and scaling of frequencies for longer sequences.
 
-Two ways to stretch depend on the length of the sequence (`DynamicScaling`, `LongScaling`). The length is that of the whole sequence
-that is computed, and known before its first token: in training --seq-length, wherever documents end in it; in a generation the
-longest prompt and the tokens that are asked for. So all tokens of a sequence turn alike, those in a cache too.
+Two scalings depend on the sequence length (`DynamicScaling`, `LongScaling`). The length is that of the full sequence and is known
+before the first token is computed. In training it is --seq-length, even if documents end within the sequence. In generation it is
+the longest prompt plus the number of tokens to generate. So all tokens of a sequence, including cached ones, are rotated with the
+same frequencies.
 """
 
 from __future__ import annotations
@@ -16,67 +16,82 @@ from megatron.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All positions are divided by a factor (Chen et al. 2023, position interpolation)."""
+    """Position interpolation: all positions are divided by a factor (Chen et al. 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies are divided by a factor (Llama 3.1). A pair that turns `high` times or more in the original context keeps its
-    frequency, one that turns `low` times or less has it divided; between them the two are mixed."""
+    """Llama 3.1 scaling: only low frequencies are divided by a factor.
+
+    A channel pair that completes at least `high_freq_factor` rotations within the original context keeps its frequency. A pair that
+    completes at most `low_freq_factor` rotations has its frequency divided by `factor`. In between, the two frequencies are
+    interpolated.
+    """
 
     factor: float
-    low: float
-    high: float
+    low_freq_factor: float
+    high_freq_factor: float
     original_context: int
-    """Tokens."""
+    """Context length before scaling, in tokens."""
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): low frequencies are divided by a factor, mixed over pairs, and queries and keys are enlarged."""
+    """YaRN scaling (Peng et al. 2023).
+
+    Low frequencies are divided by a factor. Over a range of channel pairs, the divisor changes linearly from 1 to the factor.
+    Rotated queries and keys are multiplied by an attention factor.
+    """
 
     factor: float
     original_context: int
-    """Tokens."""
-    fast: float
-    """Pairs that turn more often than this in the original context keep their frequency."""
-    slow: float
-    """Pairs that turn less often than this have it divided."""
-    whole_pairs: bool
-    """Whether the two bounds are rounded outwards to a whole pair."""
-    magnitude: float
+    """Context length before scaling, in tokens."""
+    beta_fast: float
+    """Channel pairs that complete more rotations than this in the original context keep their frequency."""
+    beta_slow: float
+    """Channel pairs that complete fewer rotations than this in the original context have their frequency divided by the factor."""
+    rounds_bounds: bool
+    """Whether the two bounds of the range of interpolated frequencies are rounded outwards to whole channel pairs."""
+    attention_factor: float
+    """Number by which rotated queries and keys are multiplied."""
 
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """The base grows with the length of sequences beyond the original context (NTK-aware scaling, "dynamic" in transformers)."""
+    """NTK-aware scaling ("dynamic" in transformers).
+
+    The frequency base grows with the sequence length beyond the original context.
+    """
 
     factor: float
     original_context: int
-    """Tokens."""
+    """Context length before scaling, in tokens."""
 
-    def base(self, base: float, channels: int, length: int) -> float:
-        """The base for a sequence of a length."""
+    def scale_base(self, base: float, rotary_dim: int, length: int) -> float:
+        """Return the frequency base for a sequence of `length` tokens."""
         stretched = self.factor * max(length / self.original_context, 1.0) - (self.factor - 1)
-        return float(base * stretched ** (channels / (channels - 2)))
+        return float(base * stretched ** (rotary_dim / (rotary_dim - 2)))
 
 
 @dataclass(frozen=True)
 class LongScaling:
-    """Each frequency is divided by a factor of its own, from one list for sequences within the original context and another for
-    longer ones (LongRoPE, Ding et al. 2024)."""
+    """LongRoPE (Ding et al. 2024): each frequency has its own divisor.
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]
+    One list of divisors is for sequences within the original context, the other for longer sequences.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
     original_context: int
-    """Tokens."""
-    magnitude: float
+    """Context length before scaling, in tokens."""
+    attention_factor: float
+    """Number by which rotated queries and keys are multiplied."""
 
-    def factors(self, length: int) -> tuple[float, ...]:
-        """The list for a sequence of a length."""
-        return self.long if length > self.original_context else self.short
+    def select_factors(self, length: int) -> tuple[float, ...]:
+        """Return the list of divisors (for short or for long sequences) that applies to a sequence of `length` tokens."""
+        return self.long_factors if length > self.original_context else self.short_factors
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongScaling
@@ -84,80 +99,88 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongSca
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Rotary positions of a layer."""
+    """Rotary position embedding of a layer."""
 
-    channels: int
-    """Leading channels of each head that are rotated."""
+    rotary_dim: int
+    """Number of leading channels of each head that are rotated."""
     base: float
     scaling: Scaling | None = None
-    interleaved: bool = False
-    """Whether neighbouring channels are a pair; if not, channel c and c + channels / 2 are."""
+    is_interleaved: bool = False
+    """Whether consecutive channels form a pair. Otherwise channels c and c + rotary_dim / 2 form a pair."""
 
     @property
-    def magnitude(self) -> float:
-        """What rotated queries and keys are multiplied by."""
-        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
+    def attention_factor(self) -> float:
+        """Number by which rotated queries and keys are multiplied."""
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
 
 
-def rotated_channels(model: ModelConfig) -> int:
-    """Channels of a head that are rotated, by --rotary-percent or those of latent attention. A rule asks for an even number."""
+def get_rotary_dim(model: ModelConfig) -> int:
+    """Return the number of rotated channels of a head, from --rotary-percent or the settings of latent attention.
+
+    A check of the settings requires an even number.
+    """
     if model.multi_latent_attention:
         return model.qk_pos_emb_head_dim
     return int(model.head_size * model.rotary_percent)
 
 
-def rotary_of(model: ModelConfig, *, local: bool = False) -> RotarySpec | None:
-    """The rotary positions, or None where the model has others.
+def build_rotary_spec(model: ModelConfig, *, has_window: bool = False) -> RotarySpec | None:
+    """Build the rotary embedding spec of a layer, or return None if the model has other position embeddings.
 
     Args:
-        local: of layers with a window, which may have a base of their own, and then no scaling.
+        has_window: whether the layer has an attention window. Such layers may have their own base (`rotary_base_local`), without
+            scaling.
     """
     if model.position_embedding_type != "rope":
         return None
-    if local and model.rotary_base_local is not None:
-        return RotarySpec(rotated_channels(model), model.rotary_base_local, None, model.rotary_interleaved)
-    return RotarySpec(rotated_channels(model), model.rotary_base, _scaling_of(model), model.rotary_interleaved)
+    if has_window and model.rotary_base_local is not None:
+        return RotarySpec(get_rotary_dim(model), model.rotary_base_local, None, model.rotary_interleaved)
+    return RotarySpec(get_rotary_dim(model), model.rotary_base, _build_scaling(model), model.rotary_interleaved)
 
 
-LLAMA3_CONTEXT, OTHER_CONTEXT = 8192, 4096
-"""Defaults of --original-max-position-embeddings: that of Llama 3.1, and Megatron-LM's."""
+LLAMA3_CONTEXT, DEFAULT_CONTEXT = 8192, 4096
+"""Defaults of --original-max-position-embeddings in tokens: for --use-rope-scaling that of Llama 3.1, otherwise Megatron-LM's."""
 
 
-def original_context(model: ModelConfig) -> int:
-    """Tokens for which the frequencies were chosen before they were stretched."""
-    return model.original_max_position_embeddings or (LLAMA3_CONTEXT if model.use_rope_scaling else OTHER_CONTEXT)
+def get_original_context(model: ModelConfig) -> int:
+    """Return the context length in tokens for which the unscaled frequencies were chosen."""
+    return model.original_max_position_embeddings or (LLAMA3_CONTEXT if model.use_rope_scaling else DEFAULT_CONTEXT)
 
 
-def _scaling_of(model: ModelConfig) -> Scaling | None:
-    context, factor = original_context(model), model.rotary_scaling_factor
+def _build_scaling(model: ModelConfig) -> Scaling | None:
+    context, factor = get_original_context(model), model.rotary_scaling_factor
     if model.use_rope_scaling:
         return Llama3Scaling(model.rope_scaling_factor, model.rope_low_freq_factor, model.rope_high_freq_factor, context)
     if model.rope_type == "yarn":
-        whole = model.yarn_correction_range_round_to_int
-        return YarnScaling(factor, context, model.beta_fast, model.beta_slow, whole, magnitude_of(model))
+        rounds_bounds = model.yarn_correction_range_round_to_int
+        return YarnScaling(factor, context, model.beta_fast, model.beta_slow, rounds_bounds, compute_attention_factor(model))
     if model.rope_type == "dynamic":
         return DynamicScaling(factor, context)
     if model.rope_type == "longrope":
-        return LongScaling(model.rope_short_factors, model.rope_long_factors, context, magnitude_of(model))
+        return LongScaling(model.rope_short_factors, model.rope_long_factors, context, compute_attention_factor(model))
     interpolation = model.rotary_seq_len_interpolation_factor
     return None if interpolation == 1.0 else LinearScaling(interpolation)
 
 
-def magnitude_of(model: ModelConfig) -> float:
-    """What rotated queries and keys are multiplied by, with YaRN or LongRoPE: given, or as the papers have it."""
+def compute_attention_factor(model: ModelConfig) -> float:
+    """Return the number by which YaRN or LongRoPE multiplies rotated queries and keys: the configured value, or the formula of the
+    paper."""
     factor = model.rotary_scaling_factor
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
     if model.rope_type == "longrope":
-        return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original_context(model)))
-    return yarn_magnitude(factor, model.mscale) / yarn_magnitude(factor, model.mscale_all_dim)
+        return math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(get_original_context(model)))
+    return get_yarn_mscale(factor, model.mscale) / get_yarn_mscale(factor, model.mscale_all_dim)
 
 
-def score_factor(model: ModelConfig) -> float:
-    """By what YaRN enlarges the scores of latent attention, beside what it does to rotated channels (DeepSeek-V2)."""
-    return yarn_magnitude(model.rotary_scaling_factor, model.mscale_all_dim) ** 2 if model.rope_type == "yarn" else 1.0
+def compute_score_factor(model: ModelConfig) -> float:
+    """Return the factor by which YaRN multiplies the scores of latent attention (DeepSeek-V2).
+
+    It applies in addition to the attention factor of the rotated channels.
+    """
+    return get_yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim) ** 2 if model.rope_type == "yarn" else 1.0
 
 
-def yarn_magnitude(factor: float, weight: float) -> float:
-    """YaRN's 0.1 ln(factor) + 1, the logarithm weighted."""
-    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
+def get_yarn_mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's attention scale, 0.1 x mscale x ln(factor) + 1."""
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0

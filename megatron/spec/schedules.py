@@ -1,7 +1,7 @@
-"""All schedules: their generators, and a table by their names in `--pipeline-schedule`. Flags, rules, advice, benches and tests ask
-here.
+"""Pipeline schedules: the functions that build them, and a table of the schedules by the name in `--pipeline-schedule`.
 
-A new schedule is a generator and its `ScheduleSpec` in the table.
+Flags, checks of the settings, the planner, benchmarks and tests all read the table. To add a schedule, write a function that builds
+it and add a `ScheduleSpec` to the table.
 """
 
 from __future__ import annotations
@@ -10,235 +10,261 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from megatron.spec.operations import Op, OpKind, Schedule, first_microbatches, loop, v_shape, with_recompute
+from megatron.spec.operations import (
+    Op,
+    OpType,
+    Schedule,
+    add_recompute,
+    assign_chunks_round_robin,
+    assign_chunks_v_shape,
+    truncate_microbatches,
+)
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The facts about one kind of schedule: how it is made, where its chunks lie."""
+    """Entry of the table of schedules: name and properties of a pipeline schedule, and the function that builds it."""
 
     name: str
-    """Its name in `--pipeline-schedule`."""
-    make: Callable[[int, int, int], Schedule]
-    """Makes the schedule from (stages, microbatches, chunks a stage)."""
-    place: Callable[[int, int], tuple[int, ...]] = loop
-    """Gives the stage of each chunk from (stages, chunks a stage)."""
+    """Value of `--pipeline-schedule`."""
+    build: Callable[[int, int, int], Schedule]
+    """Build the schedule from (stages, microbatches, chunks per stage)."""
+    assign_chunks: Callable[[int, int], tuple[int, ...]] = assign_chunks_round_robin
+    """Return the stage of each chunk, from (stages, chunks per stage)."""
     chunks_per_stage: int | None = 1
-    """The only possible number of chunks a stage. None: any number from two on (with one it would be another schedule)."""
+    """Required number of chunks per stage. None: any number from 2 on (with 1 chunk the schedule would be another one)."""
     splits_backward: bool = False
-    """Whether it has input gradients and weight gradients in place of whole backwards."""
-    about_chunks: str = "It has one virtual stage (chunk) on each pipeline rank."
-    """What it does with its chunks, as a sentence that begins with "It"."""
+    """Whether the schedule has separate operations for input gradients and weight gradients."""
+    chunk_description: str = "It has one virtual stage (chunk) on each pipeline rank."
+    """Sentence for error messages about how many chunks per stage the schedule has. It begins with "It"."""
 
-    def takes(self, chunks_per_stage: int) -> bool:
-        """Whether a user may ask for it with this number of chunks a stage."""
+    def supports(self, chunks_per_stage: int) -> bool:
+        """Return whether the schedule can have `chunks_per_stage` model chunks on each stage."""
         return chunks_per_stage == self.chunks_per_stage if self.chunks_per_stage else chunks_per_stage > 1
 
 
-# ---- whole backwards
+# ---- schedules with combined backwards
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019): up to `num_microbatches` live activations."""
+def build_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """Build the GPipe schedule: all forwards, then all backwards (Huang et al. 2019).
+
+    Up to `num_microbatches` activations are alive on a stage.
+    """
     ops = tuple(
-        tuple(Op(OpKind.FORWARD, stage, m) for m in range(num_microbatches))
-        + tuple(Op(OpKind.BACKWARD, stage, m) for m in range(num_microbatches))
+        tuple(Op(OpType.FORWARD, stage, m) for m in range(num_microbatches))
+        + tuple(Op(OpType.BACKWARD, stage, m) for m in range(num_microbatches))
         for stage in range(num_stages)
     )
-    return Schedule("gpipe", num_microbatches, loop(num_stages), ops)
+    return Schedule("gpipe", num_microbatches, assign_chunks_round_robin(num_stages), ops)
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """One forward, one backward in turn (PipeDream-Flush, Narayanan et al. 2021, fig. 4).
+def build_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
+    """Build the 1F1B schedule: one forward and one backward alternate (PipeDream-Flush, Narayanan et al. 2021, fig. 4).
 
-    Warm-up is `num_stages - stage - 1` forwards, so at most that many plus one activations are alive.
+    The warm-up of a stage has `num_stages - stage - 1` forwards, so at most `num_stages - stage` activations are alive on it.
     """
 
     def stage_ops(stage: int) -> tuple[Op, ...]:
         warmup = min(num_stages - stage - 1, num_microbatches)
-        ops = [Op(OpKind.FORWARD, stage, m) for m in range(warmup)]
+        ops = [Op(OpType.FORWARD, stage, m) for m in range(warmup)]
         for m in range(num_microbatches - warmup):
-            ops += [Op(OpKind.FORWARD, stage, warmup + m), Op(OpKind.BACKWARD, stage, m)]
-        return tuple(ops + [Op(OpKind.BACKWARD, stage, m) for m in range(num_microbatches - warmup, num_microbatches)])
+            ops += [Op(OpType.FORWARD, stage, warmup + m), Op(OpType.BACKWARD, stage, m)]
+        return tuple(ops + [Op(OpType.BACKWARD, stage, m) for m in range(num_microbatches - warmup, num_microbatches)])
 
-    return Schedule("1f1b", num_microbatches, loop(num_stages), tuple(map(stage_ops, range(num_stages))))
+    return Schedule("1f1b", num_microbatches, assign_chunks_round_robin(num_stages), tuple(map(stage_ops, range(num_stages))))
 
 
-def interleaved(num_stages: int, num_microbatches: int, chunks_per_stage: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): the bubble of 1F1B divided by the chunks a stage.
+def build_interleaved_1f1b(num_stages: int, num_microbatches: int, chunks_per_stage: int) -> Schedule:
+    """Build the interleaved 1F1B schedule (Narayanan et al. 2021, section 2.2.2).
 
-    Microbatches go through the chunks of a stage in rounds. The paper's rounds have `num_stages` microbatches each, so that number
-    must divide. Here the remainder is spread over the rounds, the longer ones first. A round of at least `num_stages` never waits
-    for itself: so the bubble is the paper's for every number of microbatches from `num_stages` on, for some more live activations.
+    Its bubble is that of 1F1B divided by the chunks per stage. Microbatches are divided into rounds: a stage runs all microbatches
+    of a round through one chunk, then through its next chunk. The paper requires rounds of exactly `num_stages` microbatches, so
+    `num_microbatches` must be a multiple. Here the remainder is distributed over the rounds, longer rounds first. A round has at
+    least `num_stages` microbatches. So when the first stage begins the next chunk, the last stage has finished the round's first
+    microbatch, and no stage waits. The bubble therefore equals that of the paper for any number of microbatches from `num_stages`
+    on, at the price of a few more live activations.
     """
-    turns = rounds(num_stages, num_microbatches)
-    depths = range(chunks_per_stage)
-    down = [(depth, m) for turn in turns for depth in depths for m in turn]
-    back = [(depth, m) for turn in turns for depth in reversed(depths) for m in turn]
+    rounds = split_into_rounds(num_stages, num_microbatches)
+    local_chunks = range(chunks_per_stage)
+    forward_order = [(local_chunk, m) for microbatches in rounds for local_chunk in local_chunks for m in microbatches]
+    backward_order = [(local_chunk, m) for microbatches in rounds for local_chunk in reversed(local_chunks) for m in microbatches]
 
     def stage_ops(stage: int) -> tuple[Op, ...]:
-        forwards = [Op(OpKind.FORWARD, depth * num_stages + stage, m) for depth, m in down]
-        backwards = [Op(OpKind.BACKWARD, depth * num_stages + stage, m) for depth, m in back]
-        # Warm-up: a round through all chunks but the last, and the way from this stage to the last and back.
-        warmup = min(len(forwards), (chunks_per_stage - 1) * len(turns[0]) + 2 * (num_stages - stage - 1))
+        forwards = [Op(OpType.FORWARD, local_chunk * num_stages + stage, m) for local_chunk, m in forward_order]
+        backwards = [Op(OpType.BACKWARD, local_chunk * num_stages + stage, m) for local_chunk, m in backward_order]
+        # Warm-up: the first round through all chunks but the last, plus the time from this stage to the last and back.
+        warmup = min(len(forwards), (chunks_per_stage - 1) * len(rounds[0]) + 2 * (num_stages - stage - 1))
         steady = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
         return tuple(forwards[:warmup] + steady + backwards[len(forwards) - warmup :])
 
     stages = tuple(map(stage_ops, range(num_stages)))
-    return Schedule("interleaved", num_microbatches, loop(num_stages, chunks_per_stage), stages)
+    return Schedule("interleaved", num_microbatches, assign_chunks_round_robin(num_stages, chunks_per_stage), stages)
 
 
-def rounds(num_stages: int, num_microbatches: int) -> list[range]:
-    """Consecutive runs of microbatches: as many as have room for `num_stages` each. Their lengths differ by at most one."""
-    count = max(1, num_microbatches // num_stages)
-    length, longer = divmod(num_microbatches, count)
-    starts = [turn * length + min(turn, longer) for turn in range(count + 1)]
+def split_into_rounds(num_stages: int, num_microbatches: int) -> list[range]:
+    """Split the microbatches into rounds (see `build_interleaved_1f1b`): as many consecutive ranges of at least `num_stages` as
+    possible.
+
+    The lengths of the ranges differ by at most 1. Fewer microbatches than stages form a single range.
+    """
+    num_rounds = max(1, num_microbatches // num_stages)
+    length, num_longer = divmod(num_microbatches, num_rounds)
+    starts = [i * length + min(i, num_longer) for i in range(num_rounds + 1)]
     return [range(*ends) for ends in itertools.pairwise(starts)]
 
 
-# ---- zero bubble: backward is split in two, and weight gradients run where a stage would otherwise wait
+# ---- zero-bubble schedules: backward is split in two, and weight gradients run while a stage would otherwise be idle
 
 
-def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B with late weight gradients (Qi et al. 2023, section 2.1, "handcrafted schedule ZB-H1").
+def build_zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
+    """Build the ZB-H1 schedule: 1F1B with deferred weight gradients (Qi et al. 2023, section 2.1, "handcrafted schedule ZB-H1").
 
-    Each stage defers as many weight gradients as there are stages before it. So every stage keeps as many live activations as the
-    first stage of 1F1B (p), and while the pipeline drains, input gradients pass on without waiting for weight gradients.
+    Stage s of p stages defers s weight gradients. So every stage has as many live activations as the first stage of 1F1B (p), and
+    during the cooldown input gradients are passed on without waiting for weight gradients.
     """
 
     def stage_ops(stage: int) -> tuple[Op, ...]:
         warmup = min(num_stages - stage - 1, num_microbatches)
-        ops = [Op(OpKind.FORWARD, stage, m) for m in range(warmup)]
+        ops = [Op(OpType.FORWARD, stage, m) for m in range(warmup)]
         next_weight = 0
         for m in range(num_microbatches):
             if warmup + m < num_microbatches:
-                ops.append(Op(OpKind.FORWARD, stage, warmup + m))
-            ops.append(Op(OpKind.INPUT_GRAD, stage, m))
-            # In the drain an input gradient comes only every second turn: weight gradients fill the turns between.
+                ops.append(Op(OpType.FORWARD, stage, warmup + m))
+            ops.append(Op(OpType.INPUT_GRAD, stage, m))
+            # In the cooldown an input gradient arrives only in every second slot: weight gradients fill the slots in between.
             if m >= stage:
-                ops.append(Op(OpKind.WEIGHT_GRAD, stage, next_weight))
+                ops.append(Op(OpType.WEIGHT_GRAD, stage, next_weight))
                 next_weight += 1
-        return tuple(ops + [Op(OpKind.WEIGHT_GRAD, stage, m) for m in range(next_weight, num_microbatches)])
+        return tuple(ops + [Op(OpType.WEIGHT_GRAD, stage, m) for m in range(next_weight, num_microbatches)])
 
-    return Schedule("zb-h1", num_microbatches, loop(num_stages), tuple(map(stage_ops, range(num_stages))))
+    return Schedule("zb-h1", num_microbatches, assign_chunks_round_robin(num_stages), tuple(map(stage_ops, range(num_stages))))
 
 
-def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Two chunks a stage in a V ("ZB-V", Qi et al. 2023, section 6; "V-ZB", Qi et al. 2024).
+def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
+    """Build the ZB-V schedule: two chunks per stage, in V shape ("ZB-V", Qi et al. 2023, section 6; "V-ZB", Qi et al. 2024).
 
-    At equal costs and at least 2p - 1 microbatches, no stage waits between its first and last operation. Each stage keeps as much
-    as the first stage of 1F1B (2p live activations of half a stage each). With fewer it is the beginning of a longer one.
+    With p stages, equal costs and at least 2p - 1 microbatches, no stage is idle between its first and its last operation. Each
+    stage has 2p live activations of half a stage each, which is as much memory as on the first stage of 1F1B. With fewer
+    microbatches, the schedule is that for 2p - 1 microbatches, without the operations of the missing microbatches.
     """
-    total = max(num_microbatches, 2 * num_stages - 1)
+    schedule_microbatches = max(num_microbatches, 2 * num_stages - 1)
 
     def stage_ops(stage: int) -> tuple[Op, ...]:
         down, up = stage, 2 * num_stages - 1 - stage
         ops: list[Op] = []
-        done = {(kind, chunk): 0 for kind in OpKind for chunk in (down, up)}
+        next_microbatch = {(op_type, chunk): 0 for op_type in OpType for chunk in (down, up)}
 
-        def add(chunk: int, *kinds: OpKind) -> None:
-            for kind in kinds:
-                ops.append(Op(kind, chunk, done[kind, chunk]))
-                done[kind, chunk] += 1
+        def add(chunk: int, *op_types: OpType) -> None:
+            for op_type in op_types:
+                ops.append(Op(op_type, chunk, next_microbatch[op_type, chunk]))
+                next_microbatch[op_type, chunk] += 1
 
-        forward, input_grad, weight_grad = OpKind.FORWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
-        # Until the first microbatch has come back up to this stage.
+        forward, input_grad, weight_grad = OpType.FORWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD
+        # Warm-up: until the first microbatch has returned to this stage through the upper chunks.
         for _ in range(2 * (num_stages - stage) - 1):
             add(down, forward)
-        # Until it has gone from here to the end.
+        # Until that microbatch has reached the last chunk, on stage 0.
         for _ in range(stage):
             add(up, forward)
             add(down, forward)
-        # Until its gradient comes back to the lower chunk.
+        # Until its gradient has returned to this stage's lower chunk.
         for _ in range(num_stages - stage):
             add(up, forward, input_grad, weight_grad)
-        while done[forward, up] < total:
-            if done[forward, down] < total:
+        while next_microbatch[forward, up] < schedule_microbatches:
+            if next_microbatch[forward, down] < schedule_microbatches:
                 add(down, forward)
             add(down, input_grad, weight_grad)
             add(up, forward, input_grad, weight_grad)
-        # Drain: first the input gradients that others wait for, then also the deferred weight gradients.
+        # Cooldown: first the input gradients that other stages wait for, then also the deferred weight gradients.
         for _ in range(stage):
             add(down, input_grad)
             add(up, input_grad)
         for _ in range(num_stages - stage):
             add(down, input_grad, weight_grad)
         for chunk in (up, down):
-            while done[weight_grad, chunk] < total:
+            while next_microbatch[weight_grad, chunk] < schedule_microbatches:
                 add(chunk, weight_grad)
         return tuple(ops)
 
-    whole = Schedule("zb-v", total, v_shape(num_stages), tuple(map(stage_ops, range(num_stages))))
-    return first_microbatches(whole, num_microbatches)
+    schedule = Schedule("zb-v", schedule_microbatches, assign_chunks_v_shape(num_stages), tuple(map(stage_ops, range(num_stages))))
+    return truncate_microbatches(schedule, num_microbatches)
 
 
-# ---- the table
+# ---- table of schedules
 
 
-_ALL = (
-    ScheduleSpec("gpipe", make=lambda p, m, v: gpipe(p, m)),
-    ScheduleSpec("1f1b", make=lambda p, m, v: one_f_one_b(p, m)),
+_SPECS = (
+    ScheduleSpec("gpipe", build=lambda p, m, v: build_gpipe(p, m)),
+    ScheduleSpec("1f1b", build=lambda p, m, v: build_1f1b(p, m)),
     ScheduleSpec(
         "interleaved",
-        make=interleaved,
+        build=build_interleaved_1f1b,
         chunks_per_stage=None,
-        about_chunks="It takes turns between two or more virtual stages (chunks) on each pipeline rank.",
+        chunk_description="It takes turns between two or more virtual stages (chunks) on each pipeline rank.",
     ),
-    ScheduleSpec("zb-h1", make=lambda p, m, v: zb_h1(p, m), splits_backward=True),
+    ScheduleSpec("zb-h1", build=lambda p, m, v: build_zb_h1(p, m), splits_backward=True),
     ScheduleSpec(
         "zb-v",
-        make=lambda p, m, v: zb_v(p, m),
-        place=lambda p, v: v_shape(p),
+        build=lambda p, m, v: build_zb_v(p, m),
+        assign_chunks=lambda p, v: assign_chunks_v_shape(p),
         chunks_per_stage=2,
         splits_backward=True,
-        about_chunks="It places two virtual stages (chunks) on each pipeline rank, in a V.",
+        chunk_description="It places two virtual stages (chunks) on each pipeline rank, in a V.",
     ),
 )
-SCHEDULES: dict[str, ScheduleSpec] = {spec.name: spec for spec in _ALL}
+SCHEDULES: dict[str, ScheduleSpec] = {spec.name: spec for spec in _SPECS}
 
 
-def default_schedule(several_chunks: bool) -> str:
-    """The default schedule, which depends on whether stages hold several chunks."""
-    return "interleaved" if several_chunks else "1f1b"
+def get_default_schedule(has_multiple_chunks: bool) -> str:
+    """Return the name of the default schedule: 1F1B, or its interleaved form with several chunks per stage.
+
+    Args:
+        has_multiple_chunks: whether a stage has several chunks.
+    """
+    return "interleaved" if has_multiple_chunks else "1f1b"
 
 
-def names_that_split_backward() -> list[str]:
-    """Names of the schedules that defer weight gradients."""
+def list_split_backward_schedules() -> list[str]:
+    """Return the names of the schedules that split backward into input gradients and weight gradients."""
     return [spec.name for spec in SCHEDULES.values() if spec.splits_backward]
 
 
-def make_schedule(
-    name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int = 1, *, recomputed: Collection[int] = ()
+def build_schedule(
+    name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int = 1, *, recomputed_chunks: Collection[int] = ()
 ) -> Schedule:
-    """The schedule of this name.
+    """Build the schedule with the given name.
 
     Args:
-        recomputed: chunks of which layers are run again in backward.
+        recomputed_chunks: chunks with layers that are recomputed before backward.
 
     Raises:
-        ValueError: the name is unknown, a number is not positive, or the schedule cannot have so many chunks a stage.
+        ValueError: the name is unknown, a number is not positive, or the schedule does not support `chunks_per_stage`.
     """
     if min(num_stages, num_microbatches, chunks_per_stage) < 1:
         raise ValueError(
-            f"stages, microbatches and chunks a stage must be at least 1, not {num_stages}, {num_microbatches}, {chunks_per_stage}"
+            f"stages, microbatches and chunks per stage must be at least 1, "
+            f"not {num_stages}, {num_microbatches}, {chunks_per_stage}"
         )
-    made = _spec(name, chunks_per_stage).make(num_stages, num_microbatches, chunks_per_stage)
-    return with_recompute(made, recomputed) if recomputed else made
+    schedule = _get_spec(name, chunks_per_stage).build(num_stages, num_microbatches, chunks_per_stage)
+    return add_recompute(schedule, recomputed_chunks) if recomputed_chunks else schedule
 
 
-def placement(name: str, num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
-    """The stage of each chunk under the schedule of this name.
+def assign_chunks(name: str, num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
+    """Return the stage of each chunk in the schedule with the given name.
 
     Raises:
-        ValueError: the name is unknown, or the schedule cannot have so many chunks a stage.
+        ValueError: the name is unknown, or the schedule does not support `chunks_per_stage`.
     """
-    return _spec(name, chunks_per_stage).place(num_stages, chunks_per_stage)
+    return _get_spec(name, chunks_per_stage).assign_chunks(num_stages, chunks_per_stage)
 
 
-def _spec(name: str, chunks_per_stage: int) -> ScheduleSpec:
+def _get_spec(name: str, chunks_per_stage: int) -> ScheduleSpec:
     if name not in SCHEDULES:
-        raise ValueError(f"no schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
-    fixed = SCHEDULES[name].chunks_per_stage
-    if fixed is not None and chunks_per_stage != fixed:
-        raise ValueError(f"the schedule {name} has {fixed} chunk{'s' * (fixed > 1)} a stage, not {chunks_per_stage}")
+        raise ValueError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
+    required_chunks = SCHEDULES[name].chunks_per_stage
+    if required_chunks is not None and chunks_per_stage != required_chunks:
+        raise ValueError(
+            f"the schedule {name} requires {required_chunks} chunk{'s' * (required_chunks > 1)} per stage, not {chunks_per_stage}"
+        )
     return SCHEDULES[name]

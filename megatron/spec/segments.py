@@ -1,4 +1,5 @@
-"""How the layers of a chunk are treated between forward and backward: kept, run again, or moved to host memory."""
+"""Segments of a model chunk: consecutive layers whose activations are kept, recomputed or offloaded between forward and
+backward."""
 
 from __future__ import annotations
 
@@ -10,81 +11,88 @@ from megatron.config.memory import MemoryConfig, RecomputeModule
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring layers of a chunk."""
+    """Consecutive layers of a model chunk that are recomputed or offloaded together."""
 
     layers: range
-    """Counted over the whole model."""
-    recomputed: bool = False
-    """Whether they are run again in backward; of their forward only the input is kept then."""
-    selective: frozenset[RecomputeModule] = frozenset()
-    """Parts of each layer that are computed again by themselves."""
-    offloaded: bool = False
-    """Whether what is kept of them is moved to host memory until backward."""
+    """Layer indices, counted over the whole model."""
+    is_recomputed: bool = False
+    """Whether the layers are recomputed in backward (full recomputation). Only the input of the first layer is saved then."""
+    recomputed_modules: frozenset[RecomputeModule] = frozenset()
+    """Modules of each layer that are recomputed individually (selective recomputation)."""
+    is_offloaded: bool = False
+    """Whether the saved activations are in host memory from forward to backward."""
 
     @property
-    def treated(self) -> bool:
-        """Whether anything is done with what they save."""
-        return self.recomputed or self.offloaded or bool(self.selective)
+    def saves_memory(self) -> bool:
+        """Whether the segment's activations are recomputed or offloaded."""
+        return self.is_recomputed or self.is_offloaded or bool(self.recomputed_modules)
 
 
-def kept_whole(layers: Iterable[int], selective: Iterable[RecomputeModule] = ()) -> tuple[Segment, ...]:
-    """Each layer by itself, and nothing computed again but parts."""
-    return tuple(Segment(range(layer, layer + 1), selective=frozenset(selective)) for layer in layers)
+def build_layer_segments(layers: Iterable[int], recomputed_modules: Iterable[RecomputeModule] = ()) -> tuple[Segment, ...]:
+    """Build one segment per layer, with at most selective recomputation."""
+    return tuple(Segment(range(layer, layer + 1), recomputed_modules=frozenset(recomputed_modules)) for layer in layers)
 
 
-def segments_of(chunks: Sequence[tuple[int, range, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
-    """The segments of each chunk, in the order of the forward.
+def plan_segments(chunks: Sequence[tuple[int, range, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
+    """Divide the layers of each model chunk into segments, in forward order.
 
-    Layers that run again together are moved to host memory if the first of them is chosen: their input is all that moves. A depth
-    of multi-token prediction is treated as the last layer of its chunk, by itself: it has other inputs.
+    Layers that are recomputed together are offloaded if the first of them is selected for offloading, since only its input is
+    saved. A depth of multi-token prediction is a separate segment, because it has other inputs. It is treated like the last layer
+    of its chunk.
 
     Args:
-        chunks: stage, layers and depths of each, in the order of the depth.
+        chunks: (stage, layers, multi-token-prediction depths) of each chunk, in the order of the forward.
     """
-    found = []
-    for (_, layers, depths), segments, number in zip(chunks, *_kept_or_run_again(chunks, memory), strict=True):
-        chosen = memory.offloaded(layers)
-        moved = [replace(segment, offloaded=segment.layers.start in chosen) for segment in segments]
-        alike = Segment(
+    segments_of_chunk = []
+    for (_, layers, depths), segments, num_recomputed in zip(chunks, *_plan_recompute(chunks, memory), strict=True):
+        offloaded_layers = memory.select_offloaded(layers)
+        layer_segments = [replace(segment, is_offloaded=segment.layers.start in offloaded_layers) for segment in segments]
+        mtp_segment = Segment(
             range(0),
-            recomputed=memory.recompute == "full" and number >= max(1, len(layers)),
-            selective=frozenset(memory.recompute_modules if memory.recompute == "selective" else ()),
-            offloaded=memory.offloads and len(chosen) == len(layers),
+            is_recomputed=memory.effective_granularity == "full" and num_recomputed >= max(1, len(layers)),
+            recomputed_modules=frozenset(memory.recompute_modules if memory.effective_granularity == "selective" else ()),
+            is_offloaded=memory.has_offload and len(offloaded_layers) == len(layers),
         )
-        found.append((*moved, *(replace(alike, layers=range(depth, depth + 1)) for depth in depths)))
-    return found
+        segments_of_chunk.append((*layer_segments, *(replace(mtp_segment, layers=range(depth, depth + 1)) for depth in depths)))
+    return segments_of_chunk
 
 
-def _kept_or_run_again(
+def _plan_recompute(
     chunks: Sequence[tuple[int, range, range]], memory: MemoryConfig
 ) -> tuple[list[tuple[Segment, ...]], list[int]]:
-    """The segments of the layers of each chunk, and how many layers may be run again there."""
-    by_stage = memory.recomputed_by_stage
-    assert by_stage is not None or memory.recompute_layers_per_stage is None, "auto is replaced by numbers before"
-    if memory.recompute != "full" or memory.recompute_method != "block" or by_stage is None:
-        most = memory.recompute_num_layers
-        return [_segments(layers, memory, most) for _, layers, _ in chunks], [
-            most if memory.recompute_method == "block" else max(1, len(layers)) for _, layers, _ in chunks
+    """Divide the layers of each model chunk into segments by the recompute settings.
+
+    Returns:
+        the segments of each chunk, and the largest number of recomputed layers of each chunk.
+    """
+    by_stage = memory.recompute_counts
+    assert by_stage is not None or memory.recompute_layers_per_stage is None, (
+        "--recompute-layers-per-stage auto is resolved earlier"
+    )
+    if memory.effective_granularity != "full" or memory.recompute_method != "block" or by_stage is None:
+        num_layers = memory.recompute_num_layers
+        return [_split_chunk(layers, memory, num_layers) for _, layers, _ in chunks], [
+            num_layers if memory.recompute_method == "block" else max(1, len(layers)) for _, layers, _ in chunks
         ]
-    found, numbers, left = [], [], list(by_stage)
+    segments, max_recomputed, remaining = [], [], list(by_stage)
     for stage, layers, _ in chunks:
-        numbers.append(left[stage])
-        number = min(left[stage], len(layers))
-        left[stage] -= number
-        found.append(_segments(layers, memory, number))
-    return found, numbers
+        max_recomputed.append(remaining[stage])
+        num_recomputed = min(remaining[stage], len(layers))
+        remaining[stage] -= num_recomputed
+        segments.append(_split_chunk(layers, memory, num_recomputed))
+    return segments, max_recomputed
 
 
-def _segments(layers: range, memory: MemoryConfig, number: int) -> tuple[Segment, ...]:
-    """Those of one chunk.
+def _split_chunk(layers: range, memory: MemoryConfig, num_layers: int) -> tuple[Segment, ...]:
+    """Divide the layers of one model chunk into segments by the recompute settings.
 
     Args:
-        number: layers of a group (uniform), or layers that run again (block).
+        num_layers: layers per recomputed segment (method "uniform"), or number of recomputed layers (method "block").
     """
-    if memory.recompute != "full":
-        return kept_whole(layers, memory.recompute_modules if memory.recompute == "selective" else ())
+    if memory.effective_granularity != "full":
+        return build_layer_segments(layers, memory.recompute_modules if memory.effective_granularity == "selective" else ())
     if memory.recompute_method == "block":
-        first = layers[:number]
-        each = (Segment(range(layer, layer + 1), recomputed=True) for layer in first)
-        return (*each, *kept_whole(layers[len(first) :]))
-    return tuple(Segment(layers[place : place + number], recomputed=True) for place in range(0, len(layers), number))
+        recomputed_layers = layers[:num_layers]
+        recomputed = (Segment(range(layer, layer + 1), is_recomputed=True) for layer in recomputed_layers)
+        return (*recomputed, *build_layer_segments(layers[len(recomputed_layers) :]))
+    return tuple(Segment(layers[start : start + num_layers], is_recomputed=True) for start in range(0, len(layers), num_layers))

@@ -1,6 +1,6 @@
-"""The parameters of the model, part by part. The modules are built from these, and all counts are derived from them.
+"""Specifications of the model's parameters. The modules are built from these specifications, and all counts are derived from them.
 
-Shapes: `h` hidden size, `v` vocabulary, `f` width of the MLP.
+Shapes: `h` hidden size, `v` vocabulary size, `f` intermediate size of the MLP, `E` experts.
 """
 
 from __future__ import annotations
@@ -12,145 +12,191 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron.config.model import ModelConfig
-from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, LayerSpec, NormSpec, depths, layers, norm_of
+from megatron.spec.layers import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    NormSpec,
+    build_layer_specs,
+    build_mtp_layer_specs,
+    build_norm_spec,
+)
 from megatron.spec.mlps import ExpertsSpec, MLPSpec
 
 WORD_EMBEDDING = "embedding.word.weight"
-OUTPUT = "output.weight"
-"""The output layer's weight where it has one of its own."""
+OUTPUT_WEIGHT = "output.weight"
+"""Weight of an untied output layer."""
 LORA_A, LORA_B = "lora_a.weight", "lora_b.weight"
-"""The matrices of an adapter, behind the name of its linear layer."""
+"""Names of the two matrices of a LoRA adapter, appended to the name of its linear layer."""
 _IN_LAYER = re.compile(r"layers\.(\d+)(?:\.(.+))?")
 _IN_DEPTH = re.compile(r"mtp\.(\d+)(?:\.(.+))?")
 
 
-def in_layer(name: str) -> tuple[int | None, str]:
-    """The layer of a parameter, counted over the whole model, and its name there: (17, "mlp.up.weight"). Outside the layers: (None,
-    its whole name). The name of a layer itself ("layers.17") is ""."""
-    found = _IN_LAYER.fullmatch(name)
-    return (int(found[1]), found[2] or "") if found else (None, name)
+def split_layer_name(name: str) -> tuple[int | None, str]:
+    """Split a global parameter name into the layer index and the name within the layer.
+
+    "layers.17.mlp.up.weight" gives (17, "mlp.up.weight"). The name of a layer itself, "layers.17", gives (17, ""). A parameter
+    outside the layers gives (None, its full name). Layers are counted over the whole model.
+    """
+    match = _IN_LAYER.fullmatch(name)
+    return (int(match[1]), match[2] or "") if match else (None, name)
 
 
-def depth_of(name: str) -> int | None:
-    """The depth of multi-token prediction that a parameter is of, counted from 0; None for a parameter of the model itself."""
-    found = _IN_DEPTH.fullmatch(name)
-    return int(found[1]) if found else None
+def parse_mtp_depth(name: str) -> int | None:
+    """Return the multi-token-prediction depth of a parameter, counted from 0; None for a parameter of the main model."""
+    match = _IN_DEPTH.fullmatch(name)
+    return int(match[1]) if match else None
 
 
-def score_row(name: str) -> int:
-    """The row of a layer, or of one of its parameters, in a table of scores by layer: those of the model from the front, those of
-    depths from the back."""
-    layer, depth = in_layer(name)[0], depth_of(name)
-    assert layer is not None or depth is not None, "attention lies in layers"
-    return layer if depth is None else -1 - depth  # type: ignore[return-value]
+def get_score_row(name: str) -> int:
+    """Return the row of a layer in a per-layer table of attention scores.
+
+    Layers of the main model are rows 0, 1, ...; depths of multi-token prediction are rows -1, -2, ...
+
+    Args:
+        name: name of the layer, or of one of its parameters.
+    """
+    layer_index, mtp_depth = split_layer_name(name)[0], parse_mtp_depth(name)
+    assert layer_index is not None or mtp_depth is not None, "attention scores belong to layers"
+    return layer_index if mtp_depth is None else -1 - mtp_depth  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: drawn from a normal distribution with a standard deviation, or a constant."""
+    """Distribution of the initial values of a parameter: normal with standard deviation `std`, or constant if `std` is 0."""
 
     std: float = 0.0
     constant: float = 0.0
 
 
 Role = Literal["input", "hidden", "output"]
-ParamKind = Literal["matrix", "table", "vector"]
+ParamType = Literal["matrix", "table", "vector"]
 
 
 @dataclass(frozen=True)
 class FusedHeads:
-    """Heads whose rows are fused into one matrix, in groups, one for each key-value head: its query heads, its key, its value."""
+    """Layout of a fused query-key-value matrix.
 
-    queries: int
-    """Query heads of a group."""
-    size: int
-    """Rows of a head."""
+    The matrix has one group of rows per key-value head: its query heads, its key head and its value head.
+    """
+
+    queries_per_group: int
+    """Number of query heads in a group."""
+    head_size: int
+    """Number of rows per head."""
 
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """How rows make the scores of heads, unit after unit: that of a query head, or of a key-value head with its query heads."""
+    """Which rows of a matrix produce queries or keys of which attention heads. The rows consist of repeated units.
 
-    queries: int
-    """Query heads of a unit."""
-    runs: tuple[tuple[int, Literal["query", "key", "both", "none"]], ...]
-    """(rows, what they are) within a unit. Both: rotated channels of queries, whose key is not the head's own."""
+    A unit is a query head, or a key-value head with its query heads.
+    """
 
+    queries_per_unit: int
+    """Number of query heads in a unit."""
+    sections: tuple[tuple[int, Literal["query", "key", "both", "none"]], ...]
+    """Consecutive sections of a unit: (number of rows, role).
 
-@dataclass(frozen=True)
-class ByCounts:
-    """What moves a vector with a number for each expert: no gradient, but how often the routers of a global batch chose each."""
-
-    step: float | None = None
-    """An update adds so much for an expert that was chosen less often than the mean, and subtracts it for one chosen more often
-    (DeepSeek-V3, section 2.1.2). None: it becomes what share of the choices each expert got, over the mean share."""
+    "query" and "key" rows produce queries and keys, and "none" rows (values) neither. "both" rows produce rotary query channels,
+    whose key is shared by all heads.
+    """
 
 
 @dataclass(frozen=True)
-class ParamFacts:
-    """What is true of one parameter of the whole model, whoever holds it."""
+class CountUpdate:
+    """Update of a vector from the number of tokens per expert, such as the expert bias of DeepSeek-V3.
+
+    The vector has one element per expert and no gradient. The counts are over a global batch.
+    """
+
+    update_rate: float | None = None
+    """Amount by which a step changes an element of the expert bias (DeepSeek-V3, section 2.1.2).
+
+    The amount is added for an expert with fewer assignments than the mean, and subtracted for one with more. None: the element
+    becomes the expert's number of assignments, divided by the mean.
+    """
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """Properties of one parameter of the unsharded model, such as shape and type, which do not depend on the layout."""
 
     name: str
-    """Global name; the layer number counts over the whole model."""
+    """Global name. Layers are counted over the whole model."""
     shape: tuple[int, ...]
     """Global shape without padding."""
-    kind: ParamKind = field(default="matrix", kw_only=True)
-    """A matrix multiplies activations: [..., outputs, inputs]. A table's rows are looked up. For optimizers that need a matrix, it
-    is the last two dimensions of both. Vectors are biases and the weights of norms; several may lie in one tensor."""
+    param_type: ParamType = field(default="matrix", kw_only=True)
+    """Type of the parameter.
+
+    A matrix [..., outputs, inputs] multiplies activations. The rows of a table are looked up. Vectors are biases and weights of
+    norms; one tensor may contain several. Optimizers of matrices use the last two dimensions of a matrix or table.
+    """
     init: Init = field(default=Init(), kw_only=True)
     tied: bool = field(default=False, kw_only=True)
-    """Whether the first and the last chunk use it: the embedding and, if not the output layer, multi-token prediction."""
-    width: float = field(default=1.0, kw_only=True)
-    """How many times as wide as the base of muP the model is; 1 without muP."""
-    heads: FusedHeads | None = field(default=None, kw_only=True)
-    """The heads that its rows are, where it projects to queries, keys and values at once."""
-    scores: ScoreRows | None = field(default=None, kw_only=True)
-    """What its rows, or the elements of a bias, are in the scores of heads, where they are of heads and no norm comes after."""
-    by_counts: ByCounts | None = field(default=None, kw_only=True)
-    """How the choices of routers move it; None: a gradient does."""
+    """Whether the first and the last pipeline chunk share the parameter.
+
+    This is the word embedding, if the output layer or multi-token prediction also uses it.
+    """
+    mup_width: float = field(default=1.0, kw_only=True)
+    """Width of the model divided by the width of the muP base model; 1 without muP."""
+    fused_heads: FusedHeads | None = field(default=None, kw_only=True)
+    """Layout of the rows of a fused query-key-value projection; None for other parameters."""
+    score_rows: ScoreRows | None = field(default=None, kw_only=True)
+    """Attention heads to which the rows of a matrix, or the elements of a bias, contribute queries or keys.
+
+    None if the parameter produces no queries or keys.
+    """
+    count_update: CountUpdate | None = field(default=None, kw_only=True)
+    """Update from the routers' assignment counts; None if the gradient updates the parameter."""
     frozen: bool = field(default=False, kw_only=True)
-    """Whether nothing moves it: it has neither gradient nor state of an optimizer (all but the adapters of LoRA)."""
+    """Whether the parameter is never updated. It has no gradient and no optimizer state.
+
+    With LoRA, all parameters except the adapters are frozen.
+    """
 
     @property
     def role(self) -> Role:
-        """Which of its dimensions grow with the model's width: hidden, both; input (also embeddings, biases and norms), the outputs
-        alone; output, the inputs alone (Yang et al. 2022, table 8)."""
-        if self.name == OUTPUT:
+        """Role of the parameter in muP (Yang et al. 2022, table 8): which of its dimensions grow with the model's width.
+
+        "hidden": both inputs and outputs. "input" (also embeddings, biases and norms): the outputs only. "output": the inputs only.
+        """
+        if self.name == OUTPUT_WEIGHT:
             return "output"
-        return "hidden" if self.kind == "matrix" else "input"
+        return "hidden" if self.param_type == "matrix" else "input"
 
     @property
-    def decay(self) -> bool:
-        """Whether weight decay applies."""
-        return self.kind != "vector"
+    def has_weight_decay(self) -> bool:
+        """Whether weight decay applies to the parameter."""
+        return self.param_type != "vector"
 
 
 @dataclass(frozen=True)
-class Weight(ParamFacts):
-    """What is true of one parameter under every layout."""
+class WeightSpec(ParamInfo):
+    """Specification of a parameter: its properties, and how ranks shard it. It is valid for every layout."""
 
     splits: tuple[tuple[int, str], ...] = ()
-    """(dimension, axis): the ranks of the axis divide the dimension."""
-    padded_to: int | None = None
-    """The first dimension is padded to a multiple of this number x the ranks that divide it. None: no padding."""
-    on_own_heads: bool = False
-    """Every tensor rank holds the whole weight and applies it to its own heads only."""
-    used: int | None = None
-    """With how many of its entries, along the first dimension, a token is multiplied; None for all (experts are chosen)."""
+    """Pairs (dimension, axis): the ranks along the axis split the dimension."""
+    padding_multiple: int | None = None
+    """The first dimension is padded to a multiple of this value times the number of ranks that split it. None for no padding."""
+    applies_to_local_heads: bool = False
+    """Whether every tensor-parallel rank stores the full weight but applies it to its local heads only."""
+    num_active_experts: int | None = None
+    """Number of experts (entries along the first dimension) that process a token; None if the weight has no expert dimension."""
 
     @property
-    def active(self) -> int:
-        """Number of elements that a token is multiplied with."""
-        return self.numel if self.used is None else self.numel // self.shape[0] * self.used
+    def active_numel(self) -> int:
+        """Number of elements that are multiplied with a token."""
+        return self.numel if self.num_active_experts is None else self.numel // self.shape[0] * self.num_active_experts
 
     @property
-    def of_experts(self) -> bool:
-        """Whether the ranks divide it as the experts' grid says."""
+    def is_expert(self) -> bool:
+        """Whether the weight is sharded over the expert or expert-tensor axis."""
         return any(axis in ("etp", "ep") for _, axis in self.splits)
 
     @property
-    def part(self) -> str:
-        """The parameter's name within its layer; the whole name for one outside the layers."""
+    def name_in_layer(self) -> str:
+        """Name of the parameter within its layer. For a parameter outside the layers, its full name."""
         return self.name.split(".", 2)[2] if self.name.startswith("layers.") else self.name
 
     @property
@@ -158,238 +204,302 @@ class Weight(ParamFacts):
         """Number of elements, without padding."""
         return math.prod(self.shape)
 
-    def partial_over_tp(self, sequence_parallel: bool) -> bool:
-        """Whether a tensor rank's gradient is a partial sum. It is where all ranks hold the weight, but each applies it only to its
-        part of the sequence or its own heads."""
-        return not self.splits and (sequence_parallel or self.on_own_heads)
+    def has_partial_tp_grad(self, sequence_parallel: bool) -> bool:
+        """Return whether the gradient on a tensor-parallel rank is a partial sum.
 
-    def padded_size(self, ranks: int) -> int | None:
-        """The first dimension with padding, if it is padded, when this many ranks divide it."""
-        return None if self.padded_to is None else padded_vocab_size(self.shape[0], self.padded_to, ranks)
+        This is the case if every rank stores the full weight but applies it only to its part of the sequence or to its local heads.
+        """
+        return not self.splits and (sequence_parallel or self.applies_to_local_heads)
+
+    def get_padded_size(self, num_ranks: int) -> int | None:
+        """Return the padded size of the first dimension when `num_ranks` ranks split it; None if the weight is not padded."""
+        return None if self.padding_multiple is None else pad_vocab_size(self.shape[0], self.padding_multiple, num_ranks)
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_size: int) -> int:
-    """The vocabulary rounded up to a multiple of `divisible_by` x tensor ranks."""
-    multiple = divisible_by * tensor_size
+def pad_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
+    """Round the vocabulary size up to a multiple of `divisible_by` x `tp`."""
+    multiple = divisible_by * tp
     return -(-vocab_size // multiple) * multiple
 
 
-def model_weights(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
-    """Every parameter once, in the order of the forward.
+def iter_weights(model: ModelConfig, vocab_size: int) -> Iterator[WeightSpec]:
+    """Yield the spec of every parameter once, in forward order.
 
     Args:
         vocab_size: rows of the word embedding, without padding.
     """
-    for weight in _in_order(model, vocab_size):
-        yield weight if model.mup_width == 1.0 else replace(weight, width=model.mup_width)
+    for weight in _iter_forward_order(model, vocab_size):
+        yield weight if model.width_multiplier == 1.0 else replace(weight, mup_width=model.width_multiplier)
 
 
-def _in_order(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
-    outside = list(outside_layers(model, vocab_size))
-    yield from (weight for weight in outside if weight.part.startswith("embedding."))
-    for number, layer in enumerate(layers(model)):
-        yield from layer_weights(model, layer, number)
-    yield from (weight for weight in outside if not weight.part.startswith("embedding."))
-    for k, layer in enumerate(depths(model)):
-        yield from depth_weights(model, layer, k)
+def _iter_forward_order(model: ModelConfig, vocab_size: int) -> Iterator[WeightSpec]:
+    non_layer_weights = list(iter_non_layer_weights(model, vocab_size))
+    yield from (weight for weight in non_layer_weights if weight.name_in_layer.startswith("embedding."))
+    for layer_index, layer_spec in enumerate(build_layer_specs(model)):
+        yield from iter_layer_weights(model, layer_spec, layer_index)
+    yield from (weight for weight in non_layer_weights if not weight.name_in_layer.startswith("embedding."))
+    for mtp_depth, layer_spec in enumerate(build_mtp_layer_specs(model)):
+        yield from iter_mtp_weights(model, layer_spec, mtp_depth)
 
 
-def depth_weights(model: ModelConfig, layer: LayerSpec, k: int) -> Iterator[Weight]:
-    """The parameters of one depth of multi-token prediction, counted from 0: two norms, a projection [h, 2h] and a layer."""
-    hidden, std = model.hidden_size, model.init_method_std / model.mup_width**0.5
-    yield from norm(f"mtp.{k}.hidden_norm", norm_of(model), hidden)
-    yield from norm(f"mtp.{k}.embedding_norm", norm_of(model), hidden)
-    yield Weight(f"mtp.{k}.projection.weight", (hidden, 2 * hidden), init=Init(std))
-    yield from layer_weights(model, layer, model.num_layers + k, f"mtp.{k}.layer")
+def iter_mtp_weights(model: ModelConfig, layer_spec: LayerSpec, mtp_depth: int) -> Iterator[WeightSpec]:
+    """Yield the parameters of one depth of multi-token prediction: two norms, a projection [h, 2h] and a transformer layer.
+
+    Args:
+        mtp_depth: counted from 0.
+    """
+    hidden, std = model.hidden_size, model.init_method_std / model.width_multiplier**0.5
+    yield from build_norm(f"mtp.{mtp_depth}.hidden_norm", build_norm_spec(model), hidden)
+    yield from build_norm(f"mtp.{mtp_depth}.embedding_norm", build_norm_spec(model), hidden)
+    yield WeightSpec(f"mtp.{mtp_depth}.projection.weight", (hidden, 2 * hidden), init=Init(std))
+    yield from iter_layer_weights(model, layer_spec, model.num_layers + mtp_depth, f"mtp.{mtp_depth}.layer")
 
 
-def outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
-    """The parameters outside the layers; beside LoRA's adapters they are frozen."""
-    for weight in _outside_layers(model, vocab_size):
+def iter_non_layer_weights(model: ModelConfig, vocab_size: int) -> Iterator[WeightSpec]:
+    """Yield the parameters outside the transformer layers. With LoRA they are frozen."""
+    for weight in _iter_non_layer_weights(model, vocab_size):
         yield weight if model.lora_rank is None else replace(weight, frozen=True)
 
 
-def _outside_layers(model: ModelConfig, vocab_size: int) -> Iterator[Weight]:
-    """The word embedding [v, h], perhaps tied; learned positions [positions, h] and a norm of both, if there are any; the final
-    norm; the output layer [v, h] where it has a weight of its own."""
-    yield vocabulary(WORD_EMBEDDING, model, vocab_size, "table")
+def _iter_non_layer_weights(model: ModelConfig, vocab_size: int) -> Iterator[WeightSpec]:
+    """Yield the parameters outside the transformer layers, in forward order.
+
+    They are the word embedding [v, h]; learned position embeddings [positions, h] and the embedding norm, if the model has them;
+    the final norm; and the output layer [v, h], unless it is tied.
+    """
+    yield build_vocab_weight(WORD_EMBEDDING, model, vocab_size, "table")
     if model.position_embedding_type == "learned_absolute":
         shape = (model.num_positions, model.hidden_size)
-        yield Weight("embedding.position.weight", shape, kind="table", init=Init(model.init_method_std))
+        yield WeightSpec("embedding.position.weight", shape, param_type="table", init=Init(model.init_method_std))
     if model.embedding_layernorm:
-        yield from norm("embedding.norm", norm_of(model), model.hidden_size)
-    yield from norm("final_norm", norm_of(model), model.hidden_size)
-    if not model.tied:
-        yield output_matrix(model, vocab_size)
+        yield from build_norm("embedding.norm", build_norm_spec(model), model.hidden_size)
+    yield from build_norm("final_norm", build_norm_spec(model), model.hidden_size)
+    if not model.has_tied_embeddings:
+        yield build_output_weight(model, vocab_size)
 
 
-def output_matrix(model: ModelConfig, vocab_size: int) -> Weight:
-    """The matrix [v, h] of the output layer: a weight of its own, or the word embedding."""
-    return vocabulary(WORD_EMBEDDING if model.tied else OUTPUT, model, vocab_size, "table" if model.tied else "matrix")
-
-
-def vocabulary(name: str, model: ModelConfig, vocab_size: int, kind: ParamKind) -> Weight:
-    """A weight with one row for each token, [v, h], padded and split over the tensor ranks."""
-    return Weight(
-        name,
-        (vocab_size, model.hidden_size),
-        ((0, "tp"),),
-        kind=kind,
-        init=Init(model.init_method_std),
-        padded_to=model.make_vocab_size_divisible_by,
-        tied=name == WORD_EMBEDDING and (model.tied or model.mtp_num_layers > 0),
+def build_output_weight(model: ModelConfig, vocab_size: int) -> WeightSpec:
+    """Build the spec of the output layer's matrix [v, h]: its own weight, or the word embedding if tied."""
+    return build_vocab_weight(
+        WORD_EMBEDDING if model.has_tied_embeddings else OUTPUT_WEIGHT,
+        model,
+        vocab_size,
+        "table" if model.has_tied_embeddings else "matrix",
     )
 
 
-def layer_weights(model: ModelConfig, layer: LayerSpec, number: int, name: str | None = None) -> Iterator[Weight]:
-    """The parameters of one layer; with LoRA they are frozen, and each of its targets has an adapter behind it."""
-    name = name or f"layers.{number}"
-    for weight in _layer_weights(model, layer, name):
+def build_vocab_weight(name: str, model: ModelConfig, vocab_size: int, param_type: ParamType) -> WeightSpec:
+    """Build the spec of a vocabulary matrix [v, h] with one row per token, padded and split over the tensor-parallel ranks."""
+    return WeightSpec(
+        name,
+        (vocab_size, model.hidden_size),
+        ((0, "tp"),),
+        param_type=param_type,
+        init=Init(model.init_method_std),
+        padding_multiple=model.make_vocab_size_divisible_by,
+        tied=name == WORD_EMBEDDING and (model.has_tied_embeddings or model.mtp_num_layers > 0),
+    )
+
+
+def iter_layer_weights(
+    model: ModelConfig, layer_spec: LayerSpec, layer_index: int, name: str | None = None
+) -> Iterator[WeightSpec]:
+    """Yield the parameters of one layer. With LoRA they are frozen, and each adapted linear layer is followed by its adapter.
+
+    Args:
+        name: prefix of the parameter names; by default "layers.{layer_index}".
+    """
+    name = name or f"layers.{layer_index}"
+    for weight in _iter_layer_weights(model, layer_spec, name):
         if model.lora_rank is None:
             yield weight
             continue
         yield replace(weight, frozen=True)
         if weight.name in {f"{name}.{target}.weight" for target in model.lora_targets}:
-            yield from _adapter(weight, model.lora_rank)
+            yield from _build_lora_adapter(weight, model.lora_rank)
 
 
-def _adapter(weight: Weight, rank: int) -> Iterator[Weight]:
-    """The two matrices beside a linear layer's weight [..., out, in]: `lora_a` [rank, in], with the variance of PEFT's initial
-    values (Kaiming's for a uniform distribution with a = sqrt(5)), and `lora_b` [..., out, rank], which begins at zero. They are
-    split as inputs and outputs of the weight are."""
+def _build_lora_adapter(weight: WeightSpec, rank: int) -> Iterator[WeightSpec]:
+    """Yield the two LoRA matrices of a linear layer whose weight is [..., out, in].
+
+    `lora_a` is [rank, in], initialized with the variance of PEFT's default (Kaiming uniform with a = sqrt(5)). `lora_b` is [...,
+    out, rank] and starts at zero. Their inputs and outputs are sharded as those of the weight.
+    """
     *outputs, inputs = weight.shape
-    layer, last = weight.name.removesuffix(".weight"), len(outputs)
-    of_inputs = tuple((1, axis) for dim, axis in weight.splits if dim == last)
-    of_outputs = tuple((dim, axis) for dim, axis in weight.splits if dim != last)
-    yield Weight(f"{layer}.{LORA_A}", (rank, inputs), of_inputs, init=Init((3 * inputs) ** -0.5))
-    yield Weight(f"{layer}.{LORA_B}", (*outputs, rank), of_outputs)
+    layer, input_dim = weight.name.removesuffix(".weight"), len(outputs)
+    input_splits = tuple((1, axis) for dim, axis in weight.splits if dim == input_dim)
+    output_splits = tuple((dim, axis) for dim, axis in weight.splits if dim != input_dim)
+    yield WeightSpec(f"{layer}.{LORA_A}", (rank, inputs), input_splits, init=Init((3 * inputs) ** -0.5))
+    yield WeightSpec(f"{layer}.{LORA_B}", (*outputs, rank), output_splits)
 
 
-def _layer_weights(model: ModelConfig, layer: LayerSpec, name: str) -> Iterator[Weight]:
-    """The layer itself. Output projections have initial standard deviation std / sqrt(2 x layers) (GPT-2). With muP the
-    standard deviation of all matrices falls as 1 / sqrt(width), that of tables and of the output layer stays (Yang et al. 2022)."""
-    hidden, attention, mlp = model.hidden_size, layer.attention, layer.mlp
-    std = model.init_method_std / model.mup_width**0.5
+def _iter_layer_weights(model: ModelConfig, layer_spec: LayerSpec, name: str) -> Iterator[WeightSpec]:
+    """Yield the parameters of one layer, without LoRA adapters.
+
+    Output projections have the initial standard deviation std / sqrt(2 x layers) (GPT-2). With muP, the standard deviation of
+    matrices is divided by sqrt(width); tables and the output layer keep theirs (Yang et al. 2022).
+    """
+    hidden, attention, mlp = model.hidden_size, layer_spec.attention, layer_spec.mlp
+    std = model.init_method_std / model.width_multiplier**0.5
     output_std = std / (2 * model.num_layers) ** 0.5
-    norms = {which: list(norm(f"{name}.{which}", layer.norm, hidden)) for which in layer.norms}
+    norms = {norm_name: list(build_norm(f"{name}.{norm_name}", layer_spec.norm, hidden)) for norm_name in layer_spec.norm_names}
     yield from norms.get("attention_norm", ())
     if isinstance(attention, LatentAttentionSpec):
-        yield from _latent_attention(f"{name}.attention", attention, layer.norm, hidden, std)
-        inputs = attention.heads * attention.value_size
+        yield from _build_latent_attention(f"{name}.attention", attention, layer_spec.norm, hidden, std)
+        num_inputs = attention.num_heads * attention.v_head_dim
     else:
-        yield from _attention(f"{name}.attention", attention, layer.norm, hidden, std)
-        inputs = attention.heads * attention.head_size
+        yield from _build_attention(f"{name}.attention", attention, layer_spec.norm, hidden, std)
+        num_inputs = attention.num_heads * attention.head_size
     if attention.scores.softmax == "learnable":
-        yield Weight(f"{name}.attention.sinks", (attention.heads,), ((0, "tp"),), kind="vector")
-    yield from row(f"{name}.attention.output", inputs, hidden, bias=attention.output_bias, std=output_std)
+        yield WeightSpec(f"{name}.attention.sinks", (attention.num_heads,), ((0, "tp"),), param_type="vector")
+    yield from build_row_parallel_linear(f"{name}.attention.output", num_inputs, hidden, bias=attention.output_bias, std=output_std)
     yield from (*norms.get("attention_post_norm", ()), *norms.get("mlp_norm", ()))
     if isinstance(mlp, MLPSpec):
-        yield from _mlp(f"{name}.mlp", mlp, hidden, std, output_std)
+        yield from _build_mlp(f"{name}.mlp", mlp, hidden, std, output_std)
     else:
-        yield from _experts(f"{name}.mlp", mlp, hidden, std, output_std)
+        yield from _build_experts(f"{name}.mlp", mlp, hidden, std, output_std)
     yield from norms.get("mlp_post_norm", ())
 
 
-def _attention(name: str, attention: AttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:
-    """What comes before attention."""
-    heads = FusedHeads(attention.heads // attention.kv_heads, attention.head_size)
-    scores = ScoreRows(heads.queries, ((heads.queries * heads.size, "query"), (heads.size, "key"), (heads.size, "none")))
-    yield from column(f"{name}.qkv", hidden, attention.qkv_rows, bias=attention.qkv_bias, std=std, heads=heads, scores=scores)
-    for which, count in (("q_norm", attention.heads), ("k_norm", attention.kv_heads)):
-        if attention.qk_norm == "each_head":
-            yield from norm(f"{name}.{which}", kind, attention.head_size, on_own_heads=True)
-        elif attention.qk_norm == "all_heads":
-            yield from norm(f"{name}.{which}", kind, count * attention.head_size, splits=((0, "tp"),))
-
-
-def _mlp(name: str, mlp: MLPSpec, hidden: int, std: float, output_std: float) -> Iterator[Weight]:
-    """An MLP."""
-    yield from column(f"{name}.up", hidden, mlp.width, bias=mlp.bias, std=std, halves=2 if mlp.activation.gated else 1)
-    yield from row(f"{name}.down", mlp.width, hidden, bias=mlp.bias, std=output_std)
-
-
-def _experts(name: str, mlp: ExpertsSpec, hidden: int, std: float, output_std: float) -> Iterator[Weight]:
-    """A router [E, h], perhaps with a bias of its choices [E], or the shares of the experts [E] in the update before; the matrices
-    of all experts, with the expert as first dimension: `up` [E, f, h], or [E, 2, f, h] of gated MLPs, and `down` [E, h, f]; and the
-    shared expert, an MLP with perhaps a gate [1, h]."""
-    experts, chosen, width = mlp.router.experts, mlp.router.chosen, mlp.expert.width
-    yield whole(f"{name}.router", hidden, experts, std=std)
-    if mlp.router.bias_step is not None:
-        yield Weight(f"{name}.router.bias", (experts,), kind="vector", by_counts=ByCounts(mlp.router.bias_step))
-    if mlp.router.balancing == "global_aux_loss":
-        yield Weight(f"{name}.router.shares", (experts,), kind="vector", init=Init(constant=1.0), by_counts=ByCounts())
-    up = (experts, *((2,) if mlp.expert.activation.gated else ()), width, hidden)
-    splits = ((0, "ep"), (len(up) - 2, "etp"))
-    yield Weight(f"{name}.experts.up.weight", up, splits, init=Init(std), used=chosen)
-    yield Weight(
-        f"{name}.experts.down.weight", (experts, hidden, width), ((0, "ep"), (2, "etp")), init=Init(output_std), used=chosen
+def _build_attention(name: str, attention: AttentionSpec, norm_spec: NormSpec, hidden: int, std: float) -> Iterator[WeightSpec]:
+    """Yield the fused query-key-value projection and the norms of queries and keys."""
+    fused_heads = FusedHeads(attention.num_heads // attention.num_kv_heads, attention.head_size)
+    score_rows = ScoreRows(
+        fused_heads.queries_per_group,
+        (
+            (fused_heads.queries_per_group * fused_heads.head_size, "query"),
+            (fused_heads.head_size, "key"),
+            (fused_heads.head_size, "none"),
+        ),
     )
-    if mlp.shared is not None:
-        yield from _mlp(f"{name}.shared", mlp.shared, hidden, std, output_std)
-        if mlp.shared_gate:
-            yield whole(f"{name}.shared_gate", hidden, 1, std=std)
+    yield from build_column_parallel_linear(
+        f"{name}.qkv", hidden, attention.qkv_size, bias=attention.qkv_bias, std=std, fused_heads=fused_heads, score_rows=score_rows
+    )
+    for norm_name, num_heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+        if attention.qk_norm == "each_head":
+            yield from build_norm(f"{name}.{norm_name}", norm_spec, attention.head_size, applies_to_local_heads=True)
+        elif attention.qk_norm == "all_heads":
+            yield from build_norm(f"{name}.{norm_name}", norm_spec, num_heads * attention.head_size, splits=((0, "tp"),))
 
 
-def _latent_attention(name: str, attention: LatentAttentionSpec, kind: NormSpec, hidden: int, std: float) -> Iterator[Weight]:
-    """What comes before latent attention: queries of the hidden state, or of a latent of it; the latent of keys and values; the
-    rotated channels that all keys share. Rows of a head are in `q` and `q_up` its plain channels, then its rotated ones, in `kv_up`
-    the plain channels of its key, then its value."""
-    queries = ScoreRows(1, ((attention.plain_size, "query"), (attention.rotary_size, "both")))
-    keys = ScoreRows(1, ((attention.plain_size, "key"), (attention.value_size, "none")))
-    if attention.query_rank is None:
-        yield from column(f"{name}.q", hidden, attention.heads * attention.head_size, bias=False, std=std, scores=queries)
+def _build_mlp(name: str, mlp: MLPSpec, hidden: int, std: float, output_std: float) -> Iterator[WeightSpec]:
+    yield from build_column_parallel_linear(
+        f"{name}.up", hidden, mlp.ffn_size, bias=mlp.bias, std=std, num_halves=2 if mlp.activation.is_gated else 1
+    )
+    yield from build_row_parallel_linear(f"{name}.down", mlp.ffn_size, hidden, bias=mlp.bias, std=output_std)
+
+
+def _build_experts(name: str, mlp: ExpertsSpec, hidden: int, std: float, output_std: float) -> Iterator[WeightSpec]:
+    """Yield the parameters of a mixture-of-experts layer.
+
+    They are the router [E, h]; the expert bias [E] or the load of each expert in the last step [E], if the router has them; the
+    matrices of all experts: `up` [E, f, h] (gated: [E, 2, f, h]) and `down` [E, h, f]; and the shared expert, an MLP with an
+    optional gate [1, h].
+    """
+    num_experts, top_k, ffn_size = mlp.router.num_experts, mlp.router.top_k, mlp.expert.ffn_size
+    yield build_replicated_linear(f"{name}.router", hidden, num_experts, std=std)
+    if mlp.router.bias_update_rate is not None:
+        yield WeightSpec(
+            f"{name}.router.bias", (num_experts,), param_type="vector", count_update=CountUpdate(mlp.router.bias_update_rate)
+        )
+    if mlp.router.balancing == "global_aux_loss":
+        yield WeightSpec(
+            f"{name}.router.shares", (num_experts,), param_type="vector", init=Init(constant=1.0), count_update=CountUpdate()
+        )
+    up_shape = (num_experts, *((2,) if mlp.expert.activation.is_gated else ()), ffn_size, hidden)
+    up_splits = ((0, "ep"), (len(up_shape) - 2, "etp"))
+    yield WeightSpec(f"{name}.experts.up.weight", up_shape, up_splits, init=Init(std), num_active_experts=top_k)
+    yield WeightSpec(
+        f"{name}.experts.down.weight",
+        (num_experts, hidden, ffn_size),
+        ((0, "ep"), (2, "etp")),
+        init=Init(output_std),
+        num_active_experts=top_k,
+    )
+    if mlp.shared_expert is not None:
+        yield from _build_mlp(f"{name}.shared", mlp.shared_expert, hidden, std, output_std)
+        if mlp.has_shared_gate:
+            yield build_replicated_linear(f"{name}.shared_gate", hidden, 1, std=std)
+
+
+def _build_latent_attention(
+    name: str, attention: LatentAttentionSpec, norm_spec: NormSpec, hidden: int, std: float
+) -> Iterator[WeightSpec]:
+    """Yield the projections of multi-head latent attention.
+
+    They are the projection to queries, directly or through a latent; the projections to and from the key-value latent; and the
+    projection to the rotary key channels that all heads share. The rows of a head are ordered: in `q` and `q_up`, first channels
+    without rotary embedding, then rotary channels; in `kv_up`, first key channels without rotary embedding, then value channels.
+    """
+    query_rows = ScoreRows(1, ((attention.qk_head_dim, "query"), (attention.qk_pos_emb_head_dim, "both")))
+    key_rows = ScoreRows(1, ((attention.qk_head_dim, "key"), (attention.v_head_dim, "none")))
+    if attention.q_lora_rank is None:
+        yield from build_column_parallel_linear(
+            f"{name}.q", hidden, attention.num_heads * attention.head_size, bias=False, std=std, score_rows=query_rows
+        )
     else:
-        yield whole(f"{name}.q_down", hidden, attention.query_rank, std=std)
-        if attention.latent_norm:
-            yield from norm(f"{name}.q_latent_norm", kind, attention.query_rank)
-        size = attention.heads * attention.head_size
-        yield from column(f"{name}.q_up", attention.query_rank, size, bias=False, std=std, scores=queries)
-    yield whole(f"{name}.kv_down", hidden, attention.rank, std=std)
-    yield whole(f"{name}.k_rotary", hidden, attention.rotary_size, std=std)
-    if attention.latent_norm:
-        yield from norm(f"{name}.kv_latent_norm", kind, attention.rank)
-    rows = attention.heads * (attention.plain_size + attention.value_size)
-    yield from column(f"{name}.kv_up", attention.rank, rows, bias=False, std=std, scores=keys)
+        yield build_replicated_linear(f"{name}.q_down", hidden, attention.q_lora_rank, std=std)
+        if attention.has_latent_norm:
+            yield from build_norm(f"{name}.q_latent_norm", norm_spec, attention.q_lora_rank)
+        q_size = attention.num_heads * attention.head_size
+        yield from build_column_parallel_linear(
+            f"{name}.q_up", attention.q_lora_rank, q_size, bias=False, std=std, score_rows=query_rows
+        )
+    yield build_replicated_linear(f"{name}.kv_down", hidden, attention.kv_lora_rank, std=std)
+    yield build_replicated_linear(f"{name}.k_rotary", hidden, attention.qk_pos_emb_head_dim, std=std)
+    if attention.has_latent_norm:
+        yield from build_norm(f"{name}.kv_latent_norm", norm_spec, attention.kv_lora_rank)
+    kv_up_size = attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
+    yield from build_column_parallel_linear(
+        f"{name}.kv_up", attention.kv_lora_rank, kv_up_size, bias=False, std=std, score_rows=key_rows
+    )
 
 
-def whole(name: str, inputs: int, outputs: int, *, std: float) -> Weight:
-    """A linear layer without bias that every tensor rank holds as a whole: [out, in]."""
-    return Weight(f"{name}.weight", (outputs, inputs), init=Init(std))
+def build_replicated_linear(name: str, inputs: int, outputs: int, *, std: float) -> WeightSpec:
+    """Build the weight [out, in] of a linear layer without bias that is replicated on every tensor-parallel rank."""
+    return WeightSpec(f"{name}.weight", (outputs, inputs), init=Init(std))
 
 
-def column(
+def build_column_parallel_linear(
     name: str,
     inputs: int,
     outputs: int,
     *,
     bias: bool,
     std: float,
-    halves: int = 1,
-    heads: FusedHeads | None = None,
-    scores: ScoreRows | None = None,
-) -> Iterator[Weight]:
-    """A column-parallel linear layer, whose outputs are split: [out, in]. For the two halves of a gated MLP it is [halves, out,
-    in], each half split by itself, so that a tensor rank's part is one slice of one dimension."""
-    lead = (halves,) if halves > 1 else ()
-    splits = ((len(lead), "tp"),)
-    yield Weight(f"{name}.weight", (*lead, outputs, inputs), splits, init=Init(std), heads=heads, scores=scores)
+    num_halves: int = 1,
+    fused_heads: FusedHeads | None = None,
+    score_rows: ScoreRows | None = None,
+) -> Iterator[WeightSpec]:
+    """Yield the weight [out, in] and bias of a column-parallel linear layer, whose outputs are split.
+
+    For the two halves of a gated MLP the weight is [num_halves, out, in]. Each half is split separately, so that the shard of a
+    tensor-parallel rank is a slice of one dimension.
+    """
+    leading_dims = (num_halves,) if num_halves > 1 else ()
+    splits = ((len(leading_dims), "tp"),)
+    yield WeightSpec(
+        f"{name}.weight", (*leading_dims, outputs, inputs), splits, init=Init(std), fused_heads=fused_heads, score_rows=score_rows
+    )
     if bias:
-        yield Weight(f"{name}.bias", (*lead, outputs), splits, kind="vector", scores=scores)
+        yield WeightSpec(f"{name}.bias", (*leading_dims, outputs), splits, param_type="vector", score_rows=score_rows)
 
 
-def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[Weight]:
-    """A row-parallel linear layer, whose inputs are split: [out, in]. Its bias [out] is whole on every rank."""
-    yield Weight(f"{name}.weight", (outputs, inputs), ((1, "tp"),), init=Init(std))
+def build_row_parallel_linear(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[WeightSpec]:
+    """Yield the weight [out, in] and bias of a row-parallel linear layer, whose inputs are split. The bias [out] is replicated."""
+    yield WeightSpec(f"{name}.weight", (outputs, inputs), ((1, "tp"),), init=Init(std))
     if bias:
-        yield Weight(f"{name}.bias", (outputs,), kind="vector")
+        yield WeightSpec(f"{name}.bias", (outputs,), param_type="vector")
 
 
-def norm(
-    name: str, spec: NormSpec, size: int, *, on_own_heads: bool = False, splits: tuple[tuple[int, str], ...] = ()
-) -> Iterator[Weight]:
-    """A norm over `size` channels, which may have a weight, and beside it a bias."""
-    if spec.weighted:
-        init = Init(constant=0.0 if spec.zero_centred else 1.0)
-        yield Weight(f"{name}.weight", (size,), splits, kind="vector", init=init, on_own_heads=on_own_heads)
-    if spec.biased:
-        yield Weight(f"{name}.bias", (size,), splits, kind="vector", on_own_heads=on_own_heads)
+def build_norm(
+    name: str, norm_spec: NormSpec, size: int, *, applies_to_local_heads: bool = False, splits: tuple[tuple[int, str], ...] = ()
+) -> Iterator[WeightSpec]:
+    """Yield the weight and the bias of a norm over `size` channels, if the norm has them."""
+    if norm_spec.has_weight:
+        init = Init(constant=0.0 if norm_spec.zero_centered else 1.0)
+        yield WeightSpec(
+            f"{name}.weight", (size,), splits, param_type="vector", init=init, applies_to_local_heads=applies_to_local_heads
+        )
+    if norm_spec.has_bias:
+        yield WeightSpec(f"{name}.bias", (size,), splits, param_type="vector", applies_to_local_heads=applies_to_local_heads)
