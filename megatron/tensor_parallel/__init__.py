@@ -1,4 +1,4 @@
-"""Split a layer over the ranks of a tensor group."""
+"""Tensor parallelism: layers whose parameters are split over the ranks of a tensor group."""
 
 from megatron.moved import find_moved
 

@@ -1,12 +1,14 @@
-"""Output layer and loss as one operation over chunks of tokens: the logits of a microbatch are never there.
+"""Output layer and cross entropy as one operation over chunks of tokens, so that the full logits of a microbatch never exist.
 
-Forward keeps the hidden states and a few numbers of each token. Backward computes the logits [c, v/n] of each chunk of c
-tokens again, over `n` tensor ranks, writes the gradient over them, and makes its two products: the gradient of the hidden states,
-and a piece of the weight's gradient, whose sink is opened once. So there are four products of the output layer's size, of which the
-whole loss has three.
+Forward saves the hidden states and a few values per token. Backward recomputes the logits [c, v/n] of each chunk of `c` tokens and
+overwrites them with their gradient. From this gradient it computes the gradient of the hidden states and adds the chunk's
+contribution to the weight gradient. The weight's gradient sink is opened once for all chunks. Forward and backward together compute
+four matrix products of the output layer's size; the unchunked loss computes three.
 
-Communication is that of a column-parallel layer (`linear.py`) and of the whole loss (`cross_entropy.py`): two reductions of one
-number a token, however many chunks there are.
+Communication: that of a column-parallel layer (`linear.py`) and that of the unchunked loss (`cross_entropy.py`). The loss needs one
+reduction of one value per token and one of two values per token, however many chunks there are.
+
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` padded vocabulary, `n` tensor ranks, `c` tokens per chunk.
 """
 
 from __future__ import annotations
@@ -18,51 +20,70 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron.parallel.accumulate import accumulate_products
+from megatron.parallel.accumulate import accumulate_product_sum
 from megatron.parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.products import product_into
-from megatron.tensor_parallel.cross_entropy import Columns, RowGradients, Targets, joined, loss_sums, one_factor, write_gradient
+from megatron.tensor_parallel.cross_entropy import (
+    LogitGradTerms,
+    LogitStatistics,
+    VocabShard,
+    combine_over_vocab,
+    sum_losses,
+    total_loss_grad,
+    write_logit_grads,
+)
 
-# ---- Loops of which each turn does the same as the one before, on tensors of the same shapes. A run takes every turn. A plan,
-# whose
-# tensors have no numbers, takes three of them, and counts the second as often as it would come.
+# ---- Loops whose iterations do the same work on tensors of the same shapes. A run executes every iteration. The planner, whose
+# tensors have no values, executes three of them and counts the second as many times as a run would execute it.
 
 T = TypeVar("T")
 
-Repeats = Callable[[int], contextlib.AbstractContextManager[None]]
-"""What happens while it is entered counts so many times."""
+RepeatContext = Callable[[int], contextlib.AbstractContextManager[None]]
+"""Function that returns a context manager. A dry run counts the operations within that context as many times as the argument
+says."""
 
-_repeats: Repeats | None = None
+_repeats: RepeatContext | None = None
 
 
 @contextlib.contextmanager
-def few_turns(repeats: Repeats) -> Iterator[None]:
-    """While it is entered, of each loop only the first, the second and the last turn are taken."""
+def sample_iterations(repeats: RepeatContext) -> Iterator[None]:
+    """Within the context, make `iterate_chunks` yield only the first, the second and the last chunk, so that a dry run of the loss
+    is short.
+
+    Args:
+        repeats: returns a context manager in which the second chunk is processed. The argument is the number of equal chunks that
+            the second chunk stands for.
+    """
     global _repeats
-    before, _repeats = _repeats, repeats
+    previous, _repeats = _repeats, repeats
     try:
         yield
     finally:
-        _repeats = before
+        _repeats = previous
 
 
-def turns(places: Sequence[T]) -> Iterator[T]:
-    """The places of a loop, one a turn. Those between the first and the last are as large as each other, and a turn at one of them
-    leaves no memory behind that it did not find."""
-    if _repeats is None or len(places) <= 3:
-        yield from places
+def iterate_chunks(chunks: Sequence[T]) -> Iterator[T]:
+    """Yield the chunks of tokens of a loop. Within `sample_iterations`, yield only the first, the second and the last chunk.
+
+    All chunks between the first and the last must have the same size. An iteration over one of them must free all memory that it
+    allocates.
+    """
+    if _repeats is None or len(chunks) <= 3:
+        yield from chunks
         return
-    yield places[0]
-    with _repeats(len(places) - 2):
-        yield places[1]
-    yield places[-1]
+    yield chunks[0]
+    with _repeats(len(chunks) - 2):
+        yield chunks[1]
+    yield chunks[-1]
 
 
-def _places(tokens: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+def _chunk_slices(num_tokens: int, chunk_size: int) -> list[slice]:
+    return [slice(start, min(start + chunk_size, num_tokens)) for start in range(0, num_tokens, chunk_size)]
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """Autograd function of `chunked_loss`."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
@@ -70,46 +91,48 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: nn.Parameter,
         labels: torch.Tensor,
         mask: torch.Tensor,
-        columns: Columns,
-        gathers: bool,
-        size: int,
+        shard: VocabShard,
+        sequence_parallel: bool,
+        chunk_size: int,
     ) -> torch.Tensor:
-        rows = (all_gather(x, columns.group) if gathers else x).flatten(0, -2)
-        targets = Targets(labels.reshape(-1), columns, x.dtype)
-        logits = rows.new_empty(min(size, len(rows)), len(weight))
-        for place in turns(_places(len(rows), size)):
-            targets.reduce(product_into(logits[: place.stop - place.start], rows[place], weight.t()), place)
-        log_sum, target = targets.sums()
-        log_z, target = joined(log_sum, target, columns.group)
-        mask = mask.reshape(-1).to(targets.dtype)
+        hidden = (all_gather(x, shard.group) if sequence_parallel else x).flatten(0, -2)
+        statistics = LogitStatistics(labels.reshape(-1), shard, x.dtype)
+        logits = hidden.new_empty(min(chunk_size, len(hidden)), len(weight))
+        for chunk in iterate_chunks(_chunk_slices(len(hidden), chunk_size)):
+            statistics.consume_logits(product_into(logits[: chunk.stop - chunk.start], hidden[chunk], weight.t()), chunk)
+        log_sum, target_logit = statistics.log_sum_and_target()
+        log_z, target_logit = combine_over_vocab(log_sum, target_logit, shard.group)
+        mask = mask.reshape(-1).to(statistics.dtype)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(x, *targets.for_gradient(log_sum, log_z, mask))
-        # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
-        ctx.weight, ctx.columns, ctx.gathers, ctx.size = weight, columns, gathers, size
-        return loss_sums(log_z, target, mask, columns.z_coeff)
+            ctx.save_for_backward(x, *statistics.grad_terms(log_sum, log_z, mask))
+        # Parameters are leaves and outlive the graph, so they are not saved. Their gradient sink is found by identity.
+        ctx.weight, ctx.shard, ctx.sequence_parallel, ctx.chunk_size = weight, shard, sequence_parallel, chunk_size
+        return sum_losses(log_z, target_logit, mask, shard.z_coeff)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:  # type: ignore[override]
         x, *saved = ctx.saved_tensors
-        weight, columns, group = ctx.weight, ctx.columns, ctx.columns.group
-        whole = all_gather(x, group) if ctx.gathers else x
-        rows, grad_input = whole.flatten(0, -2), torch.empty_like(whole)
-        grad_rows = grad_input.view(rows.shape)
-        of_rows = RowGradients(*saved).times(one_factor(grad))
-        reduced: list[Pending] = []
+        weight, shard, group = ctx.weight, ctx.shard, ctx.shard.group
+        full_x = all_gather(x, group) if ctx.sequence_parallel else x
+        hidden, grad_input = full_x.flatten(0, -2), torch.empty_like(full_x)
+        grad_hidden = grad_input.view(hidden.shape)
+        grad_terms = LogitGradTerms(*saved).scale(total_loss_grad(grad))
+        pending_reductions: list[Pending] = []
 
-        def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            logits = rows.new_empty(min(ctx.size, len(rows)), len(weight))
-            for place in turns(_places(len(rows), ctx.size)):
-                part = product_into(logits[: place.stop - place.start], rows[place], weight.t())
-                write_gradient(part, columns, of_rows.at(place))
-                product_into(grad_rows[place], part, weight)
-                if place.stop == len(rows):  # on its way while the last chunk's weight gradient is computed
-                    reduced.append((start_reduce_scatter if ctx.gathers else start_all_reduce)(grad_input, group))
-                yield part, rows[place]
+        def weight_grad_factors() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            logits = hidden.new_empty(min(ctx.chunk_size, len(hidden)), len(weight))
+            for chunk in iterate_chunks(_chunk_slices(len(hidden), ctx.chunk_size)):
+                chunk_logits = product_into(logits[: chunk.stop - chunk.start], hidden[chunk], weight.t())
+                write_logit_grads(chunk_logits, shard, grad_terms.select(chunk))
+                product_into(grad_hidden[chunk], chunk_logits, weight)
+                if chunk.stop == len(hidden):  # overlaps with the last chunk's weight gradient
+                    pending_reductions.append(
+                        (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(grad_input, group)
+                    )
+                yield chunk_logits, hidden[chunk]
 
-        accumulate_products(weight, pieces())
-        return reduced[0].wait(), None, None, None, None, None, None
+        accumulate_product_sum(weight, weight_grad_factors())
+        return pending_reductions[0].wait(), None, None, None, None, None, None
 
 
 def chunked_loss(
@@ -117,21 +140,23 @@ def chunked_loss(
     weight: nn.Parameter,
     labels: torch.Tensor,
     mask: torch.Tensor,
-    columns: Columns,
+    shard: VocabShard,
     *,
-    gathers: bool,
-    size: int,
+    sequence_parallel: bool,
+    chunk_size: int,
 ) -> torch.Tensor:
-    """Sum over tokens of mask x loss, as `vocab_parallel_cross_entropy` of x weight^T.
+    """Compute the output layer and the loss chunk by chunk: the sum over tokens of mask x loss, for the logits x weight^T.
 
     Args:
-        x: hidden states [s, b, h], or [s/n, b, h] where it `gathers` (sequence parallelism).
-        weight: this rank's part of the output layer, [v/n, h].
-        labels: token ids [s, b] in the whole vocabulary.
+        x: hidden states [s, b, h], or [s/n, b, h] with `sequence_parallel`.
+        weight: this rank's shard of the output layer, [v/n, h].
+        labels: token ids [s, b] in the full vocabulary.
         mask: weight of each token's loss [s, b].
-        size: tokens of a chunk; the last may be smaller.
+        shard: this rank's columns of the logits, and the options of the loss.
+        sequence_parallel: whether tensor ranks split the sequence of `x`, so that it must be gathered.
+        chunk_size: tokens per chunk; the last chunk may have fewer.
 
     Returns:
-        see `loss_sums`; in float32 or wider, the same on every rank of the group.
+        The sums of `sum_losses`, in float32 or wider and equal on every rank of the group.
     """
-    return _ChunkedLoss.apply(x, weight, labels, mask, columns, gathers, size)
+    return _ChunkedLoss.apply(x, weight, labels, mask, shard, sequence_parallel, chunk_size)

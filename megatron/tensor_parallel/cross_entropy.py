@@ -1,22 +1,25 @@
-"""The output layer and its loss: masked cross entropy over a vocabulary that is split over the tensor group. No rank ever holds
-the full logits.
+"""Output layer and masked cross entropy over a vocabulary that is split over the tensor group. No rank holds the full logits.
 
-The loss of a token is log Z - logit_target, with Z = sum_v exp(logit_v). Each rank reduces its own columns; three numbers a token
-travel (maximum, sum of exponentials, target logit). Everything is computed in at least float32, in blocks of rows: on CPU such that
-a block fits a cache, on a GPU as large as 512 MiB, so that there are few launches.
+The loss of a token is log Z - logit_target, with Z = sum_v exp(logit_v). Each rank reduces its own columns. Ranks exchange three
+values per token: maximum, sum of exponentials and target logit. All values are computed in at least float32, in blocks of rows. On
+CPU a block fits a cache; on a GPU a block has up to 512 MiB, so that there are few kernel launches.
 
-A rank takes the exponential of a logit once, in a softmax over its own columns: that is exp(logit - log_sum) with log_sum the log
-of its sum of exponentials, which the largest logit and its probability give: logit - log(probability). The gradient is this softmax
-times one factor a token, but at the target.
+A rank computes the exponential of each logit once, as the softmax over its local columns: exp(logit - log_sum), where log_sum is
+the log of the local sum of exponentials. The largest local logit and its probability give log_sum = max_logit -
+log(max_probability). The gradient of the logits is this softmax times one factor per token, except at the target.
 
-A z-loss may stand beside it: coefficient x (log Z)^2 for each token, which keeps log Z near 0 (Chowdhery et al. 2022, section 5).
-Together their gradient is mask x (softmax x (1 + 2 x coefficient x log Z) - one-hot).
+An optional z-loss adds coefficient x (log Z)^2 per token, which keeps log Z near 0 (Chowdhery et al. 2022, section 5). The gradient
+of both losses together is mask x (softmax x (1 + 2 x coefficient x log Z) - one-hot).
 
-Label smoothing (Szegedy et al. 2016, section 7) takes, in place of the one-hot target, (1 - smoothing) of it, and smoothing
-spread evenly over the vocabulary, padding excluded. The softmax's part of the gradient stays; the target is subtracted in every
-column. The sums that are told are those of the plain cross entropy, so the value of a smoothed one is never computed.
+Label smoothing (Szegedy et al. 2016, section 7) replaces the one-hot target by (1 - smoothing) x one-hot plus smoothing spread
+evenly over the vocabulary without padding. The softmax term of the gradient stays the same, and the smoothed target is subtracted
+in every column. The reported sums are those of the cross entropy without smoothing, so the value of the smoothed loss is never
+computed.
 
-Here the logits of a microbatch are there as a whole. `chunked_loss.py` makes the same of these parts, a chunk of tokens at a time.
+This module computes the logits of a whole microbatch at once. `chunked_loss.py` uses the same functions for one chunk of tokens at
+a time.
+
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` padded vocabulary, `n` tensor ranks, `t` tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
@@ -41,391 +44,437 @@ from megatron.tensor_parallel.linear import InputMode, parallel_linear
 
 _BLOCK_ELEMENTS = 1 << 21
 _GPU_BLOCK_ELEMENTS = 1 << 27
-_HALF_HEADROOM = 32768.0
-"""float16 has no number between 0 and 6e-8, where most of a softmax lies: there it is kept times this (exact: a power of two)."""
+_HALF_SOFTMAX_SCALE = 32768.0
+"""Factor of a softmax that is stored in float16. Most probabilities are below 6e-8, the smallest positive float16. A power of two
+scales exactly."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The part of the vocabulary that a rank has, and what the loss is."""
+class VocabShard:
+    """This rank's columns of the logits, as a range of token ids, and the options of the loss."""
 
     group: Group
     """The tensor group."""
-    first: int
-    """Id of the first column."""
+    first_id: int
+    """Token id of the first local column."""
     num_valid: int
-    """Columns that are no padding (perhaps 0)."""
+    """Number of local columns that are not padding; may be 0."""
     z_coeff: float = 0.0
     """Coefficient of the z-loss; 0 for none."""
-    smoothing: float = 0.0
-    """Share of each target that is spread over the vocabulary; 0 for none."""
+    label_smoothing: float = 0.0
+    """Share of the target probability 1 that is taken from the label and spread over the vocabulary; 0 for no label
+    smoothing."""
     vocab_size: int = 0
-    """Columns of all ranks that are no padding (read where the target is smoothed)."""
-    cap: float | None = None
-    """A logit x counts as cap x tanh(x / cap)."""
+    """Number of columns over all ranks, without padding. Used only with label smoothing."""
+    softcap: float | None = None
+    """Cap of the logits: x is replaced by softcap x tanh(x / softcap). None for no cap."""
 
 
-class RowGradients(NamedTuple):
-    """What a backward needs beside the softmax over the rank's columns, [t] each, to make of it the gradient of `minimised`."""
+class LogitGradTerms(NamedTuple):
+    """Per-token terms, [t] each, that turn the softmax over the local columns into the gradient of `total_loss`."""
 
-    factor: torch.Tensor
-    """What the softmax is multiplied by."""
-    local: torch.Tensor
-    """A column: the label's, if it is here."""
-    at_local: torch.Tensor
-    """The gradient there."""
-    spread: torch.Tensor | None
-    """What is subtracted in every column that is no padding; None where no target is smoothed."""
+    softmax_factor: torch.Tensor
+    """Number by which a token's softmax over the local columns is multiplied."""
+    target_column: torch.Tensor
+    """Local column of the label. For a label of another rank, the nearest local column."""
+    target_grad: torch.Tensor
+    """Gradient of the logit in `target_column`."""
+    smoothing_grad: torch.Tensor | None
+    """Value to subtract in every column that is not padding; None without label smoothing."""
 
-    def times(self, grad: torch.Tensor) -> RowGradients:
-        """Those of so many times what is minimised."""
-        return RowGradients(
-            self.factor * grad, self.local, self.at_local * grad, None if self.spread is None else self.spread * grad
+    def scale(self, grad: torch.Tensor) -> LogitGradTerms:
+        """Return the terms for the gradient of `grad` x total loss."""
+        return LogitGradTerms(
+            self.softmax_factor * grad,
+            self.target_column,
+            self.target_grad * grad,
+            None if self.smoothing_grad is None else self.smoothing_grad * grad,
         )
 
-    def at(self, place: slice) -> RowGradients:
-        """Those of some tokens."""
-        return RowGradients(*(None if each is None else each[place] for each in self))  # type: ignore[arg-type]
+    def select(self, tokens: slice) -> LogitGradTerms:
+        """Return the terms of a range of tokens."""
+        return LogitGradTerms(*(None if term is None else term[tokens] for term in self))  # type: ignore[arg-type]
 
 
-class Targets:
-    """Where the labels of some tokens lie among a rank's columns, and what is found there.
+class LogitStatistics:
+    """Collects what the loss needs from the local logits, per token: the largest logit, the softmax probability of the largest
+    logit, and the logit of the label.
 
     Args:
-        labels: ids [t] in the whole vocabulary.
-        dtype: of the logits.
+        labels: token ids [t] in the full vocabulary.
+        dtype: dtype of the logits.
     """
 
-    def __init__(self, labels: torch.Tensor, columns: Columns, dtype: torch.dtype) -> None:
-        local = labels - columns.first
-        self._columns, self.dtype = columns, torch.promote_types(dtype, torch.float32)
-        self._local = local.clamp(0, max(0, columns.num_valid - 1))  # labels of other ranks stand for the nearest column
-        self._elsewhere = self._local != local
-        self._at_local = labels.new_empty(labels.shape, dtype=dtype)
-        self._largest = labels.new_empty(labels.shape, dtype=self.dtype if labels.device.type == "cpu" else dtype)
-        self._probability = torch.empty_like(self._largest, dtype=self.dtype)
+    def __init__(self, labels: torch.Tensor, shard: VocabShard, dtype: torch.dtype) -> None:
+        column = labels - shard.first_id
+        self._shard, self.dtype = shard, torch.promote_types(dtype, torch.float32)
+        self._target_column = column.clamp(0, max(0, shard.num_valid - 1))  # a label of another rank maps to the nearest column
+        self._is_remote = self._target_column != column
+        self._target_logit = labels.new_empty(labels.shape, dtype=dtype)
+        self._max_logit = labels.new_empty(labels.shape, dtype=self.dtype if labels.device.type == "cpu" else dtype)
+        self._max_probability = torch.empty_like(self._max_logit, dtype=self.dtype)
 
-    def reduce(self, logits: torch.Tensor, place: slice, *, keeps: bool = False) -> None:
-        """Take what the loss needs from logits [t, v/n] of the tokens at `place`, and destroy them.
+    def consume_logits(self, logits: torch.Tensor, tokens: slice, *, keep_softmax: bool = False) -> None:
+        """Compute the statistics of a range of tokens from their logits, and overwrite the logits.
 
         Args:
-            keeps: they become their softmax over the rank's columns (in float16 times `_HALF_HEADROOM`); with a cap they become
-                what they are capped to, which the gradient needs too.
+            logits: local logits [t, v/n] of these tokens.
+            tokens: range of the tokens.
+            keep_softmax: leave the softmax over the local columns in `logits`, times `_HALF_SOFTMAX_SCALE` in float16. With a
+                softcap, leave the capped logits instead, which the gradient needs too.
         """
-        _cap(logits, self._columns)
-        _lower_padding(logits, self._columns)
-        torch.gather(logits, -1, self._local[place].unsqueeze(-1), out=self._at_local[place].unsqueeze(-1))
-        keeps_logits, keeps = keeps and self._columns.cap is not None, keeps and self._columns.cap is None
-        largest, probability, on_cpu = self._largest[place], self._probability[place], logits.device.type == "cpu"
+        _apply_softcap_(logits, self._shard)
+        _mask_padding(logits, self._shard)
+        torch.gather(logits, -1, self._target_column[tokens].unsqueeze(-1), out=self._target_logit[tokens].unsqueeze(-1))
+        keep_logits, keep_softmax = (
+            keep_softmax and self._shard.softcap is not None,
+            keep_softmax and self._shard.softcap is None,
+        )
+        max_logit, max_probability, on_cpu = self._max_logit[tokens], self._max_probability[tokens], logits.device.type == "cpu"
         if not on_cpu:
-            torch.amax(logits, -1, out=largest)
+            torch.amax(logits, -1, out=max_logit)
         for block in _blocks(logits):
-            part = logits[block]
-            if on_cpu:  # while the block is in a cache
-                wide = part.to(self.dtype)
-                torch.amax(wide, -1, out=largest[block])
-            source = wide if on_cpu else part
-            softmax = _softmax(source.clone() if keeps_logits and part.dtype == self.dtype else source, self.dtype)
-            torch.amax(softmax, -1, out=probability[block])
-            if keeps and part.dtype == torch.float16:
-                softmax.mul_(_HALF_HEADROOM)
-            if keeps and softmax is not part:
-                part.copy_(softmax)
+            block_logits = logits[block]
+            if on_cpu:  # while the block is in a CPU cache
+                upcast = block_logits.to(self.dtype)
+                torch.amax(upcast, -1, out=max_logit[block])
+            source = upcast if on_cpu else block_logits
+            softmax = _softmax(source.clone() if keep_logits and block_logits.dtype == self.dtype else source, self.dtype)
+            torch.amax(softmax, -1, out=max_probability[block])
+            if keep_softmax and block_logits.dtype == torch.float16:
+                softmax.mul_(_HALF_SOFTMAX_SCALE)
+            if keep_softmax and softmax is not block_logits:
+                block_logits.copy_(softmax)
 
-    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """log(sum(exp)) over the rank's columns, and the label's logit or 0, [t] each, when all tokens have been reduced."""
-        target = self._at_local.masked_fill(self._elsewhere, 0.0).to(self.dtype)
-        return self._largest - self._probability.log(), target
+    def log_sum_and_target(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log(sum(exp)) over the local columns and the label's logit (0 if another rank holds it), [t] each.
 
-    def for_gradient(self, log_sum: torch.Tensor, log_z: torch.Tensor, mask: torch.Tensor) -> RowGradients:
-        """What a backward needs.
+        All tokens must have been passed to `consume_logits`.
+        """
+        target_logit = self._target_logit.masked_fill(self._is_remote, 0.0).to(self.dtype)
+        return self._max_logit - self._max_probability.log(), target_logit
+
+    def grad_terms(self, log_sum: torch.Tensor, log_z: torch.Tensor, mask: torch.Tensor) -> LogitGradTerms:
+        """Return the terms with which backward computes the gradient of the logits.
 
         Args:
-            log_sum: that of the rank's own columns, [t], as the others.
+            log_sum: log of the sum of exponentials over the local columns [t].
+            log_z: log of the sum of exponentials over the full vocabulary [t].
+            mask: weight of each token's loss [t].
         """
-        z_coeff, smoothing = self._columns.z_coeff, self._columns.smoothing
-        of_softmax = mask * (1.0 + 2.0 * z_coeff * log_z) if z_coeff else mask
-        at_local = of_softmax * torch.exp(self._at_local - log_z)
-        own, spread = mask.masked_fill(self._elsewhere, 0.0), None
+        z_coeff, smoothing = self._shard.z_coeff, self._shard.label_smoothing
+        softmax_weight = mask * (1.0 + 2.0 * z_coeff * log_z) if z_coeff else mask
+        target_softmax = softmax_weight * torch.exp(self._target_logit - log_z)
+        target_weight, smoothing_grad = mask.masked_fill(self._is_remote, 0.0), None
         if smoothing:
-            own = own * (1.0 - smoothing)
-            # A rank that has only padding subtracts nothing, in the column either that stands for labels of others.
-            spread = mask * (smoothing / self._columns.vocab_size if self._columns.num_valid else 0.0)
-            own = own + spread
-        factor = of_softmax if log_sum is log_z else of_softmax * torch.exp(log_sum - log_z)
-        return RowGradients(factor, self._local, at_local - own, spread)
+            target_weight = target_weight * (1.0 - smoothing)
+            # A rank with only padding subtracts nothing, not even in column 0, to which the labels of other ranks map.
+            smoothing_grad = mask * (smoothing / self._shard.vocab_size if self._shard.num_valid else 0.0)
+            target_weight = target_weight + smoothing_grad
+        softmax_factor = softmax_weight if log_sum is log_z else softmax_weight * torch.exp(log_sum - log_z)
+        return LogitGradTerms(softmax_factor, self._target_column, target_softmax - target_weight, smoothing_grad)
 
 
-def write_gradient(logits: torch.Tensor, columns: Columns, of_rows: RowGradients, *, are_capped: bool = False) -> None:
-    """Overwrite logits [t, v/n] by the gradient of the losses of these tokens, in their dtype.
+def write_logit_grads(logits: torch.Tensor, shard: VocabShard, grad_terms: LogitGradTerms, *, are_capped: bool = False) -> None:
+    """Overwrite logits [t, v/n] with the gradient of the loss of these tokens, in the dtype of the logits.
 
     Args:
-        of_rows: from `for_gradient`, times what a backward begins with.
-        are_capped: the cap is in the logits.
+        grad_terms: terms from `LogitStatistics.grad_terms`, scaled by the upstream gradient.
+        are_capped: whether the softcap has been applied to the logits already.
     """
-    if columns.cap is not None:
+    if shard.softcap is not None:
         if not are_capped:
-            _cap(logits, columns)
-        at_label = logits.gather(-1, of_rows.local.unsqueeze(-1)).squeeze(-1)
-        of_rows = of_rows._replace(at_local=of_rows.at_local * _slope(at_label.to(of_rows.at_local.dtype), columns.cap))
-    _lower_padding(logits, columns)
+            _apply_softcap_(logits, shard)
+        target_logits = logits.gather(-1, grad_terms.target_column.unsqueeze(-1)).squeeze(-1)
+        grad_terms = grad_terms._replace(
+            target_grad=grad_terms.target_grad * _softcap_derivative(target_logits.to(grad_terms.target_grad.dtype), shard.softcap)
+        )
+    _mask_padding(logits, shard)
     for block in _blocks(logits):
-        part, dtype = logits[block], of_rows.factor.dtype
-        if columns.cap is None:
-            _multiply(_softmax(part, dtype), of_rows.at(block), part)
+        block_logits, dtype = logits[block], grad_terms.softmax_factor.dtype
+        if shard.softcap is None:
+            _scale_and_smooth(_softmax(block_logits, dtype), grad_terms.select(block), block_logits)
         else:
-            slope = _slope(part.to(dtype), columns.cap)  # 0 in the padding
-            wide = _softmax(part, dtype)
-            _multiply(wide, of_rows.at(block), wide)
-            part.copy_(wide.mul_(slope))
-    _write_targets(logits, columns, of_rows)
+            derivative = _softcap_derivative(block_logits.to(dtype), shard.softcap)  # 0 in the padding
+            block_grad = _softmax(block_logits, dtype)
+            _scale_and_smooth(block_grad, grad_terms.select(block), block_grad)
+            block_logits.copy_(block_grad.mul_(derivative))
+    _write_target_grads(logits, shard, grad_terms)
 
 
-def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Logits as they count: cap x tanh(logit / cap), computed in at least float32."""
+def apply_softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return cap x tanh(logits / cap), computed in at least float32; the logits unchanged if `cap` is None."""
     if cap is None:
         return logits
     return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh_().mul_(cap).to(logits.dtype)
 
 
-def _cap(logits: torch.Tensor, columns: Columns) -> None:
-    """The same in place."""
-    if columns.cap is not None:
+def _apply_softcap_(logits: torch.Tensor, shard: VocabShard) -> None:
+    """Apply the shard's softcap to the logits in place, block by block."""
+    if shard.softcap is not None:
         for block in _blocks(logits):
-            logits[block] = capped(logits[block], columns.cap)
+            logits[block] = apply_softcap(logits[block], shard.softcap)
 
 
-def _slope(counted: torch.Tensor, cap: float) -> torch.Tensor:
-    """Derivative of what logits count as, where they count so."""
-    return 1.0 - (counted.clamp(-cap, cap) / cap).square()
+def _softcap_derivative(capped_logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return the derivative of `apply_softcap` at logits that have been capped."""
+    return 1.0 - (capped_logits.clamp(-cap, cap) / cap).square()
 
 
-def _scale(softmax: torch.Tensor, columns: Columns, of_rows: RowGradients) -> None:
-    """The same where the softmax is kept, in its place."""
+def _softmax_to_grads(softmax: torch.Tensor, shard: VocabShard, grad_terms: LogitGradTerms) -> None:
+    """Overwrite the softmax that forward kept in the logits' memory with the gradient of the logits."""
     if softmax.dtype == torch.float16:
-        of_rows = of_rows._replace(factor=of_rows.factor / _HALF_HEADROOM)
+        grad_terms = grad_terms._replace(softmax_factor=grad_terms.softmax_factor / _HALF_SOFTMAX_SCALE)
     for block in _blocks(softmax) if softmax.device.type == "cpu" else [slice(None)]:
-        _multiply(softmax[block], of_rows.at(block), softmax[block])
-    _write_targets(softmax, columns, of_rows)
+        _scale_and_smooth(softmax[block], grad_terms.select(block), softmax[block])
+    _write_target_grads(softmax, shard, grad_terms)
 
 
-def _write_targets(gradient: torch.Tensor, columns: Columns, of_rows: RowGradients) -> None:
-    """Write the gradient at the labels; where targets are smoothed, clear the padding, from which `_multiply` subtracted too."""
-    local = of_rows.local
-    # Not scatter_: that of the CPU passes over the whole of a 16-bit tensor.
-    gradient.index_put_((torch.arange(len(local), device=local.device), local), of_rows.at_local.to(gradient.dtype))
-    if of_rows.spread is not None and columns.num_valid < gradient.shape[-1]:
-        gradient[:, columns.num_valid :] = 0.0
+def _write_target_grads(logit_grads: torch.Tensor, shard: VocabShard, grad_terms: LogitGradTerms) -> None:
+    """Write the gradient at the labels. With label smoothing, also set the gradient of padding columns to 0, because
+    `_scale_and_smooth` subtracted a value there."""
+    target_column = grad_terms.target_column
+    # Not scatter_: on CPU it traverses the whole tensor when the dtype has 16 bits.
+    logit_grads.index_put_(
+        (torch.arange(len(target_column), device=target_column.device), target_column), grad_terms.target_grad.to(logit_grads.dtype)
+    )
+    if grad_terms.smoothing_grad is not None and shard.num_valid < logit_grads.shape[-1]:
+        logit_grads[:, shard.num_valid :] = 0.0
 
 
-def _lower_padding(logits: torch.Tensor, columns: Columns) -> None:
-    """Set padding so low that it counts as exactly nothing."""
-    if columns.num_valid < logits.shape[-1]:
-        logits[:, columns.num_valid :] = torch.finfo(logits.dtype).min  # exp() of it is exactly 0 beside any real logit
+def _mask_padding(logits: torch.Tensor, shard: VocabShard) -> None:
+    """Set the logits of padding columns so low that they contribute exactly 0."""
+    if shard.num_valid < logits.shape[-1]:
+        logits[:, shard.num_valid :] = torch.finfo(logits.dtype).min  # its exp() is exactly 0 relative to any real logit
 
 
 def _softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Softmax of each row in this dtype; in place where the logits have it. (CUDA's kernel would widen float16 on the way, but not
-    bfloat16: aten/src/ATen/native/cuda/SoftMax.cu, host_softmax.)"""
-    wide = logits.to(dtype)
-    return torch.softmax(wide, -1, out=wide)
+    """Return the softmax of each row in `dtype`; in place if the logits have this dtype.
+
+    The logits are converted first because CUDA's kernel would convert float16 by itself but not bfloat16
+    (aten/src/ATen/native/cuda/SoftMax.cu, host_softmax).
+    """
+    upcast = logits.to(dtype)
+    return torch.softmax(upcast, -1, out=upcast)
 
 
-def _multiply(rows: torch.Tensor, of_rows: RowGradients, out: torch.Tensor) -> None:
-    """Write rows x factor - spread to `out`, in its dtype; computed in that of factor."""
-    factor, spread = of_rows.factor.unsqueeze(-1), of_rows.spread
-    if rows.device.type == "cpu":  # slow where dtypes meet in one operation
-        product = rows.to(factor.dtype).mul_(factor)
-        if spread is not None:
-            product.sub_(spread.unsqueeze(-1))
+def _scale_and_smooth(softmax: torch.Tensor, grad_terms: LogitGradTerms, out: torch.Tensor) -> None:
+    """Write softmax x factor - smoothing_grad to `out`, in its dtype. The computation is in the dtype of the factor."""
+    factor, smoothing_grad = grad_terms.softmax_factor.unsqueeze(-1), grad_terms.smoothing_grad
+    if softmax.device.type == "cpu":  # operations on mixed dtypes are slow on CPU
+        product = softmax.to(factor.dtype).mul_(factor)
+        if smoothing_grad is not None:
+            product.sub_(smoothing_grad.unsqueeze(-1))
         if product is not out:
             out.copy_(product)
-    elif spread is None:
-        torch.mul(rows, factor, out=out)
-    else:  # one launch, and one rounding
-        torch.addcmul(spread.neg().unsqueeze(-1), rows, factor, out=out)
+    elif smoothing_grad is None:
+        torch.mul(softmax, factor, out=out)
+    else:  # a single kernel launch, and a single rounding
+        torch.addcmul(smoothing_grad.neg().unsqueeze(-1), softmax, factor, out=out)
 
 
-def _blocks(rows: torch.Tensor) -> Iterator[slice]:
-    elements = _BLOCK_ELEMENTS if rows.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
-    size = max(1, elements // rows.shape[-1])
-    return (slice(start, start + size) for start in range(0, len(rows), size))
+def _blocks(matrix: torch.Tensor) -> Iterator[slice]:
+    block_elements = _BLOCK_ELEMENTS if matrix.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
+    block_rows = max(1, block_elements // matrix.shape[-1])
+    return (slice(start, start + block_rows) for start in range(0, len(matrix), block_rows))
 
 
-def joined(log_sum: torch.Tensor, target: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """log Z and the target's logit [t] over the whole vocabulary, from those of each rank's columns: one reduction by MAX, one by
-    SUM."""
+def combine_over_vocab(log_sum: torch.Tensor, target_logit: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine the local log-sums and target logits [t] of all tensor ranks into log Z and the target logit over the full
+    vocabulary.
+
+    Needs two all-reduces: a maximum and a sum.
+    """
     if group.size == 1:
-        return log_sum, target
-    largest = all_reduce(log_sum.clone(), group, dist.ReduceOp.MAX)
-    sums = all_reduce(torch.stack([torch.exp(log_sum - largest), target]), group)
-    return largest + sums[0].log(), sums[1]
+        return log_sum, target_logit
+    max_log_sum = all_reduce(log_sum.clone(), group, dist.ReduceOp.MAX)
+    totals = all_reduce(torch.stack([torch.exp(log_sum - max_log_sum), target_logit]), group)
+    return max_log_sum + totals[0].log(), totals[1]
 
 
-def loss_sums(log_z: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, z_coeff: float) -> torch.Tensor:
-    """Sum over tokens of mask x loss, a scalar; with a z-loss [2], that sum and the one of the z-loss."""
-    cross_entropy = torch.dot(log_z - target, mask)
+def sum_losses(log_z: torch.Tensor, target_logit: torch.Tensor, mask: torch.Tensor, z_coeff: float) -> torch.Tensor:
+    """Return the sum over tokens of mask x loss, a scalar. With a z-loss, return [2]: the sums of the cross entropy and of the
+    z-loss."""
+    cross_entropy = torch.dot(log_z - target_logit, mask)
     if not z_coeff:
         return cross_entropy
     return torch.stack([cross_entropy, z_coeff * torch.dot(log_z.square(), mask)])
 
 
-def minimised(sums: torch.Tensor) -> torch.Tensor:
-    """What a backward begins with, a scalar, from `loss_sums`."""
-    return sums.sum() if sums.dim() else sums
+def total_loss(losses: torch.Tensor) -> torch.Tensor:
+    """Return the scalar that backward starts from: the sum of the losses from `sum_losses`."""
+    return losses.sum() if losses.dim() else losses
 
 
-def one_factor(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of `minimised`, a scalar, from that of `loss_sums`, all of whose elements have the same."""
+def total_loss_grad(grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of `total_loss`, a scalar, given the gradient of the vector of `sum_losses`. All elements of that vector
+    have the same gradient."""
     return grad[0] if grad.dim() else grad
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Autograd function of `vocab_parallel_cross_entropy`."""
+
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, columns: Columns
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, shard: VocabShard
     ) -> torch.Tensor:
-        rows = logits.view(-1, logits.shape[-1])
-        targets = Targets(labels.reshape(-1), columns, logits.dtype)
-        differentiates = ctx.needs_input_grad[0]  # not in evaluation
-        targets.reduce(rows, slice(None), keeps=differentiates)
-        log_sum, target = targets.sums()
-        log_z, target = joined(log_sum, target, columns.group)
-        mask = mask.reshape(-1).to(targets.dtype)
-        if differentiates:
-            ctx.save_for_backward(logits, *targets.for_gradient(log_sum, log_z, mask))
-        ctx.columns = columns
-        return loss_sums(log_z, target, mask, columns.z_coeff)
+        flat_logits = logits.view(-1, logits.shape[-1])
+        statistics = LogitStatistics(labels.reshape(-1), shard, logits.dtype)
+        needs_grad = ctx.needs_input_grad[0]  # not in evaluation
+        statistics.consume_logits(flat_logits, slice(None), keep_softmax=needs_grad)
+        log_sum, target_logit = statistics.log_sum_and_target()
+        log_z, target_logit = combine_over_vocab(log_sum, target_logit, shard.group)
+        mask = mask.reshape(-1).to(statistics.dtype)
+        if needs_grad:
+            ctx.save_for_backward(logits, *statistics.grad_terms(log_sum, log_z, mask))
+        ctx.shard = shard
+        return sum_losses(log_z, target_logit, mask, shard.z_coeff)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        softmax, *of_rows = ctx.saved_tensors
-        # In place, since nobody else reads it: the logits were an intermediate result of ours.
-        rows, found = softmax.view(-1, softmax.shape[-1]), RowGradients(*of_rows).times(one_factor(grad))
-        if ctx.columns.cap is None:
-            _scale(rows, ctx.columns, found)
+        softmax, *saved_terms = ctx.saved_tensors
+        # In place: `_local_logits` allocated the logits, and only this function reads them.
+        flat_softmax, grad_terms = softmax.view(-1, softmax.shape[-1]), LogitGradTerms(*saved_terms).scale(total_loss_grad(grad))
+        if ctx.shard.softcap is None:
+            _softmax_to_grads(flat_softmax, ctx.shard, grad_terms)
         else:
-            write_gradient(rows, ctx.columns, found, are_capped=True)
+            write_logit_grads(flat_softmax, ctx.shard, grad_terms, are_capped=True)
         return softmax, None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """Sum over tokens of mask x loss. Forward writes the softmax over the logits, in their dtype, and backward the gradient over
-    that, so no second tensor of that size exists.
+def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Compute the sum over tokens of mask x loss.
+
+    Forward overwrites the logits with their softmax, in the same dtype, and backward overwrites the softmax with the gradient. So
+    no second tensor of that size exists.
 
     Args:
-        logits: this rank's columns [s, b, v/n], contiguous; destroyed.
-        labels: token ids [s, b] in the whole vocabulary.
+        logits: local logits [s, b, v/n], contiguous; overwritten.
+        labels: token ids [s, b] in the full vocabulary.
         mask: weight of each token's loss [s, b].
+        shard: this rank's columns of the logits, and the options of the loss.
 
     Returns:
-        see `loss_sums`; in float32 or wider, the same on every rank of the group.
+        The sums of `sum_losses`, in float32 or wider and equal on every rank of the group.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, mask, columns)
+    return _VocabParallelCrossEntropy.apply(logits, labels, mask, shard)
 
 
-# ---- The output layer, the last part of the last chunk, and the form of its loss.
+# ---- The output layer, which ends the last chunk, and the options of its loss.
 
-_MOST_LOGITS = 1 << 27
-_MULTIPLE = 128
+_MAX_LOGITS = 1 << 27
+_CHUNK_MULTIPLE = 128
 
 
-def chosen_chunk(tokens: int, columns: int) -> int:
-    """Tokens of a chunk where the user leaves it to us; 0 for the whole loss.
+def default_chunk_tokens(num_tokens: int, num_columns: int) -> int:
+    """Return the default number of tokens per chunk of the loss; 0 computes the loss of a microbatch at once.
 
-    Logits of up to 2^27 elements (256 MiB in 16 bits) are made at once. Where a microbatch has more on a rank, chunks are as large
-    as that allows: so large that a product with the weight takes the device longer than reading it. The size is a multiple of 128,
-    which products like, unless the vocabulary is huge.
+    Up to 2^27 logits (256 MiB in 16 bits) are computed at once. If a microbatch has more logits on a rank, chunks are as large as
+    this limit allows. At that size, multiplying with the weight takes the device longer than reading it. The result is a multiple
+    of 128, which suits matrix products, unless the vocabulary is huge.
 
     Args:
-        tokens: of a microbatch.
-        columns: of the vocabulary on this rank.
+        num_tokens: tokens of a microbatch.
+        num_columns: columns of the vocabulary on this rank.
     """
-    if tokens * columns <= _MOST_LOGITS:
+    if num_tokens * num_columns <= _MAX_LOGITS:
         return 0
-    most = max(1, _MOST_LOGITS // columns)
-    return most - most % _MULTIPLE if most > _MULTIPLE else most
+    max_tokens = max(1, _MAX_LOGITS // num_columns)
+    return max_tokens - max_tokens % _CHUNK_MULTIPLE if max_tokens > _CHUNK_MULTIPLE else max_tokens
 
 
 @dataclass(frozen=True)
-class LossForm:
-    """Says how the loss is computed, and which losses are added to the cross entropy."""
+class LossOptions:
+    """Options of the loss: how many tokens are computed at a time, and which losses are added to the cross entropy."""
 
     chunk_tokens: int | None = None
-    """Tokens whose logits are there at once; 0: all of a microbatch; None: as `chosen_chunk` says."""
+    """Tokens whose logits exist at once; 0 for all of a microbatch; None for `default_chunk_tokens`."""
     z_coeff: float = 0.0
     """Coefficient of the z-loss."""
-    smoothing: float = 0.0
-    """Share of each target that is spread over the vocabulary."""
+    label_smoothing: float = 0.0
+    """Share of the target probability 1 that is taken from the label and spread over the vocabulary; 0 for no label
+    smoothing."""
     mtp_factor: float = 0.0
-    """Weight of the loss of multi-token prediction, a mean over its depths."""
+    """Weight of the multi-token prediction loss, which is a mean over its depths."""
 
     @classmethod
-    def of(cls, memory: MemoryConfig, training: TrainingConfig) -> LossForm:
-        """Make the form that the settings ask for."""
+    def from_config(cls, memory: MemoryConfig, training: TrainingConfig) -> LossOptions:
+        """Build the options from the settings."""
         return cls(memory.loss_chunk_tokens, training.z_loss_coeff, training.label_smoothing, training.mtp_loss_scaling_factor)
 
-    def chunk(self, tokens: int, columns: int) -> int:
-        """Tokens of a chunk, 0 for the whole loss.
+    def resolve_chunk_tokens(self, num_tokens: int, num_columns: int) -> int:
+        """Return the number of tokens per chunk, or 0 if the loss is not chunked.
 
         Args:
-            tokens: of a microbatch.
-            columns: of the vocabulary on a rank, padding included.
+            num_tokens: tokens of a microbatch.
+            num_columns: columns of the vocabulary on a rank, padding included.
         """
-        return chosen_chunk(tokens, columns) if self.chunk_tokens is None else self.chunk_tokens
+        return default_chunk_tokens(num_tokens, num_columns) if self.chunk_tokens is None else self.chunk_tokens
 
 
 class OutputLayer(nn.Module):
-    """Computes the sum of the loss. The vocabulary is split over the tensor group; the weight may be the word embedding's.
+    """Output layer with the loss, split over the tensor group along the vocabulary. The weight may be that of the word embedding.
 
-    The weight's gradient is never deferred. It would keep the gradient of the logits, which may be larger than all that a
-    zero-bubble schedule keeps of a stage's layers.
+    The weight gradient is never deferred. To defer it, the gradient of the logits would have to be kept, which may be larger than
+    all that a zero-bubble schedule keeps for the layers of a stage.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, scope: Scope, config: ModelConfig, form: LossForm) -> None:
+    def __init__(self, scope: Scope, config: ModelConfig, options: LossOptions) -> None:
         super().__init__()
-        weight = scope.weights[WORD_EMBEDDING] if config.tied else scope.weight("weight")
+        weight = scope.weights[WORD_EMBEDDING] if config.has_tied_embeddings else scope.weight("weight")
         self.weight_name = weight.name
         if weight.name in scope.table:
             self.weight = scope.table.share(weight.name, self, "weight", scope.chunk)
         else:
-            scope.parameter(self, "weight", weight)
+            scope.register_param(self, "weight", weight)
         self.overlap = scope.overlap
-        self.input_factor = config.output_multiplier / config.mup_width
-        """Factor on the hidden states: that of the logits, and muP's multiplier of the output (Yang et al. 2022, table 8)."""
-        self.gather, self.vocab_size, self.form = scope.sequence_parallel, weight.shape[0], form
-        self.rows = len(self.weight)
-        first = scope.tp.index * self.rows
-        valid = max(0, min(self.rows, self.vocab_size - first))
-        cap = config.final_logit_softcapping
-        self.columns = Columns(scope.tp, first, valid, form.z_coeff, form.smoothing, self.vocab_size, cap)
+        self.input_factor = config.output_multiplier / config.width_multiplier
+        """Factor on the hidden states: the multiplier of the logits, over muP's width multiplier (Yang et al. 2022, table 8)."""
+        self.sequence_parallel, self.vocab_size, self.options = scope.sequence_parallel, weight.shape[0], options
+        self.num_columns = len(self.weight)
+        first_id = scope.tp.rank * self.num_columns
+        num_valid = max(0, min(self.num_columns, self.vocab_size - first_id))
+        softcap = config.final_logit_softcapping
+        self.shard = VocabShard(scope.tp, first_id, num_valid, options.z_coeff, options.label_smoothing, self.vocab_size, softcap)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, *, z_loss: bool = True) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h]), labels and mask [s, b] to the sum over tokens of mask x loss.
-
-        With a z-loss there are two sums, [2]: that of the cross entropy and that of the z-loss.
+        """Return the sum over tokens of mask x loss; with a z-loss [2], the sums of the cross entropy and of the z-loss.
 
         Args:
+            x: hidden states [s, b, h], or [s/n, b, h] under sequence parallelism.
+            labels: token ids [s, b].
+            mask: weight of each token's loss [s, b].
             z_loss: False leaves the z-loss out.
         """
-        x, columns = self._scaled(x), self.columns if z_loss else replace(self.columns, z_coeff=0.0)
-        if size := self.form.chunk(labels.numel(), self.rows):
-            in_chunks = named("megatron.tensor_parallel.chunked_loss:chunked_loss")
-            sums: torch.Tensor = in_chunks(x, self.weight, labels, mask, columns, gathers=self.gather, size=size)
-            return sums
-        return vocab_parallel_cross_entropy(self._logits(x), labels, mask, columns)
+        x, shard = self._scale_input(x), self.shard if z_loss else replace(self.shard, z_coeff=0.0)
+        if chunk_size := self.options.resolve_chunk_tokens(labels.numel(), self.num_columns):
+            chunked_loss = import_object("megatron.tensor_parallel.chunked_loss:chunked_loss")
+            losses: torch.Tensor = chunked_loss(
+                x, self.weight, labels, mask, shard, sequence_parallel=self.sequence_parallel, chunk_size=chunk_size
+            )
+            return losses
+        return vocab_parallel_cross_entropy(self._local_logits(x), labels, mask, shard)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding, whole on every tensor rank."""
-        columns = capped(self._logits(self._scaled(x)), self.columns.cap).permute(2, 0, 1)  # the gather joins dimension 0
-        return all_gather(columns, self.columns.group)[: self.vocab_size].permute(1, 2, 0)
+        """Return the full logits [s, b, v], without padding, on every tensor rank.
 
-    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        Args:
+            x: hidden states [s, b, h], or [s/n, b, h] under sequence parallelism.
+        """
+        local_logits = apply_softcap(self._local_logits(self._scale_input(x)), self.shard.softcap).permute(
+            2, 0, 1
+        )  # all_gather concatenates along dimension 0
+        return all_gather(local_logits, self.shard.group)[: self.vocab_size].permute(1, 2, 0)
+
+    def _scale_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_factor == 1.0 else x * self.input_factor
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's columns of the logits, padding included: [s, b, v/n]."""
-        mode: InputMode = "gather" if self.gather else "copy"
-        return parallel_linear(x, self.weight, None, self.columns.group, input_mode=mode, defers=False, overlap=self.overlap)
+    def _local_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of this rank's columns, padding included: [s, b, v/n]."""
+        input_mode: InputMode = "gather" if self.sequence_parallel else "copy"
+        return parallel_linear(
+            x, self.weight, None, self.shard.group, input_mode=input_mode, can_defer_weight_grad=False, overlap=self.overlap
+        )

@@ -1,8 +1,8 @@
-"""Layers with parameters: column- and row-parallel linear layers (Shoeybi et al. 2019, section 3), LoRA adapters, the word
+"""Layers of tensor parallelism: column- and row-parallel linear layers (Shoeybi et al. 2019, section 3), LoRA adapters, the word
 embedding, and norms.
 
-Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer
-gives [s/n, b, out].
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` padded vocabulary, `n` tensor ranks. Under sequence parallelism a
+column-parallel layer takes [s/n, b, in] and a row-parallel layer returns [s/n, b, out].
 """
 
 from __future__ import annotations
@@ -16,88 +16,105 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.parallel.accumulate import accumulate_rows, grad_dtype, through
-from megatron.parallel.collectives import reduce_scatter_forward, sum_forward
+from megatron.parallel.accumulate import accumulate_rows, get_grad_dtype, route_grad
+from megatron.parallel.collectives import all_reduce_forward, reduce_scatter_forward
 from megatron.parallel.params import Scope
-from megatron.precision.products import PLAIN, products_of
+from megatron.precision.gemms import DEFAULT_GEMMS, build_gemms
 from megatron.spec.layers import NormSpec
-from megatron.tensor_parallel.linear import LAYERS, Form, InputMode, OutputMode, Remade, linear_by_handle, linear_of
+from megatron.tensor_parallel.linear import (
+    LAYERS,
+    InputMode,
+    LinearConfig,
+    OutputMode,
+    RecomputableInput,
+    apply_linear_config,
+    linear_by_handle,
+)
 
-# ---- Modules that use vectors (weights of norms, biases) in ordinary torch operations: how these enter, and where their
-# gradients go.
+# ---- Modules that use vectors (norm weights, biases) in ordinary torch operations, and the gradients of these vectors.
 #
-# Outside of compiled code a vector enters where it is used (`through`). A compiled graph gets them as inputs instead: they enter in
-# front of it, and what it gives back for them goes on from there. So no compiler has to know of a side effect.
+# In eager mode `route_grad` wraps each vector where it is used, so that its gradient goes to the parameter's sink. A compiled graph
+# takes the wrapped vectors as inputs, and autograd passes their gradients back through `route_grad` outside of the graph. So the
+# compiler sees no side effect.
 
 Vectors = tuple[torch.Tensor | None, ...]
 
 
-class VectorUser(nn.Module):
-    """A module that uses vectors in ordinary operations."""
+class VectorParamModule(nn.Module):
+    """Base class of modules that use vectors (norm weights, biases) in ordinary torch operations."""
 
-    _entered: Vectors | None = None
-    """While a compiled graph runs, the vectors that have entered in front of it."""
+    _graph_inputs: Vectors | None = None
+    """Vectors that a compiled graph takes as inputs, while it runs; None otherwise."""
 
-    def vectors(self) -> tuple[nn.Parameter | None, ...]:
-        """Return the parameters, looked up anew, since sharding puts other tensors in their place."""
+    def vector_params(self) -> tuple[nn.Parameter | None, ...]:
+        """Return the vector parameters. They are looked up on each call because sharding replaces them."""
         raise NotImplementedError
 
-    def entering(self) -> Vectors:
-        """Return the vectors as the module's forward uses them."""
+    def vectors_for_forward(self) -> Vectors:
+        """Return the vectors that forward computes with. Their gradients go to the parameters' gradient sinks."""
         if torch.compiler.is_compiling():
-            assert self._entered is not None, "a compiled graph gets its vectors as inputs"
-            return self._entered
-        return tuple(None if vector is None else through(vector) for vector in self.vectors())
+            assert self._graph_inputs is not None, "a compiled graph gets its vectors as inputs"
+            return self._graph_inputs
+        return tuple(None if vector is None else route_grad(vector) for vector in self.vector_params())
 
 
-def vector_users(module: nn.Module) -> list[VectorUser]:
-    """Return the modules within a module that use vectors."""
-    return [one for one in module.modules() if isinstance(one, VectorUser) and any(v is not None for v in one.vectors())]
+def find_vector_modules(module: nn.Module) -> list[VectorParamModule]:
+    """Return the submodules of a module that have vector parameters."""
+    return [
+        submodule
+        for submodule in module.modules()
+        if isinstance(submodule, VectorParamModule) and any(v is not None for v in submodule.vector_params())
+    ]
 
 
 @contextmanager
-def entered(users: Sequence[VectorUser]) -> Iterator[None]:
-    """Around one call of a compiled graph: its vectors are inputs."""
+def vectors_as_graph_inputs(modules: Sequence[VectorParamModule]) -> Iterator[None]:
+    """Within the context, pass the vectors (norm weights, biases) of these modules to a compiled graph as inputs. The context wraps
+    one call of the graph."""
     try:
-        for user in users:
-            user._entered = user.entering()
+        for module in modules:
+            module._graph_inputs = module.vectors_for_forward()
         yield
     finally:
-        for user in users:
-            user._entered = None
+        for module in modules:
+            module._graph_inputs = None
 
 
 # ---- Linear layers.
 
 
-class LinearLayer(VectorUser):
-    """What column- and row-parallel layers share: parameters, a form, and a handle by which a compiled block's operations find
-    them."""
+class LinearLayer(VectorParamModule):
+    """Base class of column-parallel, row-parallel and replicated linear layers.
+
+    Holds the parameters, the configuration of the linear operation, and a handle by which the operations of a compiled block find
+    the layer.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     handle: torch.Tensor | None = None
-    """Name of the layer in a compiled graph (`create_handle`); None in eager mode."""
+    """Identifier of the layer in a compiled graph (see `create_handle`); None in eager mode."""
 
-    def __init__(self, scope: Scope, form: Form) -> None:
+    def __init__(self, scope: Scope, config: LinearConfig) -> None:
         super().__init__()
-        self.form = form
-        scope.parameter(self, "weight")
-        scope.optional(self, "bias")
-        self.adapter = Adapter(scope, form) if scope.has("lora_a.weight") else None
-        self.gather = form.group.size if "gather" in (form.input_mode, form.output_mode) else 1
-        self.scatter = form.group.size if form.output_mode == "scatter" else 1
+        self.config = config
+        scope.register_param(self, "weight")
+        scope.register_optional_param(self, "bias")
+        self.adapter = LoraAdapter(scope, config) if scope.has_weight("lora_a.weight") else None
+        self.gather_size = config.group.size if "gather" in (config.input_mode, config.output_mode) else 1
+        self.scatter_size = config.group.size if config.output_mode == "scatter" else 1
 
     def create_handle(self, device: torch.device) -> None:
-        """Let a compiled graph find this layer. Needed before the graph's first call.
+        """Register the layer so that a compiled graph can find it. Must be called before the graph's first call.
 
         Args:
-            device: that of the parameters when the graph runs; they may still be on the meta device.
+            device: device of the parameters when the graph runs. They may still be on the meta device.
         """
         self.handle = LAYERS.create(self, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A handle names this layer alone. A copy, from memory or from a file, creates its own on the same device."""
+        """Return the state with the handle replaced by its device. A handle identifies one layer, so a copy creates a handle of its
+        own."""
         return {**self.__dict__, "handle": None if self.handle is None else self.handle.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,112 +124,116 @@ class LinearLayer(VectorUser):
             self.create_handle(device)
 
     @property
-    def used_bias(self) -> nn.Parameter | None:
-        """The bias, where it is a part of the product."""
-        return self.bias if self.form.output_mode == "plain" else None
+    def fused_bias(self) -> nn.Parameter | None:
+        """The bias if it is added within the matrix product; None if it is added after the reduction over ranks."""
+        return self.bias if self.config.output_mode == "plain" else None
 
-    def vectors(self) -> tuple[nn.Parameter | None, ...]:
-        """Return the bias if it is added to the sum of the ranks, and None otherwise; see `VectorUser`."""
-        return (None if self.used_bias is not None else self.bias,)
+    def vector_params(self) -> tuple[nn.Parameter | None, ...]:
+        """Return the bias if it is added to the reduced output, and None otherwise."""
+        return (None if self.fused_bias is not None else self.bias,)
 
-    def product(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """The linear operation of this layer, with its adapter."""
+    def apply_linear(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
+        """Apply the linear operation and, if there is one, the LoRA adapter."""
         if self.adapter is None:
-            return self._product(x)
-        beside = self.adapter(x)  # first: where the layer runs again, the product that nobody keeps is then the last
-        return self._product(x) + beside
+            return self._matmul(x)
+        adapter_output = self.adapter(x)  # first: in a recompute the layer's product then comes last, and is skipped
+        return self._matmul(x) + adapter_output
 
-    def _product(self, x: torch.Tensor | Remade) -> torch.Tensor:
+    def _matmul(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
         if torch.compiler.is_compiling():
             assert isinstance(x, torch.Tensor)
             assert self.handle is not None, "create_handle comes before a compiled graph"
-            return linear_by_handle(x, self.weight, self.used_bias, self.handle, self.gather, self.scatter)
-        return linear_of(self.form, x, self.weight, self.used_bias)
+            return linear_by_handle(x, self.weight, self.fused_bias, self.handle, self.gather_size, self.scatter_size)
+        return apply_linear_config(self.config, x, self.weight, self.fused_bias)
 
 
-class Adapter(nn.Module):
-    """What LoRA adds to a linear layer (Hu et al. 2021): scale x B A x, for the same input and in the form of the layer's output.
+class LoraAdapter(nn.Module):
+    """LoRA adapter of a linear layer (Hu et al. 2021): scale x B A x, added to the layer's output.
 
-    Between A and B lies the layer's communication, of the rank's channels: that of the input of a column-parallel layer, of the
-    output of a row-parallel one. The matrix that no rank splits, A of the one and B of the other, is whole on all of them.
+    The adapter takes the layer's input and returns a tensor of the layer's output shape. It applies the layer's communication to
+    the low-rank activations between A and B: the input's communication for a column-parallel layer, the output's for a row-parallel
+    layer. Every rank holds the full unsplit matrix: A for a column-parallel layer, B for a row-parallel layer.
     """
 
-    def __init__(self, scope: Scope, form: Form) -> None:
+    def __init__(self, scope: Scope, config: LinearConfig) -> None:
         super().__init__()
         self.scale = scope.lora_scale
-        plain, same = Form(form.group), replace(form, overlap=None, products=PLAIN)
+        local_config, parallel_config = LinearConfig(config.group), replace(config, overlap=None, gemms=DEFAULT_GEMMS)
         splits_inputs = bool(scope.weight("lora_a.weight").splits)
-        self.a = LinearLayer(scope.child("lora_a"), same if splits_inputs else plain)
-        self.b = LinearLayer(scope.child("lora_b"), plain if splits_inputs else same)
+        self.a = LinearLayer(scope.child("lora_a"), parallel_config if splits_inputs else local_config)
+        self.b = LinearLayer(scope.child("lora_b"), local_config if splits_inputs else parallel_config)
 
-    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """Map the layer's input to what is added to its output."""
-        low = self.a.product(x)  # [s, b, rank], or [s/n, b, rank]
-        return self.b.product(low if self.scale == 1.0 else low * self.scale)
+    def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
+        """Map the layer's input to the term that is added to its output."""
+        low_rank = self.a.apply_linear(x)  # [s, b, rank], or [s/n, b, rank]
+        return self.b.apply_linear(low_rank if self.scale == 1.0 else low_rank * self.scale)
 
 
 class ColumnParallelLinear(LinearLayer):
-    """Output features are split: each rank computes [s, b, out/n].
+    """Linear layer whose output features are split over tensor ranks: each rank computes [s, b, out/n].
 
-    The weight is [out, in]; with `halves` > 1 it is [halves, out, in] and the output [s, b, halves, out/n]: the halves of a gated
-    MLP, each split by itself, so that a tensor rank's part is one slice of one dimension.
+    The weight is [out, in]. The gated MLP stacks `num_projections` weights as [num_projections, out, in], and the output is [s, b,
+    num_projections, out/n]. Each projection is split separately, so that a rank's shard is a slice of a single dimension.
     """
 
     def __init__(self, scope: Scope) -> None:
-        products = products_of(scope.fp8, scope.tp, "outputs", scope.context.context_group)
+        gemms = build_gemms(scope.fp8, scope.tp, "outputs", scope.context.context_group)
         input_mode: InputMode = "gather" if scope.sequence_parallel else "copy"
-        super().__init__(scope, Form(scope.tp, input_mode, overlap=scope.overlap, products=products))
-        self.halves = len(self.weight) if self.weight.dim() == 3 else 1
+        super().__init__(scope, LinearConfig(scope.tp, input_mode, overlap=scope.overlap, gemms=gemms))
+        self.num_projections = len(self.weight) if self.weight.dim() == 3 else 1
 
-    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, halves, out/n])."""
-        y = self.product(x)
-        return y.unflatten(-1, (self.halves, -1)) if self.halves > 1 else y
+    def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
+        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, num_projections, out/n])."""
+        y = self.apply_linear(x)
+        return y.unflatten(-1, (self.num_projections, -1)) if self.num_projections > 1 else y
 
 
 class RowParallelLinear(LinearLayer):
-    """Input features are split: each rank multiplies its part, and the products are summed over the ranks. The bias counts once."""
+    """Linear layer whose input features are split over tensor ranks. The products of the ranks are summed, and the bias is added
+    once."""
 
     def __init__(self, scope: Scope) -> None:
-        over_ranks: OutputMode = "scatter" if scope.sequence_parallel else "sum"
-        output_mode: OutputMode = "plain" if scope.tp.size == 1 else over_ranks
-        products = products_of(scope.fp8, scope.tp, "inputs", scope.context.context_group)
-        super().__init__(scope, Form(scope.tp, output_mode=output_mode, overlap=scope.overlap, products=products))
+        reduction_mode: OutputMode = "scatter" if scope.sequence_parallel else "sum"
+        output_mode: OutputMode = "plain" if scope.tp.size == 1 else reduction_mode
+        gemms = build_gemms(scope.fp8, scope.tp, "inputs", scope.context.context_group)
+        super().__init__(scope, LinearConfig(scope.tp, output_mode=output_mode, overlap=scope.overlap, gemms=gemms))
 
-    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
         """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
-        y = self.product(x)
-        if self.bias is None or self.used_bias is not None:
+        y = self.apply_linear(x)
+        if self.bias is None or self.fused_bias is not None:
             return y
-        (bias,) = self.entering()
+        (bias,) = self.vectors_for_forward()
         assert bias is not None
         return y + bias
 
 
 class ReplicatedLinear(LinearLayer):
-    """Every rank holds the whole weight and applies it to what it has: the whole sequence, or its part of it.
+    """Linear layer whose full weight every rank holds and applies to its local tokens: the full sequence, or this rank's shard of
+    it.
 
     Args:
-        for_heads: what comes out is the same for all heads, and each rank uses it for its own. So its gradient is summed over the
-            ranks, and under sequence parallelism the whole sequence comes out.
+        for_heads: whether the output is shared by all attention heads, and each rank uses it for its local heads. The output's
+            gradient is then summed over the ranks, and under sequence parallelism the output is gathered to the full sequence.
     """
 
     def __init__(self, scope: Scope, *, for_heads: bool = False) -> None:
-        split = scope.sequence_parallel
-        output_mode: OutputMode = ("gather" if split else "share") if for_heads and scope.tp.size > 1 else "plain"
-        products = products_of(scope.fp8, scope.tp, "tokens" if split else "nothing", scope.context.context_group)
-        super().__init__(scope, Form(scope.tp, output_mode=output_mode, products=products))
+        sequence_parallel = scope.sequence_parallel
+        output_mode: OutputMode = ("gather" if sequence_parallel else "share") if for_heads and scope.tp.size > 1 else "plain"
+        gemms = build_gemms(scope.fp8, scope.tp, "tokens" if sequence_parallel else "nothing", scope.context.context_group)
+        super().__init__(scope, LinearConfig(scope.tp, output_mode=output_mode, gemms=gemms))
 
-    def forward(self, x: torch.Tensor | Remade) -> torch.Tensor:
-        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out] (or, if not for heads, [s/n, b, out])."""
-        return self.product(x)
+    def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
+        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out] (or, unless `for_heads`, [s/n, b, out])."""
+        return self.apply_linear(x)
 
 
-# ---- Word embedding with the vocabulary split over the tensor group (Shoeybi et al. 2019, section 3).
+# ---- Word embedding with the vocabulary split over the tensor group.
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up rows of the table. Backward adds into the gradient sink; autograd computes no gradient for the table itself."""
+    """Autograd function that looks up rows of a table. Backward adds to the table's gradient sink; autograd computes no gradient
+    for the table."""
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:  # type: ignore[override]
@@ -223,54 +244,55 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
-        # Repeated ids must be summed in the precision of the main gradient, or a frequent token's gradient is lost to rounding.
-        wide = grad.to(grad_dtype(ctx.weight))
-        accumulate_rows(ctx.weight, ids.flatten(), wide.flatten(0, -2))
+        # Repeated ids are summed in the precision of the main gradient: 16-bit rounding would lose a frequent token's gradient.
+        upcast_grad = grad.to(get_grad_dtype(ctx.weight))
+        accumulate_rows(ctx.weight, ids.flatten(), upcast_grad.flatten(0, -2))
         return None, None
 
 
-def lookup(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """Rows of a table [v, h] for integer ids [...]: [..., h]."""
+def lookup_rows(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """Return the rows of a table [v, h] for integer ids [...]: [..., h]."""
     return _Lookup.apply(ids, weight)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds a range of rows and looks up the tokens in it; the ranks' results are summed.
+    """Word embedding whose rows are split over tensor ranks (Shoeybi et al. 2019, section 3).
 
-    Rows beyond the vocabulary are padding: no valid token reaches them, so they have no gradient, and they are in no checkpoint.
+    Each rank looks up the tokens in its range of rows, and the results are summed over the ranks. Rows beyond the vocabulary are
+    padding. No valid token selects them, so they have no gradient, and checkpoints do not contain them.
     """
 
     weight: nn.Parameter
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
-        self.group, self.scatter = scope.tp, scope.sequence_parallel
+        self.group, self.sequence_parallel = scope.tp, scope.sequence_parallel
         name = scope.weight("weight").name
         if name in scope.table:
             self.weight = scope.table.share(name, self, "weight", scope.chunk)
         else:
-            scope.parameter(self, "weight")
-        self.rows = len(self.weight)
+            scope.register_param(self, "weight")
+        self.num_rows = len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up token ids [s, b]: [s, b, h] (or [s/n, b, h] under sequence parallelism)."""
+        """Map token ids [s, b] to [s, b, h] (or [s/n, b, h] under sequence parallelism)."""
         if self.group.size == 1:
-            return lookup(tokens, self.weight)
-        # Tokens of other ranks look up some row of ours, whose gradient from them is zero: not all of them the same row, in which
-        # they would be summed one after the other.
-        local, rank = tokens.remainder(self.rows), tokens.div(self.rows, rounding_mode="floor")
-        rows = lookup(local, self.weight).masked_fill((rank != self.group.index).unsqueeze(-1), 0.0)
-        return reduce_scatter_forward(rows, self.group) if self.scatter else sum_forward(rows, self.group)
+            return lookup_rows(tokens, self.weight)
+        # Tokens of other ranks look up an arbitrary local row, whose gradient is masked to zero. The remainder spreads them over
+        # the rows; with a single row, backward would add their gradients one after the other.
+        local, rank = tokens.remainder(self.num_rows), tokens.div(self.num_rows, rounding_mode="floor")
+        rows = lookup_rows(local, self.weight).masked_fill((rank != self.group.rank).unsqueeze(-1), 0.0)
+        return reduce_scatter_forward(rows, self.group) if self.sequence_parallel else all_reduce_forward(rows, self.group)
 
 
 # ---- LayerNorm and RMSNorm. Statistics are computed in at least float32 whatever the dtype.
 
 
-class Norm(VectorUser):
-    """Normalises the last dimension. Its result has the model's dtype even when the residual stream is float32.
+class Norm(VectorParamModule):
+    """LayerNorm or RMSNorm over the last dimension. The output has the model's dtype even if the residual stream is float32.
 
     Args:
-        size: channels that are normalised together, on all ranks.
+        size: channels that are normalised together, over all ranks.
     """
 
     weight: nn.Parameter | None
@@ -278,43 +300,45 @@ class Norm(VectorUser):
 
     def __init__(self, scope: Scope, spec: NormSpec, size: int) -> None:
         super().__init__()
-        self.kind, self.epsilon, self.zero_centred = spec.kind, spec.epsilon, spec.zero_centred
+        self.norm_type, self.epsilon, self.zero_centred = spec.normalization, spec.epsilon, spec.zero_centered
         self.shape, self.dtype = (size,), scope.dtype
-        scope.optional(self, "weight")
-        scope.optional(self, "bias")
+        scope.register_optional_param(self, "weight")
+        scope.register_optional_param(self, "bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., channels] to the same shape, in the parameters' dtype."""
-        return self._normalise(self._kept(x))
+        return self._normalise(self._upcast(x))
 
-    def remade(self, x: torch.Tensor) -> Remade:
-        """Normalise for a linear layer that keeps nothing of its input: its backward normalises again what the norm keeps.
+    def recomputable(self, x: torch.Tensor) -> RecomputableInput:
+        """Return the normalised input of a linear layer in a form that the layer recomputes in backward instead of keeping.
 
-        Sharded parameters are there for that: it happens while backward is in the layer, since schedules that put weight gradients
-        off are refused for them (`late_gradients_find_their_block`).
+        In backward, the layer normalises again the tensor that this norm saved. The norm's parameters have memory then, even if
+        they are fully sharded: the recompute happens while backward is within the block. Schedules that defer weight gradients are
+        refused with fully sharded parameters (`check_no_split_backward_with_full_sharding`).
         """
-        return Remade.of(self._normalise, self._kept(x))
+        return RecomputableInput.of(self._normalise, self._upcast(x))
 
-    def _kept(self, x: torch.Tensor) -> torch.Tensor:
-        """The input in the form in which torch's norm keeps it for backward."""
-        # On CPU torch's LayerNorm sums the gradients of weight and bias over all tokens in the dtype of x: in bfloat16, at 4,096
-        # tokens, they came out a third off. Its RMSNorm widens x in any case.
-        # And 1 + weight has too few digits in 16 bits.
+    def _upcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Convert the input to at least float32 where torch's norm would lose precision: on CPUs, and for norms with zero-centered
+        weights. Torch's norm saves the converted input for backward."""
+        # On CPU torch's LayerNorm sums the gradients of weight and bias over all tokens in the dtype of x. In bfloat16, at 4,096
+        # tokens, the sums were wrong by a third. Torch's RMSNorm converts x to float32 in any case.
+        # A zero-centred norm computes 1 + weight, which has too few digits in 16 bits.
         return x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type == "cpu" or self.zero_centred else x
 
-    def vectors(self) -> tuple[nn.Parameter | None, ...]:
-        """Return weight and bias; see `VectorUser`."""
+    def vector_params(self) -> tuple[nn.Parameter | None, ...]:
+        """Return weight and bias, each None if the norm does not have it."""
         return self.weight, self.bias
 
-    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the factors of the normalised channels and their offsets, in a dtype; None for a norm without them."""
-        if all(vector is None for vector in self.vectors()):
+    def scale_and_offset(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return scale and offset of the normalised channels in `dtype`, each None if the norm does not have it."""
+        if all(vector is None for vector in self.vector_params()):
             return None, None
-        weight, bias = (None if vector is None else vector.to(dtype) for vector in self.entering())
+        weight, bias = (None if vector is None else vector.to(dtype) for vector in self.vectors_for_forward())
         return weight + 1.0 if weight is not None and self.zero_centred else weight, bias
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.factors(x.dtype)  # over a float32 residual stream 16-bit parameters are widened
-        if self.kind == "RMSNorm":
+        weight, bias = self.scale_and_offset(x.dtype)  # with a float32 residual stream, 16-bit parameters are converted to float32
+        if self.norm_type == "RMSNorm":
             return F.rms_norm(x, self.shape, weight, self.epsilon).to(self.dtype)
         return F.layer_norm(x, self.shape, weight, bias, self.epsilon).to(self.dtype)

@@ -1,10 +1,10 @@
-"""The linear operation under column- and row-parallel layers (Shoeybi et al. 2019, section 3).
+"""Linear operation of column- and row-parallel layers (Shoeybi et al. 2019, section 3).
 
-Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column layer takes [s/n, b, in] and a row layer
-gives [s/n, b, out].
+Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column-parallel layer takes [s/n, b, in] and a
+row-parallel layer returns [s/n, b, out].
 
-The operation owns its product, the communication on both sides, its weight gradient and where that goes. What it does forward and
-backward:
+The operation comprises the matrix product, the communication before and after it, and the weight gradient. An input mode and an
+output mode select the communication:
 
 ========== ============================== ====================================================
 input      forward                        backward
@@ -24,19 +24,23 @@ share      y                              all-reduce(dy)
 gather     all-gather(y) [s/n] to [s]     reduce-scatter(dy)
 ========== ============================== ====================================================
 
-A column-parallel layer has input copy (or gather under sequence parallelism), a row-parallel layer output sum (or scatter). A layer
-that every rank holds as a whole has input plain, and output share (or gather) where each rank uses the result for its own heads.
-Only the local part of a gathered input is kept for backward; it is gathered again there, while the input gradient is computed
-(Korthikanti et al. 2022, section 4.2.2). Where the weight gradient is deferred, nothing hides the communication of dx, and what was
-gathered is gathered again when the weight gradient runs, while the one before it is computed.
+A column-parallel layer has input mode copy, or gather under sequence parallelism. A row-parallel layer has output mode sum, or
+scatter under sequence parallelism. A layer whose full weight every rank holds has input mode plain. Its output mode is share, or
+gather under sequence parallelism, if each rank uses the result for its local heads.
 
-All-gather(x), reduce-scatter(y), all-gather(dy) and, where the weight gradient is deferred, reduce-scatter(dx) have nothing beside
-them. With an `Overlap` their own product hides them, in pieces.
+Backward keeps only the local shard of a gathered input. It gathers the input again while the input gradient is computed
+(Korthikanti et al. 2022, section 4.2.2). With a deferred weight gradient, no computation hides the communication of dx. The tensors
+for the weight gradient are then gathered again when the weight gradient runs, while the previous deferred weight gradient is
+computed.
 
-Selective recompute (Korthikanti et al. 2022, section 5) is a matter of what the operation keeps. Where its input is `Remade`, it
-keeps the source of that, which the graph holds anyway, and makes the input again for the weight gradient: by the same kernels from
-the same numbers, so with the same bits. A deferred weight gradient never keeps more than it would without: if the source is larger
-than the input (the two halves of a gated MLP), it makes the input before it is put off.
+No other computation hides all-gather(x), reduce-scatter(y), all-gather(dy) and, with a deferred weight gradient,
+reduce-scatter(dx). An `Overlap` splits the operation's matrix product into blocks of rows, so that the product itself hides this
+communication.
+
+Selective recompute (Korthikanti et al. 2022, section 5) determines which tensor the operation saves. For a `RecomputableInput` the
+operation saves the source, which the autograd graph holds anyway, and recomputes the input for the weight gradient. The same
+kernels on the same values give the same bits. A deferred weight gradient never keeps more memory than without recompute: if the
+source is larger than the input (the two halves of a gated MLP), the input is recomputed before the weight gradient is deferred.
 """
 
 from __future__ import annotations
@@ -50,9 +54,9 @@ from torch import nn
 
 from megatron.memory import recompute
 from megatron.parallel.accumulate import (
-    Make,
+    MakeInput,
     accumulate_product,
-    accumulate_products,
+    accumulate_product_sum,
     accumulate_sum,
     is_deferring,
 )
@@ -67,7 +71,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import Group
 from megatron.parallel.handles import OUTSIDE_CUDA_GRAPHS, Handles
-from megatron.precision.products import PLAIN, Products
+from megatron.precision.gemms import DEFAULT_GEMMS, LinearGemms
 
 if TYPE_CHECKING:
     from megatron.parallel.overlap import Overlap
@@ -77,130 +81,137 @@ OutputMode = Literal["plain", "sum", "scatter", "share", "gather"]
 
 
 @dataclass(frozen=True)
-class Remade:
-    """An input that a linear layer does not keep: in backward it is made again."""
+class RecomputableInput:
+    """Input of a linear layer that is recomputed for backward instead of being kept in memory."""
 
     value: torch.Tensor
-    """The input itself, as autograd knows it."""
+    """The input itself, as part of the autograd graph."""
     source: torch.Tensor
-    """What it is made of, cut off from autograd. Whoever made it keeps that anyway, so it takes no memory of its own."""
-    make: Make
-    """Makes the value of the source. Parameters that it reads must be there until the weight gradient has run."""
+    """Tensor from which the input is computed, detached from autograd. The operation that computes the input keeps it anyway, so it
+    takes no additional memory."""
+    recompute: MakeInput
+    """Function that computes the input from the source. Parameters that it reads must have memory until the weight gradient has
+    run."""
 
     @classmethod
-    def of(cls, make: Make, source: torch.Tensor) -> Remade:
-        """Make the value for the first time."""
-        return cls(make(source), source.detach(), make)
+    def of(cls, recompute: MakeInput, source: torch.Tensor) -> RecomputableInput:
+        """Compute the input from its source, and store the function that recomputes it."""
+        return cls(recompute(source), source.detach(), recompute)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Everything about a linear layer that is not a tensor."""
+class LinearConfig:
+    """Settings of a linear layer: communication before and after the product, overlap, and the implementation of the products."""
 
     group: Group
     input_mode: InputMode = "plain"
     output_mode: OutputMode = "plain"
-    defers: bool = True
+    can_defer_weight_grad: bool = True
     """Whether the weight gradient may be deferred."""
     overlap: Overlap | None = None
-    """How the product overlaps with the collective of mode gather or scatter; None: they take turns."""
-    products: Products = PLAIN
-    """What the products are computed by, where they do not overlap."""
+    """How the product overlaps with the collective of mode gather or scatter; None to run them one after the other."""
+    gemms: LinearGemms = DEFAULT_GEMMS
+    """Implementation of the matrix products that do not overlap with a collective."""
 
 
-def _forward(form: Form, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product with the communication on both sides."""
+def _forward(config: LinearConfig, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute the matrix product with the communication before and after it."""
     matrix, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-    if form.overlap is not None and form.input_mode == "gather":
-        return form.overlap.gathered(x, matrix.t(), bias, form.group, keeps=False)[1]
-    if form.overlap is not None and form.output_mode == "scatter":
-        return form.overlap.scattered(x, matrix.t(), form.group)
-    whole = all_gather(x, form.group) if form.input_mode == "gather" else x
-    y = form.products.output(whole, matrix, bias)
-    if form.output_mode == "sum":
-        return all_reduce(y, form.group)
-    if form.output_mode == "scatter":
-        return reduce_scatter(y, form.group)
-    return all_gather(y, form.group) if form.output_mode == "gather" else y
+    if config.overlap is not None and config.input_mode == "gather":
+        return config.overlap.all_gather_matmul(x, matrix.t(), bias, config.group, returns_input=False)[1]
+    if config.overlap is not None and config.output_mode == "scatter":
+        return config.overlap.matmul_reduce_scatter(x, matrix.t(), config.group)
+    full_x = all_gather(x, config.group) if config.input_mode == "gather" else x
+    y = config.gemms.compute_output(full_x, matrix, bias)
+    if config.output_mode == "sum":
+        return all_reduce(y, config.group)
+    if config.output_mode == "scatter":
+        return reduce_scatter(y, config.group)
+    return all_gather(y, config.group) if config.output_mode == "gather" else y
 
 
 def _backward(
-    form: Form,
+    config: LinearConfig,
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     grad_output: torch.Tensor,
-    kept: torch.Tensor | None,
-    make: Make | None = None,
+    saved_input: torch.Tensor | None,
+    recompute_input: MakeInput | None = None,
     *,
     source_is_larger: bool = False,
-    gives_input: bool = True,
+    needs_input_grad: bool = True,
 ) -> torch.Tensor | None:
-    """Add the gradients of weight and bias where they go, now or deferred, and return that of the input.
+    """Add the gradients of weight and bias to their sinks, now or deferred, and return the gradient of the input.
 
     Args:
-        kept: the input, or what `make` makes it of. Not needed where the weight is frozen; the bias is frozen with it.
-        gives_input: whether the input has a gradient.
+        saved_input: the input, or the source from which `recompute_input` computes it. Not needed if the weight is frozen; the bias
+            is then frozen too.
+        recompute_input: computes the input from `saved_input`; by default `saved_input` is the input.
+        source_is_larger: whether `saved_input` takes more memory than the input.
+        needs_input_grad: whether the input has a gradient.
     """
-    group, overlap, make, matrix = form.group, form.overlap, make or _as_it_is, weight.flatten(0, -2)
-    frozen = not weight.requires_grad
-    deferring = form.defers and is_deferring() and not frozen
-    if deferring and source_is_larger:
-        assert kept is not None
-        kept, make = make(kept), _as_it_is
-    if form.output_mode == "share":
+    group, overlap, recompute_input, matrix = config.group, config.overlap, recompute_input or _identity, weight.flatten(0, -2)
+    is_frozen = not weight.requires_grad
+    defers = config.can_defer_weight_grad and is_deferring() and not is_frozen
+    if defers and source_is_larger:
+        assert saved_input is not None
+        saved_input, recompute_input = recompute_input(saved_input), _identity
+    if config.output_mode == "share":
         grad_output = all_reduce(grad_output.clone(), group)
-    elif form.output_mode == "gather":
+    elif config.output_mode == "gather":
         grad_output = reduce_scatter(grad_output, group)
-    gathers_dy, gathers_x = form.output_mode == "scatter", form.input_mode == "gather"
-    # A deferred weight gradient keeps only the local part of a gathered input, and gathers it again.
-    local, pending = grad_output, None
-    if overlap is not None and gives_input and gathers_dy:
-        whole_dy, grad_input = overlap.gathered(local, matrix, None, group, keeps=not frozen)
-        assert frozen or whole_dy is not None, "as asked for"
-        grad_output, pending = grad_output if whole_dy is None else whole_dy, Pending(grad_input)
-    elif overlap is not None and gives_input and gathers_x and (deferring or frozen):
-        pending = Pending(overlap.scattered(local, matrix, group))
-    elif gathers_dy:
-        grad_output = all_gather(local, group)
-    whole_x = None
-    if gathers_x and not deferring and not frozen:
-        assert kept is not None
-        whole_x = start_all_gather(make(kept), group)
-    if gives_input and pending is None:
-        grad_input = form.products.input_gradient(grad_output, matrix)
-        if form.input_mode == "copy":
+    gathers_grad_output, gathers_x = config.output_mode == "scatter", config.input_mode == "gather"
+    # A deferred weight gradient keeps only the local shards of gathered tensors, and gathers them again.
+    local_grad_output, pending = grad_output, None
+    if overlap is not None and needs_input_grad and gathers_grad_output:
+        full_grad_output, grad_input = overlap.all_gather_matmul(
+            local_grad_output, matrix, None, group, returns_input=not is_frozen
+        )
+        assert is_frozen or full_grad_output is not None, "returns_input=True returns the gathered input"
+        grad_output, pending = grad_output if full_grad_output is None else full_grad_output, Pending(grad_input)
+    elif overlap is not None and needs_input_grad and gathers_x and (defers or is_frozen):
+        pending = Pending(overlap.matmul_reduce_scatter(local_grad_output, matrix, group))
+    elif gathers_grad_output:
+        grad_output = all_gather(local_grad_output, group)
+    pending_x = None
+    if gathers_x and not defers and not is_frozen:
+        assert saved_input is not None
+        pending_x = start_all_gather(recompute_input(saved_input), group)
+    if needs_input_grad and pending is None:
+        grad_input = config.gemms.compute_input_grad(grad_output, matrix)
+        if config.input_mode == "copy":
             pending = start_all_reduce(grad_input, group)
         elif gathers_x:
             pending = start_reduce_scatter(grad_input, group)
         else:
             pending = Pending(grad_input)
-    if frozen:
+    if is_frozen:
         return None if pending is None else pending.wait()
-    assert kept is not None
+    assert saved_input is not None
     if bias is not None:
         accumulate_sum(bias, grad_output.flatten(0, -2))
-    if not deferring:
-        x = make(kept) if whole_x is None else whole_x.wait()
-        accumulate_products(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))], form.products.weight_gradient)
-    elif gathers_dy or gathers_x:
+    if not defers:
+        x = recompute_input(saved_input) if pending_x is None else pending_x.wait()
+        accumulate_product_sum(weight, [(grad_output.flatten(0, -2), x.flatten(0, -2))], config.gemms.compute_weight_grad)
+    elif gathers_grad_output or gathers_x:
 
-        def start() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-            dy = start_all_gather(local, group) if gathers_dy else Pending(local)
-            x = start_all_gather(make(kept), group) if gathers_x else None
-            return lambda: (dy.wait(), make(kept) if x is None else x.wait())
+        def start_gathers() -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+            dy = start_all_gather(local_grad_output, group) if gathers_grad_output else Pending(local_grad_output)
+            x = start_all_gather(recompute_input(saved_input), group) if gathers_x else None
+            return lambda: (dy.wait(), recompute_input(saved_input) if x is None else x.wait())
 
-        accumulate_product(weight, local, kept, start, product=form.products.weight_gradient)
+        accumulate_product(weight, local_grad_output, saved_input, start_gathers, product=config.gemms.compute_weight_grad)
     else:
-        accumulate_product(weight, grad_output, kept, make=make, product=form.products.weight_gradient)
+        accumulate_product(weight, grad_output, saved_input, make_input=recompute_input, product=config.gemms.compute_weight_grad)
     return None if pending is None else pending.wait()
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 class _Linear(torch.autograd.Function):
-    """The operation in eager mode."""
+    """Linear operation in eager mode, as an autograd function."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -208,90 +219,96 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        form: Form,
+        config: LinearConfig,
         source: torch.Tensor | None,
-        make: Make | None,
+        recompute_input: MakeInput | None,
     ) -> torch.Tensor:
-        kept = x if source is None else source
+        saved_input = x if source is None else source
         if weight.requires_grad:
-            if recompute.remaking is not None:
-                recompute.remaking.offer(kept)
-            ctx.save_for_backward(kept)
-        ctx.make, ctx.source_is_larger = make, kept.nbytes > x.nbytes
-        # Parameters are leaves and outlive the graph, so they need no saving; their identity is what finds their sink.
-        ctx.form, ctx.weight, ctx.bias = form, weight, bias
-        return _forward(form, x, weight, bias)
+            if recompute.recomputing_region is not None:
+                recompute.recomputing_region.offer(saved_input)
+            ctx.save_for_backward(saved_input)
+        ctx.recompute_input, ctx.source_is_larger = recompute_input, saved_input.nbytes > x.nbytes
+        # Parameters are leaves and outlive the graph, so they are not saved. Their gradient sink is found by identity.
+        ctx.config, ctx.weight, ctx.bias = config, weight, bias
+        return _forward(config, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, *tuple[None, ...]]:  # type: ignore[override]
         saved = ctx.saved_tensors
         grad_input = _backward(
-            ctx.form,
+            ctx.config,
             ctx.weight,
             ctx.bias,
             grad_output,
             saved[0] if saved else None,
-            ctx.make,
+            ctx.recompute_input,
             source_is_larger=ctx.source_is_larger,
-            gives_input=ctx.needs_input_grad[0],
+            needs_input_grad=ctx.needs_input_grad[0],
         )
         return grad_input, *(None,) * 5
 
 
-# The same as operations that a compiler takes as they are. A layer enters by its handle (`megatron/parallel/handles.py`), so equal
-# layers share one compilation. Shapes are arguments, since a compiler knows no tensor's value.
+# ---- The linear operation as custom operators, which torch.compile does not trace into. A layer is passed by its handle
+# (`megatron/parallel/handles.py`), so that equal layers share one compiled graph. Sizes that determine the output shape are
+# arguments, because the compiler does not know the value of the handle.
 
 
-class Handled(Protocol):
-    """A layer that a handle names. Its parameters are looked up at each use: others take their place when they are sharded."""
+class CompiledLayer(Protocol):
+    """Interface of a layer that a compiled graph finds by its handle. Its parameters are looked up at each use, because sharding
+    replaces them."""
 
-    form: Form
+    config: LinearConfig
     weight: nn.Parameter
 
     @property
-    def used_bias(self) -> nn.Parameter | None:
-        """The bias, where it is a part of the product."""
+    def fused_bias(self) -> nn.Parameter | None:
+        """The bias if it is added within the matrix product; None otherwise."""
 
 
-LAYERS: Handles[Handled] = Handles("layer")
+LAYERS: Handles[CompiledLayer] = Handles("layer")
 
 
 @torch.library.custom_op("megatron::linear", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def linear_by_handle(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather: int, scatter: int
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather_size: int, scatter_size: int
 ) -> torch.Tensor:
-    """The forward of the layer that the handle names.
+    """Compute the forward of the layer that the handle identifies.
 
     Args:
-        gather, scatter: number of ranks over which the sequence is joined before or after the product, or cut after it.
+        gather_size: number of ranks over which the sequence is gathered, before or after the product; 1 for no gather.
+        scatter_size: number of ranks over which the output is scattered; 1 for no scatter.
     """
-    return _forward(LAYERS.find(handle).form, x, weight, bias)
+    return _forward(LAYERS.find(handle).config, x, weight, bias)
 
 
 @linear_by_handle.register_fake
 def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather: int, scatter: int
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather_size: int, scatter_size: int
 ) -> torch.Tensor:
     outputs = weight.numel() // weight.shape[-1]
-    return x.new_empty((x.shape[0] * gather // scatter, *x.shape[1:-1], outputs))
+    return x.new_empty((x.shape[0] * gather_size // scatter_size, *x.shape[1:-1], outputs))
 
 
 @torch.library.custom_op("megatron::linear_backward", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
-def _linear_backward(grad_output: torch.Tensor, kept: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """The gradient of the input. The gradients of weight and bias go where they belong: a side effect that no compiler sees, and
-    that none drops, since in a block the gradient of each layer's input is needed."""
+def _linear_backward(grad_output: torch.Tensor, saved_input: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the input, and add the gradients of weight and bias to their sinks.
+
+    The sinks are a side effect that the compiler does not see. The compiler cannot drop the call, because each layer's input
+    gradient is needed within a block.
+    """
     layer = LAYERS.find(handle)
-    grad_input = _backward(layer.form, layer.weight, layer.used_bias, grad_output, kept)
+    grad_input = _backward(layer.config, layer.weight, layer.fused_bias, grad_output, saved_input)
     assert grad_input is not None
     return grad_input
 
 
 @_linear_backward.register_fake
-def _(grad_output: torch.Tensor, kept: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    return kept.new_empty(kept.shape)
+def _(grad_output: torch.Tensor, saved_input: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    return saved_input.new_empty(saved_input.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[0], inputs[3])
 
 
@@ -299,37 +316,40 @@ def _differentiate(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, *
     return _linear_backward(grad_output, *ctx.saved_tensors), *(None,) * 5
 
 
-linear_by_handle.register_autograd(_differentiate, setup_context=_save)
+linear_by_handle.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
 def parallel_linear(
-    x: torch.Tensor | Remade,
+    x: torch.Tensor | RecomputableInput,
     weight: nn.Parameter,
     bias: nn.Parameter | None,
     group: Group,
     *,
     input_mode: InputMode = "plain",
     output_mode: OutputMode = "plain",
-    defers: bool = True,
+    can_defer_weight_grad: bool = True,
     overlap: Overlap | None = None,
 ) -> torch.Tensor:
-    """x weight^T + bias with the communication of the two modes.
+    """Compute x weight^T + bias with the communication of the input and output mode.
 
     Args:
-        x: [s, b, in], or [s/n, b, in] with input mode gather. It is kept for backward, unless it is made again.
-        weight: this rank's part, [out, in]; leading dimensions are flattened ([2, f, h] gives 2f outputs).
-        bias: as the weight without its last dimension; added before the output's communication, so only for plain output.
-        defers: whether the weight gradient may be deferred.
-        overlap: see `Form`.
+        x: [s, b, in], or [s/n, b, in] with input mode gather. Kept for backward, unless it is a `RecomputableInput`.
+        weight: this rank's shard [out, in]. Leading dimensions are flattened ([2, f, h] gives 2f outputs).
+        bias: shape of the weight without its last dimension. Added before the output's communication, so allowed only with output
+            mode plain.
+        can_defer_weight_grad: whether the weight gradient may be deferred.
+        overlap: how the product overlaps with a collective; see `LinearConfig`.
 
     Returns:
         [s, b, out], or [s/n, b, out] with output mode scatter.
     """
-    return linear_of(Form(group, input_mode, output_mode, defers, overlap), x, weight, bias)
+    return apply_linear_config(LinearConfig(group, input_mode, output_mode, can_defer_weight_grad, overlap), x, weight, bias)
 
 
-def linear_of(form: Form, x: torch.Tensor | Remade, weight: nn.Parameter, bias: nn.Parameter | None) -> torch.Tensor:
-    """The operation of a layer of this form."""
-    assert bias is None or form.output_mode == "plain", "a bias added before a sum would count once a rank"
-    value, source, make = (x.value, x.source, x.make) if isinstance(x, Remade) else (x, None, None)
-    return _Linear.apply(value, weight, bias, form, source, make)
+def apply_linear_config(
+    config: LinearConfig, x: torch.Tensor | RecomputableInput, weight: nn.Parameter, bias: nn.Parameter | None
+) -> torch.Tensor:
+    """Compute x weight^T + bias with the communication and the implementation of a configuration."""
+    assert bias is None or config.output_mode == "plain", "a bias added before a sum would count once a rank"
+    value, source, recompute_input = (x.value, x.source, x.recompute) if isinstance(x, RecomputableInput) else (x, None, None)
+    return _Linear.apply(value, weight, bias, config, source, recompute_input)
