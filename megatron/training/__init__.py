@@ -1,4 +1,4 @@
-"""The training step, the loop around it, evaluation, saving, resuming and exits."""
+"""Training step, training loop, evaluation, saving, resuming and exits."""
 
 from megatron.moved import find_moved
 

@@ -1,6 +1,6 @@
-"""How a run ends before its time: ranks that agree on a failure, numbers that are not finite, a rank that cannot go on.
+"""Handling of runs that fail: errors on some ranks, non-finite losses, ranks that lose contact with each other.
 
-In each case there is one clear message, an exit code that says how it went, and no rank left waiting for another.
+In each case the run prints one message, exits with a code that identifies the cause, and leaves no rank waiting for another.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError, format_list
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.signals import DIVERGED, LIFE_FILE, LOST_CONTACT, REFUSED, tell_end
+from megatron.training.signals import EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_REFUSED, PROGRESS_FILE_VARIABLE, write_exit_code
 
-# ---- What gloo, NCCL and torch's store say when another rank has gone or does not come, and the part of it that helps a reader.
+# ---- Error messages of gloo, NCCL and torch's store about another rank that has died or does not connect.
 #
-# Such an error is a consequence: the rank that failed first says why. NCCL names its kind, and the cause behind "Last error".
-# Faults of this rank's own device or settings (ncclUnhandledCudaError, ncclInvalidUsage) are none of these and need their
-# traceback.
+# Such an error is a consequence: the rank that failed first prints the cause. NCCL messages contain the name of the error, and the
+# cause after "Last error". Faults of this rank's own device or settings (ncclUnhandledCudaError, ncclInvalidUsage) are not lost
+# contact, and the user needs their traceback.
 
-_SIGNS = (
-    # sockets, of gloo, of NCCL and of the store
+_LOST_CONTACT_SIGNS = (
+    # sockets of gloo, NCCL and the store
     "connection closed by",
     "connection reset",
     "connection refused",
@@ -40,7 +40,7 @@ _SIGNS = (
     "socket timeout",
     "unexpected eof",
     "failed to recv, got 0 bytes",
-    # waits that took too long
+    # timeouts
     "timed out waiting",
     "wait timeout after",
     "watchdog caught collective operation timeout",
@@ -51,139 +51,163 @@ _SIGNS = (
     "got completion from peer",
     "is setting up nccl communicator and retrieving nccluniqueid",
 )
-_OWN_FAULTS = ("ncclunhandledcudaerror", "ncclinvalidusage", "ncclinvalidargument")
-_NOISE = re.compile(r"(\. This is typically caused by|\. This may indicate a possible|\n?Exception raised from) .*", re.DOTALL)
-"""Advice that is no help here, and stacks of C++."""
-_KIND = re.compile(r"\bnccl[A-Z]\w*Error\b")
+_LOCAL_FAULTS = ("ncclunhandledcudaerror", "ncclinvalidusage", "ncclinvalidargument")
+_UNHELPFUL_TEXT = re.compile(
+    r"(\. This is typically caused by|\. This may indicate a possible|\n?Exception raised from) .*", re.DOTALL
+)
+"""Parts of a library's error message that are left out: general advice and C++ stack traces."""
+_NCCL_ERROR = re.compile(r"\bnccl[A-Z]\w*Error\b")
 _LAST_ERROR = re.compile(r"Last error: *\n? *([^\n]+)")
 
 
-def lost_contact(text: str) -> str | None:
-    """The line to show of an error that says that contact with another rank is lost; None if it says something else."""
-    said = text.lower()
-    if any(fault in said for fault in _OWN_FAULTS) or not any(sign in said for sign in _SIGNS):
+def describe_lost_contact(message: str) -> str | None:
+    """Return the line of an error message that best explains lost contact with another rank. Return None if the message reports
+    another error."""
+    lowered = message.lower()
+    if any(fault in lowered for fault in _LOCAL_FAULTS) or not any(sign in lowered for sign in _LOST_CONTACT_SIGNS):
         return None
-    found = _LAST_ERROR.search(text)
-    if found is not None:
-        kind = _KIND.search(text)
-        return f"{kind.group()}: {found.group(1).strip()}" if kind else found.group(1).strip()
-    lines = [line.strip() for line in _NOISE.sub("", text).splitlines() if line.strip()]
-    telling = [line for line in lines if any(sign in line.lower() for sign in _SIGNS)]
-    return (telling or lines or [text.strip()])[0]
+    last_error = _LAST_ERROR.search(message)
+    if last_error is not None:
+        error_name = _NCCL_ERROR.search(message)
+        return f"{error_name.group()}: {last_error.group(1).strip()}" if error_name else last_error.group(1).strip()
+    lines = [line.strip() for line in _UNHELPFUL_TEXT.sub("", message).splitlines() if line.strip()]
+    matching = [line for line in lines if any(sign in line.lower() for sign in _LOST_CONTACT_SIGNS)]
+    return (matching or lines or [message.strip()])[0]
 
 
 T = TypeVar("T")
 
 
 class SetupError(ValueError):
-    """Something that the user can fix was wrong on at least one rank.
+    """Error in the setup of a run that the user can fix. It is raised on all ranks if it occurs on any of them.
 
     Args:
-        final: every start with the same settings would find it.
+        is_permanent: a restart with the same settings would fail in the same way, so a launcher should not restart the job.
     """
 
-    def __init__(self, message: str, *, final: bool = False) -> None:
+    def __init__(self, message: str, *, is_permanent: bool = False) -> None:
         super().__init__(message)
-        self.final = final
+        self.is_permanent = is_permanent
 
 
-def together(context: ParallelContext, action: Callable[[], T]) -> T:
-    """Run an action without collectives on every rank, and agree on whether it succeeded.
+def run_on_all_ranks(context: ParallelContext, action: Callable[[], T]) -> T:
+    """Run `action` on every rank, and raise an error on every rank if it fails on any of them.
+
+    The action must not use collectives: a rank whose action fails would leave the others waiting.
+
+    Returns:
+        the result of the action on this rank.
 
     Raises:
-        SetupError: on every rank, if the action raised ValueError or OSError on any; names the ranks and gives each message once.
+        SetupError: on every rank, if `action` raises ValueError or OSError on any rank. The message contains each distinct error
+            message once, with the ranks that raise it.
     """
-    failure, result, misfit, of_files = None, None, False, False
+    failure, result, is_mismatch, is_file_error = None, None, False, False
     try:
         result = action()
     except (ValueError, OSError) as error:
         failure = str(error) or type(error).__name__
-        misfit, of_files = isinstance(error, MismatchError), isinstance(error, OSError | DamagedCheckpointError)
+        is_mismatch, is_file_error = isinstance(error, MismatchError), isinstance(error, OSError | DamagedCheckpointError)
     failures: dict[str, list[int]] = {}
-    found = gather_objects((failure, misfit, of_files), context.world)
-    for rank, (message, _, _) in enumerate(found):
+    outcomes = gather_objects((failure, is_mismatch, is_file_error), context.world)
+    for rank, (message, _, _) in enumerate(outcomes):
         if message is not None:
             failures.setdefault(message, []).append(rank)
     if failures:
-        everywhere = len(failures) == 1 and len(next(iter(failures.values()))) == context.world.size
+        on_all_ranks = len(failures) == 1 and len(next(iter(failures.values()))) == context.world.size
         raise SetupError(
-            "\n".join(message if everywhere else f"{ranks_in_words(ranks)}: {message}" for message, ranks in failures.items()),
-            # What only some ranks meet may be their node's fault, and a file system may recover.
-            final=any(one for _, one, _ in found) or (everywhere and not any(one for _, _, one in found)),
+            "\n".join(message if on_all_ranks else f"{format_ranks(ranks)}: {message}" for message, ranks in failures.items()),
+            # A failure on some ranks only may be a fault of their node, and a file system may recover.
+            is_permanent=any(is_mismatch for _, is_mismatch, _ in outcomes)
+            or (on_all_ranks and not any(is_file_error for _, _, is_file_error in outcomes)),
         )
     return result  # type: ignore[return-value]
 
 
-def ranks_in_words(ranks: list[int]) -> str:
-    return f"rank {listed([str(rank) for rank in ranks])}"
+def format_ranks(ranks: list[int]) -> str:
+    return f"rank {format_list([str(rank) for rank in ranks])}"
 
 
 class SharedError(RuntimeError):
-    """A failure of the run itself. Raised on every rank at once with the same words."""
+    """Failure of the run that is raised on every rank at the same time, with the same message."""
 
 
 class DivergedError(SharedError):
-    """The losses of the run have gone where no further step helps."""
+    """The loss has diverged, so further steps are useless."""
 
 
 class AuditError(SharedError):
-    """Replicas differ, or a gradient was not summed or counted as its record says. Raised on every rank with the same words."""
+    """Fault that a consistency check of the run has found, raised on every rank with the same message.
+
+    For example, replicas of a parameter differ, or a gradient is not summed over the ranks that its parameter's record names.
+    """
 
 
 class NonFiniteError(DivergedError):
     """Loss or gradient is NaN or infinite in a precision without a loss scale."""
 
 
-def raise_uncounted(iteration: int) -> NoReturn:
-    """Raise an error because the loss mask of the whole global batch is zero, so there is no mean. All ranks call it.
+def raise_empty_loss_mask(iteration: int) -> NoReturn:
+    """Raise the error for a global batch in which the loss mask is zero at every token, so that the mean loss is undefined. All
+    ranks call this function.
 
     Raises:
         NonFiniteError: always.
     """
     raise NonFiniteError(
         f"iteration {iteration}: the loss mask is zero at every token of the global batch, so there is no loss to train on.\n"
-        "  Look for documents without text in the dataset (--eod-mask-loss leaves the ends of documents out of the loss,\n"
-        "  --data-loss-mask all that the data does not mark as to be learned),\n"
-        f"  or leave the batch out with --iterations-to-skip {iteration}."
+        "  Look for documents without text in the dataset (--eod-mask-loss masks the ends of documents,\n"
+        "  --data-loss-mask masks all tokens that the data does not mark for training),\n"
+        f"  or skip the batch with --iterations-to-skip {iteration}."
     )
 
 
-_EXHAUSTED = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed", "failed to cuda calloc")
-"""In the messages of torch's allocators, of CUDA, cuBLAS and NCCL."""
+_OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cublas_status_alloc_failed",
+    "failed to cuda calloc",
+)
+"""Phrases in the out-of-memory messages of PyTorch's allocators, CUDA, cuBLAS and NCCL."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of the device or of the host is exhausted."""
+    """Return whether the error reports that device memory or host memory is exhausted."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _EXHAUSTED)
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _OUT_OF_MEMORY_SIGNS)
 
 
-# Raised on every rank with the same words, so one rank prints them.
-_SHARED = (SetupError, LossScaleError, CheckpointError, SharedError)
+# Raised on every rank with the same message, so only rank 0 prints it.
+_SHARED_ERRORS = (SetupError, LossScaleError, CheckpointError, SharedError)
 
 
 @dataclass
 class Explanations:
-    """Words for errors that only the run itself can explain, and the exit code that they leave with."""
+    """Registry in which components of a run explain errors: a message for the user, the name of a lost rank, or an exit code."""
 
-    known: list[tuple[Callable[[BaseException], bool], Callable[[BaseException], str]]] = field(default_factory=list)
-    """Which errors these are, and the words for each."""
-    lost: Callable[[str], str | None] = lambda reason: None
-    """Which rank contact is lost with, if that is known, from what torch says."""
-    code_asked_for: Callable[[], int] = lambda: 0
-    """The exit code that somebody else has asked this rank to end with; 0 where nobody has. What fails then is a consequence."""
+    explainers: list[tuple[Callable[[BaseException], bool], Callable[[BaseException], str]]] = field(default_factory=list)
+    """Pairs of functions (matches, format_message). The first says whether it can explain an error, and the second returns the
+    message."""
+    find_lost_rank: Callable[[str], str | None] = lambda reason: None
+    """Function that takes a library's error message about lost contact. It returns the name of the unreachable rank, or None if
+    the rank is not known."""
+    requested_exit_code: Callable[[], int] = lambda: 0
+    """Function that returns the exit code that another component requests for this rank, or 0 for none. A requested code takes
+    precedence, because this rank's own error is then only a consequence."""
 
-    def find(self, error: BaseException) -> str | None:
-        """The words for an error, if any are known."""
-        return next((words(error) for is_one, words in self.known if is_one(error)), None)
+    def explain(self, error: BaseException) -> str | None:
+        """Return the message of the first explainer that matches the error, or None."""
+        return next((format_message(error) for matches, format_message in self.explainers if matches(error)), None)
 
 
 @contextmanager
-def reported_failures() -> Iterator[Explanations]:
-    """Turn an exception into a message for the user and leave at once: the launcher then ends the other ranks.
+def report_failures() -> Iterator[Explanations]:
+    """Print a message for an exception that leaves the `with` block, and end the process at once.
 
-    The process does not wait for a collective or for the process group's own shutdown, in which it would hang.
+    The process neither waits for a collective nor shuts down the process group, because both could hang. The launcher then ends the
+    other ranks.
     """
     explanations = Explanations()
     try:
@@ -191,67 +215,78 @@ def reported_failures() -> Iterator[Explanations]:
     except SystemExit:
         raise
     except KeyboardInterrupt:
-        _leave(130, "interrupted")
-    except BaseException as error:  # noqa: BLE001 - every way to fail ends here
-        _leave(explanations.code_asked_for() or _code(error, explanations), _words(error, explanations))
+        _exit_process(130, "interrupted")
+    except BaseException as error:  # noqa: BLE001 - all failures end here
+        _exit_process(
+            explanations.requested_exit_code() or _choose_exit_code(error, explanations), _format_error(error, explanations)
+        )
 
 
-def leave_well(code: int = 0) -> None:
-    """End this rank of a parallel job at once, after it has succeeded, or has stopped as it was asked to.
+def exit_immediately(code: int = 0) -> None:
+    """End this rank of a parallel job at once, after it has succeeded or has stopped on request.
 
-    A thread of gloo that frees a tensor while Python shuts down aborts the process (seen in one of 30 runs), and the launcher
-    would report a failed job.
+    Without this, a gloo thread that frees a tensor during the shutdown of Python can abort the process (observed in one of 30
+    runs), and the launcher would report a failed job. A process that runs alone with code 0 returns normally.
     """
     if code or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        _leave(code, "")
+        _exit_process(code, "")
 
 
-def _code(error: BaseException, explanations: Explanations) -> int:
-    if LIFE_FILE in os.environ:
-        if isinstance(error, MismatchError) or (isinstance(error, SetupError) and error.final):
-            return REFUSED
+def _choose_exit_code(error: BaseException, explanations: Explanations) -> int:
+    if PROGRESS_FILE_VARIABLE in os.environ:
+        if isinstance(error, MismatchError) or (isinstance(error, SetupError) and error.is_permanent):
+            return EXIT_REFUSED
         if isinstance(error, (DivergedError, LossScaleError)):
-            return DIVERGED
-    known = explanations.find(error) is not None or isinstance(error, _SHARED) or not isinstance(error, RuntimeError)
-    return LOST_CONTACT if LIFE_FILE in os.environ and not known and _parallel() and lost_contact(str(error)) else 1
+            return EXIT_DIVERGED
+    is_explained = (
+        explanations.explain(error) is not None or isinstance(error, _SHARED_ERRORS) or not isinstance(error, RuntimeError)
+    )
+    return (
+        EXIT_LOST_CONTACT
+        if PROGRESS_FILE_VARIABLE in os.environ and not is_explained and _is_parallel() and describe_lost_contact(str(error))
+        else 1
+    )
 
 
-def _words(error: BaseException, explanations: Explanations) -> str:
+def _format_error(error: BaseException, explanations: Explanations) -> str:
     rank = int(os.environ.get("RANK", 0))
-    if (explained := explanations.find(error)) is not None:
-        return f"rank {rank}: {explained}" if _parallel() else explained
-    if isinstance(error, _SHARED):
+    if (explanation := explanations.explain(error)) is not None:
+        return f"rank {rank}: {explanation}" if _is_parallel() else explanation
+    if isinstance(error, _SHARED_ERRORS):
         return str(error) if rank == 0 else ""
-    if isinstance(error, (ValueError, OSError)) and _raised_by_us(error):
-        return f"rank {rank}: {error}" if _parallel() else str(error)
+    if isinstance(error, (ValueError, OSError)) and _is_raised_by_framework(error):
+        return f"rank {rank}: {error}" if _is_parallel() else str(error)
     if isinstance(error, RuntimeError) and "Storage size calculation overflowed" in str(error):
         return f"a tensor of this model is larger than any memory ({error}): look at --hidden-size, --seq-length and the vocabulary"
-    reason = lost_contact(str(error)) if isinstance(error, RuntimeError) else None  # so are torch's own, DistError
-    if _parallel() and reason is not None:
-        where = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in where if "megatron" in frame.filename] or list(where)
-        call = f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} in {ours[-1].name}"
-        other = explanations.lost(reason) or "another rank"
-        return f"rank {rank}: lost contact with {other}, at {call}: {reason.rstrip('.')}. The rank that failed first says why."
+    reason = (
+        describe_lost_contact(str(error)) if isinstance(error, RuntimeError) else None
+    )  # torch's DistError is a RuntimeError too
+    if _is_parallel() and reason is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        framework_frames = [frame for frame in frames if "megatron" in frame.filename] or list(frames)
+        call = f"{os.path.basename(framework_frames[-1].filename)}:{framework_frames[-1].lineno} in {framework_frames[-1].name}"
+        lost_rank = explanations.find_lost_rank(reason) or "another rank"
+        return f"rank {rank}: lost contact with {lost_rank}, at {call}: {reason.rstrip('.')}. The rank that failed first says why."
     return f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
 
 
-def _raised_by_us(error: BaseException) -> bool:
-    """Whether the framework itself found the fault and its message says what to do. Any other error needs its traceback."""
+def _is_raised_by_framework(error: BaseException) -> bool:
+    """Return whether the framework itself raised the error. Its message then tells the user what to do, so no traceback is
+    printed."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) or (bool(frames) and re.search(r"[/\\]megatron(_lab)?[/\\]", frames[-1].filename) is not None)
 
 
-def _parallel() -> bool:
+def _is_parallel() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _leave(code: int, message: str) -> None:
-    with suppress(OSError, ValueError):  # nobody may read on, or the disk may be full
+def _exit_process(code: int, message: str) -> None:
+    with suppress(OSError, ValueError):  # the pipe may be closed or the disk full
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         if message:
             sys.stderr.write(f"pretrain_gpt.py: {message}\n")
         sys.stderr.flush()
-    tell_end(code)
+    write_exit_code(code)
     os._exit(code)

@@ -1,10 +1,12 @@
-"""Optional parts of a run: which setting asks for each part, where its code is, and when it takes part.
+"""Optional parts of a run (features): the setting that enables each feature, its class, and the points at which the run calls it.
 
-Their code lies in `megatron_lab`. The table `FEATURES` names it by texts, so a part is imported only if the settings ask for it.
-Rows without a flag are in every run: its account of time (goodput), warnings about losses, and the start-up log. Two rows are on by
-default: `--hang-warn-s` if there are several ranks, and `--loss-picture` with `--report` if the run keeps a record.
+Features are implemented in `megatron_lab`. The table `FEATURES` names their classes as strings, so a feature is imported only if
+the settings enable it. Rows without a flag are part of every run: time accounting (goodput), warnings about losses, and the
+start-up log. Two features are enabled by default: `--hang-warn-s` if there are several ranks, and `--loss-picture` with `--report`
+if the run has a run folder.
 
-To add a feature, write a `Feature` and its `Watcher` in `megatron_lab`, add a row here, and a setting in `megatron/config/`.
+To add a feature, write a `Feature` and its `Callback` in `megatron_lab`, add a row to `FEATURES`, and a setting in
+`megatron/config/`.
 """
 
 from __future__ import annotations
@@ -15,25 +17,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.config import Config
-from megatron.config.imports import named
-from megatron.config.outputs import run_folder
-from megatron.metrics.measures import process_bytes
+from megatron.config.imports import import_object
+from megatron.config.outputs import get_run_folder
+from megatron.metrics.measures import get_peak_host_bytes
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import Explanations, is_out_of_memory
 from megatron.training.inputs import RunData
 from megatron.training.loop import Control
-from megatron.training.progress import BatchSizePlan, Progress, Resumed
+from megatron.training.progress import BatchSizePlan, Progress, ResumePoint
 from megatron.training.reporter import Reporter
 from megatron.training.step import TrainStep
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 
 if TYPE_CHECKING:
     from megatron.attention.timing import KernelChoice
 
 
 @dataclass(frozen=True)
-class RunParts:
-    """Holds the parts of a run on this rank, as a feature gets them before the first step. A rewind leaves the plan."""
+class RunComponents:
+    """Components of a run on this rank, which features receive before the first step. If the run later goes back to a checkpoint (a
+    rewind), the batch-size plan `plan` is not updated."""
 
     config: Config
     context: ParallelContext
@@ -42,84 +45,86 @@ class RunParts:
     reporter: Reporter
     plan: BatchSizePlan
     num_parameters: int
-    """Parameters of the whole model."""
+    """Parameters of the full model, over all ranks."""
     kernel_choice: KernelChoice | None
-    """Attention's kernel, if it was measured."""
+    """Attention kernel that was chosen by measurement; None if nothing was measured."""
     data: RunData
-    resumed: Resumed
-    """The place from which the run goes on."""
+    resume_point: ResumePoint
+    """State from which the run starts: its progress, schedules and checkpoint."""
     started_at: float
-    """When the job started, by time.monotonic()."""
+    """Start time of the job, by time.monotonic()."""
     control: Control
 
 
 class Feature:
-    """An optional part of a run. All ranks create it, and call each of its methods together, in the order in which they stand here.
+    """Base class of the optional parts of a run. All ranks create a feature and call each of its methods, in the order in which
+    this class defines them.
 
-    It is created before the ranks connect and before CUDA is used. This is the only time at which a feature may fork.
+    A feature is created before the ranks connect and before CUDA is initialised. Only its constructor may fork processes.
 
     Args:
-        config: the settings as they were given.
+        config: settings as the user gave them, before any feature adjusts them.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def begin(self) -> None:
-        """Called after every feature is created. From now on CUDA may be used, so no process may be forked. Ranks are not connected
-        yet."""
+    def on_forks_done(self) -> None:
+        """Called when all features are created. From now on CUDA may be used, and no process may be forked. The ranks are not
+        connected yet."""
 
-    def connected(self, context: ParallelContext, stack: ExitStack, explanations: Explanations) -> None:
-        """Called when the ranks are connected.
+    def on_connected(self, context: ParallelContext, stack: ExitStack, explanations: Explanations) -> None:
+        """Called after the ranks are connected.
 
         Args:
-            stack: closed at the end of the run.
-            explanations: takes explanations of errors that only this feature can give.
+            stack: exit stack that is closed at the end of the run.
+            explanations: registry to which the feature adds explanations of its errors.
         """
 
     def adjust_config(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings, changed where this feature decides one. Called before the model is built."""
+        """Return the settings with changes that this feature requires. Called before the model is built."""
         return config
 
-    def start_up_lines(self, run: RunParts) -> list[str]:
+    def startup_lines(self, run: RunComponents) -> list[str]:
         """Return lines for the start-up log."""
         return []
 
-    def around_run(self, run: RunParts) -> AbstractContextManager[object]:
-        """Return a context manager that is entered before the run opens its record, and left after the record is closed."""
+    def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
+        """Return a context manager that is active during the run. It is entered before the run opens its history file
+        (`megatron/metrics/history.py`), and left after this file is closed."""
         return nullcontext()
 
-    def watchers(self, run: RunParts) -> Sequence[Watcher]:
-        """Return what watches the steps. Called before the first step."""
+    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Return the callbacks of this feature. Called before the first step."""
         return ()
 
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """A row of the table of features: which flag asks for a feature, and where its class is.
+    """Row of the table `FEATURES`: the class of a feature, and the condition that enables it.
 
     Args:
-        flag: the flag that asks for it, for readers; empty for a feature of every run.
-        class_path: its module and class: `package.module:Name`.
-        wanted: whether a run of these settings on so many ranks has it.
+        flag: command-line flag that enables the feature, for readers of the table; empty for a feature of every run.
+        class_path: module and class of the feature, as `package.module:Name`.
+        is_enabled: returns whether a run with the given settings and number of ranks has the feature.
     """
 
     flag: str
     class_path: str
-    wanted: Callable[[Config, int], bool]
+    is_enabled: Callable[[Config, int], bool]
 
     def load(self) -> Callable[[Config], Feature]:
         """Import the class of the feature."""
-        found: Callable[[Config], Feature] = named(self.class_path)
-        return found
+        feature_class: Callable[[Config], Feature] = import_object(self.class_path)
+        return feature_class
 
 
-def _draws(config: Config) -> bool:
-    return run_folder(config.checkpoint, config.logging) is not None and (config.logging.loss_picture or config.logging.report)
+def _draws_record(config: Config) -> bool:
+    return get_run_folder(config.checkpoint, config.logging) is not None and (config.logging.loss_picture or config.logging.report)
 
 
 _LAB = "megatron_lab"
-PICTURES = FeatureRow("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws(c))
+PICTURE_FEATURE = FeatureRow("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws_record(c))
 FEATURES = (
     FeatureRow("", f"{_LAB}.monitoring.goodput:GoodputFeature", lambda c, ranks: True),
     FeatureRow("--spike-policy", f"{_LAB}.resilience.spikes:SpikeFeature", lambda c, ranks: c.spikes.spike_policy != "none"),
@@ -144,7 +149,7 @@ FEATURES = (
     FeatureRow("--plan-report", f"{_LAB}.monitoring.plan_report:PlanFeature", lambda c, ranks: c.logging.plan_report is not None),
     FeatureRow("", f"{_LAB}.monitoring.start_up_log:StartUpFeature", lambda c, ranks: True),
     FeatureRow("--hang-warn-s", f"{_LAB}.flight.feature:HangFeature", lambda c, ranks: ranks > 1 and c.parallel.hang_warn_s > 0),
-    # The sentinel comes after the checks, which compute gradients of their own in the first step.
+    # The sentinel follows the checks, because these compute additional gradients in the first step.
     FeatureRow(
         "--sentinel-interval", f"{_LAB}.audit.sentinel:SentinelFeature", lambda c, ranks: c.debug.sentinel_interval is not None
     ),
@@ -153,66 +158,69 @@ FEATURES = (
     FeatureRow(
         "--profile-pipeline", f"{_LAB}.monitoring.profiler:PipelineProfileFeature", lambda c, ranks: c.logging.profile_pipeline
     ),
-    PICTURES,
+    PICTURE_FEATURE,
 )
-"""All features. Their watchers are called in this order."""
-_OUT_OF_MEMORY = "megatron_lab.monitoring.out_of_memory:words_for"
+"""All features. Their callbacks are called in this order."""
+_OUT_OF_MEMORY_EXPLAINER = "megatron_lab.monitoring.out_of_memory:explain_out_of_memory"
 
 
 class Features:
-    """The features that the settings of a run ask for. Create it before ranks connect and before CUDA is used.
+    """All features that the settings of a run enable. Created before the ranks connect and before CUDA is initialised.
 
     Args:
-        world_size: ranks of the job.
-        explanations: gets an explanation for errors of exhausted memory.
-        without: features that the run does not have, whatever the settings say.
+        world_size: number of ranks of the job.
+        explanations: registry to which an explanation of out-of-memory errors is added.
+        excluded: features to leave out even if the settings enable them.
     """
 
-    def __init__(self, config: Config, world_size: int, explanations: Explanations, without: Sequence[FeatureRow] = ()) -> None:
+    def __init__(self, config: Config, world_size: int, explanations: Explanations, excluded: Sequence[FeatureRow] = ()) -> None:
         self._config, self._explanations = config, explanations
-        self._bytes_before, self._vocab_size = process_bytes(), 1
+        self._initial_host_bytes, self._vocab_size = get_peak_host_bytes(), 1
         self._step: TrainStep | None = None
         self._features: list[Feature] = []
-        explanations.known.append((is_out_of_memory, self._words))
+        explanations.explainers.append((is_out_of_memory, self._explain_out_of_memory))
         for row in FEATURES:
-            if row.wanted(config, world_size) and row not in without:
+            if row.is_enabled(config, world_size) and row not in excluded:
                 self._features.append(row.load()(config))
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._features)
 
-    def begin(self) -> None:
-        """Tell every feature that all forks are over."""
+    def on_forks_done(self) -> None:
+        """Notify every feature that from now on no process may be forked."""
         for feature in self:
-            feature.begin()
+            feature.on_forks_done()
 
-    def connected(self, context: ParallelContext, stack: ExitStack) -> None:
-        """Tell every feature that the ranks are connected."""
+    def on_connected(self, context: ParallelContext, stack: ExitStack) -> None:
+        """Notify every feature that the ranks are connected."""
         for feature in self:
-            feature.connected(context, stack, self._explanations)
+            feature.on_connected(context, stack, self._explanations)
 
     def adjust_config(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings, changed where features decide some."""
+        """Return the settings after all features have adjusted them."""
         for feature in self:
             config = feature.adjust_config(config, context)
         return config
 
-    def built(self, step: TrainStep, vocab_size: int) -> None:
-        """Keep the built model for messages about exhausted memory."""
+    def on_built(self, step: TrainStep, vocab_size: int) -> None:
+        """Store the training step, which the explanation of an out-of-memory error needs."""
         self._step, self._vocab_size = step, vocab_size
 
-    def start_up_lines(self, run: RunParts) -> list[str]:
+    def startup_lines(self, run: RunComponents) -> list[str]:
         """Return the start-up lines of all features, in the order of the table."""
-        return [line for feature in self for line in feature.start_up_lines(run)]
+        return [line for feature in self for line in feature.startup_lines(run)]
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Return the watchers of all features, in the order of the table."""
-        return [watcher for feature in self for watcher in feature.watchers(run)]
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Return the callbacks of all features, in the order of the table."""
+        return [callback for feature in self for callback in feature.callbacks(run)]
 
-    def _words(self, error: BaseException) -> str:
-        """Explain that memory is exhausted, as far as there is memory left to import and make the explanation."""
+    def _explain_out_of_memory(self, error: BaseException) -> str:
+        """Return a message that explains an out-of-memory error. If the explanation itself fails, for example for lack of memory,
+        return the text of the error."""
         try:
-            words: str = named(_OUT_OF_MEMORY)(error, self._config, self, self._step, self._bytes_before, self._vocab_size)
-        except Exception as other:  # noqa: BLE001 - the error itself is still worth more than nothing
-            return f"out of memory: {error}\n  (more cannot be said: {type(other).__name__})"
-        return words
+            message: str = import_object(_OUT_OF_MEMORY_EXPLAINER)(
+                error, self._config, self, self._step, self._initial_host_bytes, self._vocab_size
+            )
+        except Exception as explanation_error:  # noqa: BLE001 - the text of the original error is still useful
+            return f"out of memory: {error}\n  (no further explanation: {type(explanation_error).__name__})"
+        return message

@@ -1,13 +1,15 @@
-"""--log-gradient-noise: the simple noise scale of the gradient (McCandlish et al. 2018, appendix A.1), in sequences.
+"""Simple noise scale of the gradient, in sequences (--log-gradient-noise; McCandlish et al. 2018, appendix A.1).
 
-It says how large a batch is useful: with fewer sequences than it a step learns about as much more as the batch is larger, with
-more the gain fades. It is estimated from the squares of the gradient of two batches: the whole one, of B sequences, and its first
-microbatch, of b. The first microbatch is the same at every layout, and while backward goes on its gradient is there by itself, when
-a weight's gradient is written for the first time in a step. Its squares travel with the step's sums, so the host waits for nothing
-more. Context ranks share the first microbatch, and each has written a summand of its gradient: they add them up first, piece by
-piece, and each takes the squares of its part of the sum.
+The noise scale is the largest useful batch size. Below it, the progress per step grows about in proportion to the batch size; above
+it, the gain fades. It is estimated from the squared gradient norms of two batches: the full batch of B sequences, and its first
+microbatch of b sequences. The first microbatch is the same for every layout. Its gradient is available by itself during backward,
+at the first write of a parameter's gradient in a step.
 
-Only the matrices of the layers that tensor ranks divide take part (`ParamRecord.tells_noise`).
+The squared norms are reduced with the other scalars of the step, so the host does not wait again. Context ranks share the first
+microbatch, and each of them holds a partial gradient. They reduce-scatter the partial gradients in chunks, and each rank squares
+its part of the sum.
+
+Only matrices of the layers that are divided over tensor ranks are measured (`ParamRecord.measures_noise`).
 """
 
 from __future__ import annotations
@@ -19,82 +21,111 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from megatron.data_parallel.provider import Provider
-from megatron.optimizer.statistics import square_sums
+from megatron.data_parallel.provider import ShardProvider
+from megatron.optimizer.statistics import squared_norms
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import reduce_scatter
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import Shard
 from megatron.parallel.topology import DATA_AXES
 
-_AT_ONCE = 1 << 20
-"""Elements of a gradient that context ranks add up at once, or a few less: a rank's part of them is all that it takes."""
+_CHUNK_ELEMENTS = 1 << 20
+"""Maximum number of gradient elements that context ranks reduce-scatter at once. It bounds the temporary memory, which is a
+rank's share of the chunk."""
 
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Unbiased estimates from one step. Their ratio is not: sums of many steps are divided (`noise_scale`)."""
+    """Unbiased estimates, from one step, of the noise and of the signal in the gradient. Their ratio would be biased, so
+    `compute_noise_scale` sums the estimates of many steps before it divides."""
 
-    trace: float
-    """Trace of the covariance of one sequence's gradient: the noise."""
-    square: float
-    """Square of the true gradient: the signal."""
+    covariance_trace: float
+    """Trace of the covariance of the gradient of one sequence (the noise)."""
+    squared_norm: float
+    """Squared norm of the true gradient (the signal)."""
 
     @classmethod
     def of(cls, small: float, big: float, small_batch: int, big_batch: int) -> NoiseEstimate:
-        """From the squares of the mean gradient over a small and a big batch (equations A.2 and A.3)."""
+        """Estimate noise and signal from the squared norms of the mean gradients of a small and a big batch (equations A.2 and
+        A.3).
+
+        Args:
+            small: squared gradient norm of the small batch.
+            big: squared gradient norm of the big batch.
+            small_batch: sequences in the small batch.
+            big_batch: sequences in the big batch.
+        """
         square = (big_batch * big - small_batch * small) / (big_batch - small_batch)
         trace = (small - big) / (1.0 / small_batch - 1.0 / big_batch)
         return cls(trace, square)
 
 
-def noise_scale(estimates: Sequence[NoiseEstimate]) -> float | None:
-    """The noise scale in sequences; None where the steps are too few to tell the gradient from its noise."""
-    square = sum(one.square for one in estimates)
-    return sum(one.trace for one in estimates) / square if square > 0.0 else None
+def compute_noise_scale(estimates: Sequence[NoiseEstimate]) -> float | None:
+    """Return the noise scale in sequences, or None if there are too few steps to separate the gradient from its noise."""
+    square = sum(estimate.squared_norm for estimate in estimates)
+    return sum(estimate.covariance_trace for estimate in estimates) / square if square > 0.0 else None
 
 
-class GradientNoise:
-    """Measures the squares of a step's first microbatch while its gradient is written.
+class GradientNoiseMeter:
+    """Meter of the squared gradient norm of a step's first microbatch. It reads each gradient when the gradient is first written in
+    the step.
 
     Args:
-        shards: those that this rank counts, in the order of the squares that `sums` takes.
+        providers: shard providers whose gradient sinks are measured.
+        shards: shards that this rank counts in the gradient norm, in the order of the argument of `local_squared_norms`.
     """
 
-    def __init__(self, providers: Iterable[Provider], shards: Sequence[Shard], context: ParallelContext) -> None:
-        device, self._sharers = context.device, context.context_group
-        self.has_first = all(context.coordinates[axis] == 0 for axis in DATA_AXES)
-        """Whether the first microbatch of a step is this rank's, or its part of it."""
-        watched = [sink for provider in providers for record, sink in provider.sinks() if self.has_first and record.tells_noise]
-        for number, sink in enumerate(watched):
-            sink.on_write = partial(self._wrote, number, sink, sink.on_write)
-        self._squares = torch.zeros(len(watched), dtype=torch.float64, device=device)
-        counted = [index for index, shard in enumerate(shards) if shard.record.tells_noise]
-        self._counted = torch.tensor(counted, dtype=torch.long, device=device)
-        self._waiting = [False] * len(watched)
+    def __init__(self, providers: Iterable[ShardProvider], shards: Sequence[Shard], context: ParallelContext) -> None:
+        device, self._context_group = context.device, context.context_group
+        self.has_first_microbatch = all(context.coordinates[axis] == 0 for axis in DATA_AXES)
+        """Whether this rank computes the first microbatch of a step, or its share of that microbatch."""
+        measured_sinks = [
+            sink
+            for provider in providers
+            for record, sink in provider.grad_sinks()
+            if self.has_first_microbatch and record.measures_noise
+        ]
+        for sink_index, sink in enumerate(measured_sinks):
+            sink.on_write = partial(self._on_write, sink_index, sink, sink.on_write)
+        self._first_sq_sums = torch.zeros(len(measured_sinks), dtype=torch.float64, device=device)
+        measured_shards = [index for index, shard in enumerate(shards) if shard.record.measures_noise]
+        self._measured_shards = torch.tensor(measured_shards, dtype=torch.long, device=device)
+        self._is_pending = [False] * len(measured_sinks)
 
-    def start(self, *, measures: bool) -> None:
-        """Begin a step."""
-        self._waiting = [measures] * len(self._waiting)
+    def start(self, *, enabled: bool) -> None:
+        """Start a step. If `enabled` is False, nothing is measured."""
+        self._is_pending = [enabled] * len(self._is_pending)
 
-    def sums(self, counted_squares: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's share of the squares of the first microbatch's gradient and of the whole one's: float64 scalars."""
-        return [self._squares.sum(), counted_squares.index_select(0, self._counted).sum()]
+    def local_squared_norms(self, shard_squared_norms: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's summands of two squared gradient norms: that of the first microbatch and that of the full batch, as
+        float64 scalars.
 
-    def _wrote(self, number: int, sink: GradSink, counted: Callable[[], None]) -> None:
-        if self._waiting[number]:
-            self._waiting[number] = False
+        Args:
+            shard_squared_norms: squared norms of the full batch's gradient, one per shard.
+        """
+        return [self._first_sq_sums.sum(), shard_squared_norms.index_select(0, self._measured_shards).sum()]
+
+    def _on_write(self, sink_index: int, sink: GradSink, next_on_write: Callable[[], None]) -> None:
+        if self._is_pending[sink_index]:
+            self._is_pending[sink_index] = False
             assert sink.main_grad is not None, "it was just written"
-            squares = [square_sums([part], self._squares.device) for part in _parts_of_sum(sink.main_grad, self._sharers)]
-            self._squares[number] = torch.cat(squares).sum()
-        counted()
+            sq_sums = [
+                squared_norms([chunk], self._first_sq_sums.device)
+                for chunk in _reduce_scatter_chunks(sink.main_grad, self._context_group)
+            ]
+            self._first_sq_sums[sink_index] = torch.cat(sq_sums).sum()
+        next_on_write()
 
 
-def _parts_of_sum(grad: torch.Tensor, sharers: Group) -> Iterator[torch.Tensor]:
-    """This rank's parts of the sum of the ranks' gradients: all ranks together have each element once, and zeros beside them."""
-    if sharers.size == 1:
+def _reduce_scatter_chunks(grad: torch.Tensor, group: Group) -> Iterator[torch.Tensor]:
+    """Sum a gradient over the ranks of `group`, piece by piece, with one reduce-scatter for each piece. Yield this rank's part of
+    each sum.
+
+    Over all ranks, the yielded parts contain each element once, and zeros as padding.
+    """
+    if group.size == 1:
         yield grad
         return
-    for piece in grad.flatten().split(_AT_ONCE // sharers.size * sharers.size):
-        missing = -len(piece) % sharers.size
-        yield reduce_scatter(F.pad(piece, (0, missing)) if missing else piece, sharers)
+    for chunk in grad.flatten().split(_CHUNK_ELEMENTS // group.size * group.size):
+        padding = -len(chunk) % group.size
+        yield reduce_scatter(F.pad(chunk, (0, padding)) if padding else chunk, group)

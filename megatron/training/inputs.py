@@ -1,6 +1,8 @@
-"""The data of a run on this rank: the datasets, and the microbatches of a step as the model takes them.
+"""Training and evaluation data of this rank: the datasets, and the microbatches of each step as inputs of the model.
 
-Only the stages that need samples read them.
+Only the pipeline stages that need samples read them.
+
+Shapes: `b` microbatch size, `s` sequence length.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.config.config import Config
-from megatron.config.data import DataConfig, has_own_splits, parse_split, split_words
-from megatron.config.imports import named
+from megatron.config.data import DataConfig, has_split_datasets, parse_split, read_split_blends
+from megatron.config.imports import import_object
 from megatron.config.model import ModelConfig
-from megatron.data.history import Phase, describe_phases, go_on, pass_over
+from megatron.data.history import Phase, continue_phases, describe_phases, skip_samples
 from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource
 from megatron.data.splits import Datasets, open_datasets
-from megatron.data.tokenizer import build_tokenizer, embedding_rows
+from megatron.data.tokenizer import build_tokenizer, compute_embedding_rows
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.cut import Cut, balanced, token_costs
 from megatron.parallel.random import DropoutKey
-from megatron.spec.counts import attention_shares
-from megatron.spec.schedules import placement
-from megatron.training.failure import together
+from megatron.parallel.sequence_split import SequenceSplit, compute_token_costs, split_balanced
+from megatron.spec.counts import compute_window_shares
+from megatron.spec.schedules import assign_chunks
+from megatron.training.failure import run_on_all_ranks
 from megatron.training.progress import BatchSizePlan, Progress
 
 if TYPE_CHECKING:
@@ -37,89 +39,106 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """How samples are divided among context ranks. It is the last thing that is done to them on the host."""
+class SequenceSplitter:
+    """Splitter of samples over the context ranks. Splitting is the last step of data processing on the host."""
 
     group: Group
-    """The context ranks."""
-    length: int
-    """Tokens of a sample."""
-    shares: Mapping[int | None, float]
-    """Part of each window in the attention of a sample (`attention_shares`): what pieces are weighed by."""
-    depths: int
-    """Depths of multi-token prediction, which need what lies as many places further on."""
+    """Group of the context ranks."""
+    seq_length: int
+    """Tokens per sample."""
+    window_shares: Mapping[int | None, float]
+    """Share of a sample's attention computation that each window size has (`compute_window_shares`), by the window size of the
+    layers; None for layers without a window. The shares determine the amount of computation of a segment when segments are balanced
+    over the ranks."""
+    mtp_depths: int
+    """Number of depths (additional prediction layers) of multi-token prediction. Depth k needs the labels and the loss mask k
+    positions further on, which can be on another rank."""
 
     @functools.cached_property
-    def of_samples(self) -> Cut:
-        """The cut where each sample is one document."""
-        return balanced(token_costs(self.length, self.shares), self.group.size)
+    def sample_split(self) -> SequenceSplit:
+        """Split of a sample that is a single document."""
+        return split_balanced(compute_token_costs(self.seq_length, self.window_shares), self.group.size)
 
-    def own(self, microbatch: Microbatch) -> tuple[Cut | None, dict[str, NDArray[Any]]]:
-        """The cut of a microbatch, and what this rank holds of its arrays, by the names of its fields."""
+    def split(self, microbatch: Microbatch) -> tuple[SequenceSplit | None, dict[str, NDArray[Any]]]:
+        """Split a microbatch over the context ranks.
+
+        Returns:
+            the split (None for one context rank), and this rank's arrays by the names of the fields of `Microbatch`, plus `labels
+            ahead k` and `mask ahead k` for each depth k of multi-token prediction.
+        """
         arrays = {name: array for name, array in vars(microbatch).items() if isinstance(array, np.ndarray)}
         if self.group.size == 1:
             return None, arrays
-        cut = self.of_samples
-        if microbatch.bounds is not None:
-            cut = balanced(token_costs(self.length, self.shares, microbatch.bounds), self.group.size)
-        places = cut.places(self.group.index)
-        for k in range(1, self.depths + 1):
+        sequence_split = self.sample_split
+        if microbatch.cu_seqlens is not None:
+            sequence_split = split_balanced(
+                compute_token_costs(self.seq_length, self.window_shares, microbatch.cu_seqlens), self.group.size
+            )
+        positions = sequence_split.positions(self.group.rank)
+        for k in range(1, self.mtp_depths + 1):
             arrays[f"labels ahead {k}"] = np.pad(microbatch.labels[:, k:], ((0, 0), (0, k)))
             arrays[f"mask ahead {k}"] = np.pad(microbatch.loss_mask[:, k:], ((0, 0), (0, k)))
-        if microbatch.positions is None and cut.pieces != self.of_samples.pieces:
-            arrays["positions"] = np.broadcast_to(places, (len(microbatch.tokens), len(places)))
-        return cut, {name: each[:, places] if each.shape == microbatch.tokens.shape else each for name, each in arrays.items()}
+        if microbatch.positions is None and sequence_split.segments != self.sample_split.segments:
+            arrays["positions"] = np.broadcast_to(positions, (len(microbatch.tokens), len(positions)))
+        return sequence_split, {
+            name: values[:, positions] if values.shape == microbatch.tokens.shape else values for name, values in arrays.items()
+        }
 
 
 class HostInputs(NamedTuple):
-    """A microbatch, and what this rank holds of its arrays as tensors in host memory ([s / context ranks, b]), ready to go to the
-    device. The reading thread makes them."""
+    """Microbatch and this rank's part of it: tensors in host memory, [s / context ranks, b]. The data loader's threads build
+    them."""
 
     microbatch: Microbatch
-    tensors: dict[str, torch.Tensor]
-    """By the names of its fields, those that it has."""
+    host_tensors: dict[str, torch.Tensor]
+    """Tensors by the names of the fields of `Microbatch`; fields without values are missing."""
 
-    cut: Cut | None = None
-    """Which context ranks hold which tokens; None where there is one context rank."""
+    sequence_split: SequenceSplit | None = None
+    """Split of the sequence over the context ranks; None for one context rank."""
 
     @classmethod
-    def of(cls, microbatch: Microbatch, device: torch.device, cutting: Cutting) -> HostInputs:
-        """Copy this rank's part of the arrays; for CUDA into pinned memory, from which the device fetches them while the host goes
-        on."""
-        cut, arrays = cutting.own(microbatch)
+    def of(cls, microbatch: Microbatch, device: torch.device, splitter: SequenceSplitter) -> HostInputs:
+        """Build the inputs by copying this rank's arrays into tensors. For CUDA the tensors are in pinned memory, so that the copy
+        to the device is asynchronous."""
+        sequence_split, arrays = splitter.split(microbatch)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array.T)) for name, array in arrays.items()}
-        return cls(microbatch, {name: t.pin_memory() for name, t in tensors.items()} if device.type == "cuda" else tensors, cut)
+        return cls(
+            microbatch, {name: t.pin_memory() for name, t in tensors.items()} if device.type == "cuda" else tensors, sequence_split
+        )
 
 
 @dataclass(frozen=True)
-class BatchMaker:
-    """Makes the inputs of whole steps for one rank.
+class BatchBuilder:
+    """Builder of the model inputs of each step on one rank.
 
     Args:
         seed: seed of dropout.
-        seq_length: tokens in a sample.
-        micro_batch_size: samples in a microbatch.
-        rules: the meaning of the end of a document.
-        attention_shares: part of each window in the attention of a sample, by which context ranks share it evenly.
-        depths: those of multi-token prediction.
+        seq_length: tokens per sample.
+        micro_batch_size: samples per microbatch.
+        document_rules: effects of the end of a document on positions, attention and loss.
+        window_shares: share of a sample's attention computation that each window size has, to balance the split over the context
+            ranks.
+        mtp_depths: number of depths (additional prediction layers) of multi-token prediction.
     """
 
     context: ParallelContext
     seed: int
     seq_length: int
     micro_batch_size: int
-    rules: DocumentRules
-    attention_shares: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
-    depths: int = 0
+    document_rules: DocumentRules
+    window_shares: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
+    mtp_depths: int = 0
 
     @classmethod
     def for_model(
-        cls, model: ModelConfig, context: ParallelContext, seed: int, micro_batch_size: int, rules: DocumentRules
-    ) -> BatchMaker:
-        """Make the inputs that a model takes."""
-        return cls(context, seed, model.seq_length, micro_batch_size, rules, attention_shares(model), model.mtp_num_layers)
+        cls, model: ModelConfig, context: ParallelContext, seed: int, micro_batch_size: int, document_rules: DocumentRules
+    ) -> BatchBuilder:
+        """Build a batch builder with the sequence length, attention windows and prediction depths of a model."""
+        return cls(
+            context, seed, model.seq_length, micro_batch_size, document_rules, compute_window_shares(model), model.mtp_num_layers
+        )
 
-    def steps(
+    def batches(
         self,
         source: SampleSource | None,
         *,
@@ -127,35 +146,43 @@ class BatchMaker:
         consumed_samples: int,
         total_samples: int,
         num_workers: int,
-        dropout: bool = True,
+        has_dropout: bool = True,
     ) -> Iterator[list[ModelInputs]]:
-        """The steps from `consumed_samples` on.
+        """Yield the batches of the training steps, each as the list of this rank's microbatches. The first step starts after
+        `consumed_samples` samples.
 
         Args:
-            source: the samples; None on a rank that reads none.
+            source: samples; None on a rank that reads none.
+            global_batch_size_at: function that returns the global batch size of the step that starts after the given number of
+                samples.
+            consumed_samples: samples of all earlier steps, over all data ranks.
+            total_samples: number of samples at which the batches end.
             num_workers: threads that read ahead.
-            dropout: whether they get the keys of dropout, as in training.
+            has_dropout: add to the inputs the random keys that determine dropout masks, as training needs them.
         """
         consumed = consumed_samples
-        rank, size = self.context.data_group.index, self.context.data_group.size
+        rank, size = self.context.data_group.rank, self.context.data_group.size
 
-        def key(first_sample: int) -> DropoutKey | None:
-            if not dropout:
+        def dropout_key(sample: int) -> DropoutKey | None:
+            if not has_dropout:
                 return None
-            return DropoutKey(self.seed, consumed, first_sample, context_rank=self.cutting.group.index)
+            return DropoutKey(self.seed, consumed, sample, context_rank=self.splitter.group.rank)
 
         if source is None:
-            assert not self.rules.every_stage_reads, "layers need to know where documents end"
+            assert not self.document_rules.needed_by_all_stages, "layers need to know where documents end"
             while consumed < total_samples:
-                batch = global_batch_size_at(consumed)
-                firsts = range(consumed + rank * self.micro_batch_size, consumed + batch, size * self.micro_batch_size)
-                yield [ModelInputs(self._positions, dropout_key=key(first), documents=self._samples) for first in firsts]
-                consumed += batch
+                batch_size = global_batch_size_at(consumed)
+                start_samples = range(consumed + rank * self.micro_batch_size, consumed + batch_size, size * self.micro_batch_size)
+                yield [
+                    ModelInputs(self._positions, dropout_key=dropout_key(start_sample), documents=self._unpacked_documents)
+                    for start_sample in start_samples
+                ]
+                consumed += batch_size
             return
         loader = StepLoader(
             source,
-            self.rules,
-            functools.partial(HostInputs.of, device=self.context.device, cutting=self.cutting),
+            self.document_rules,
+            functools.partial(HostInputs.of, device=self.context.device, splitter=self.splitter),
             micro_batch_size=self.micro_batch_size,
             data_rank=rank,
             data_size=size,
@@ -166,85 +193,105 @@ class BatchMaker:
         )
         try:
             for step in loader:
-                inputs = [self._inputs(host, key(host.microbatch.first_sample)) for host in step]
-                loader.read_ahead()
+                inputs = [self._build_model_inputs(host, dropout_key(host.microbatch.first_sample)) for host in step]
+                loader.prefetch()
                 yield inputs
                 consumed = loader.consumed_samples
         finally:
             loader.close()
 
-    def evaluation(
+    def evaluation_batches(
         self, source: SampleSource | None, *, global_batch_size: int, num_batches: int, num_workers: int = 0
     ) -> Iterator[list[ModelInputs]]:
-        """Steps over the first samples of a split, always the same, without dropout."""
-        return self.steps(
+        """Yield the batches of an evaluation, each as the list of this rank's microbatches, without dropout. Every evaluation reads
+        the same samples, the first ones of the split.
+
+        Args:
+            source: samples; None on a rank that reads none.
+            num_batches: number of global batches.
+            num_workers: threads that read ahead; 0 to read in the calling thread.
+        """
+        return self.batches(
             source,
             global_batch_size_at=lambda _: global_batch_size,
             consumed_samples=0,
             total_samples=global_batch_size * num_batches,
             num_workers=num_workers,
-            dropout=False,
+            has_dropout=False,
         )
 
-    def inputs_of(self, microbatch: Microbatch) -> ModelInputs:
-        """What this rank takes of one microbatch, without dropout."""
-        return self._inputs(HostInputs.of(microbatch, self.context.device, self.cutting), None)
+    def build_inputs(self, microbatch: Microbatch) -> ModelInputs:
+        """Build this rank's model inputs of one microbatch, without dropout."""
+        return self._build_model_inputs(HostInputs.of(microbatch, self.context.device, self.splitter), None)
 
-    def _inputs(self, host: HostInputs, key: DropoutKey | None) -> ModelInputs:
-        tensors = {name: self._on_device(tensor) for name, tensor in host.tensors.items()}
-        bounds = host.microbatch.bounds
+    def _build_model_inputs(self, host: HostInputs, key: DropoutKey | None) -> ModelInputs:
+        tensors = {name: self._on_device(tensor) for name, tensor in host.host_tensors.items()}
+        cu_seqlens = host.microbatch.cu_seqlens
         return ModelInputs(
             tensors.get("positions", self._positions),
             tensors["tokens"],
             tensors["labels"],
             tensors["loss_mask"],
             key,
-            self._samples
-            if bounds is None
-            else named("megatron.attention.documents:Documents")(bounds, tensors["bounds"], self.micro_batch_size, host.cut),
-            ahead=[(tensors[f"labels ahead {k + 1}"], tensors[f"mask ahead {k + 1}"]) for k in range(self.depths) if host.cut],
+            self._unpacked_documents
+            if cu_seqlens is None
+            else import_object("megatron.attention.documents:Documents")(
+                cu_seqlens, tensors["cu_seqlens"], self.micro_batch_size, host.sequence_split
+            ),
+            mtp_targets=[
+                (tensors[f"labels ahead {k + 1}"], tensors[f"mask ahead {k + 1}"])
+                for k in range(self.mtp_depths)
+                if host.sequence_split
+            ],
         )
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Even a call that does nothing lets a reading thread take Python's lock.
+        # On the CPU skip the call: even a no-op `to` lets a loader thread take Python's global lock.
         return tensor if self.context.device.type == "cpu" else tensor.to(self.context.device, non_blocking=True)
 
     @functools.cached_property
-    def cutting(self) -> Cutting:
-        """How samples are divided among the context ranks."""
-        return Cutting(self.context.context_group, self.seq_length, self.attention_shares, self.depths)
+    def splitter(self) -> SequenceSplitter:
+        """Splitter of samples over the context ranks."""
+        return SequenceSplitter(self.context.context_group, self.seq_length, self.window_shares, self.mtp_depths)
 
     @functools.cached_property
     def _positions(self) -> torch.Tensor:
-        """Positions of this rank's tokens in samples that count from 0 to s - 1, [s / context ranks, b]; one tensor for all
-        microbatches."""
-        if self.cutting.group.size == 1:
+        """Positions of this rank's tokens if positions do not restart in each document, [s / context ranks, b]. All microbatches
+        share the tensor."""
+        if self.splitter.group.size == 1:
             positions = torch.arange(self.seq_length, device=self.context.device)
         else:
-            positions = torch.from_numpy(self.cutting.of_samples.places(self.cutting.group.index)).to(self.context.device)
+            positions = torch.from_numpy(self.splitter.sample_split.positions(self.splitter.group.rank)).to(self.context.device)
         return positions.unsqueeze(1).expand(-1, self.micro_batch_size)
 
     @functools.cached_property
-    def _samples(self) -> Documents | None:
-        """Whole samples, where attention needs to know which ranks hold which tokens of them."""
-        if self.cutting.group.size == 1:
+    def _unpacked_documents(self) -> Documents | None:
+        """Document boundaries of a microbatch in which each sample is one document. None for one context rank, because attention
+        then needs no boundaries. With several context ranks, attention needs to know how the samples are split."""
+        if self.splitter.group.size == 1:
             return None
-        found: Documents = named("megatron.attention.documents:samples")(
-            self.seq_length, self.micro_batch_size, self.cutting.of_samples, self.context.device
+        documents: Documents = import_object("megatron.attention.documents:build_unpacked_documents")(
+            self.seq_length, self.micro_batch_size, self.splitter.sample_split, self.context.device
         )
-        return found
+        return documents
 
 
-def reads_samples(context: ParallelContext, stage_of_chunk: Sequence[int], rules: DocumentRules) -> bool:
-    """Whether this rank takes tokens (for the first chunk), labels (for the last) or the places of documents (for any)."""
-    return rules.every_stage_reads or context.group("pp").index in (stage_of_chunk[0], stage_of_chunk[-1])
+def needs_samples(context: ParallelContext, stage_of_chunk: Sequence[int], document_rules: DocumentRules) -> bool:
+    """Return whether this rank must read samples. The first model chunk needs tokens, the last needs labels, and with some document
+    rules every chunk needs document boundaries.
+
+    Args:
+        stage_of_chunk: pipeline stage of each model chunk of the model.
+    """
+    return document_rules.needed_by_all_stages or context.group("pp").rank in (stage_of_chunk[0], stage_of_chunk[-1])
 
 
 Batches = Iterator[list[ModelInputs]]
 
 
 class Sources(NamedTuple):
-    """The samples of each split, where the run and this rank's stage read any."""
+    """Sample sources of the training, validation and test split. A source is None if the run does not use the split, or if this
+    rank's stage does not read samples."""
 
     train: SampleSource | None = None
     valid: SampleSource | None = None
@@ -253,65 +300,73 @@ class Sources(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Describes the training data, for warnings."""
+    """Properties of the training data that warnings about the losses depend on."""
 
-    tokens: int | None
-    """Number of tokens in one epoch; None for made-up data, and if the number is unknown."""
-    split_in_order: bool
-    """Whether training and validation are the first and later documents of the same files (--split)."""
+    num_tokens: int | None
+    """Number of tokens in one epoch; None for mock data, or if the number is unknown."""
+    has_sequential_split: bool
+    """Whether training and validation documents come from the same files (--split). The training documents are then the first
+    ones of each file."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run on this rank, whatever its place in the run."""
+    """Tokenizer and datasets of a run on this rank. They do not depend on the progress of the run; `batches_from` creates the
+    batches for a progress."""
 
     config: Config
     vocab_size: int
-    maker: BatchMaker
+    batch_builder: BatchBuilder
     datasets: Datasets | None
-    """The datasets; None on a rank whose stage reads no samples."""
+    """Datasets; None on a rank whose stage reads no samples."""
     has_test: bool
 
     @property
     def corpus(self) -> Corpus:
-        """The description of the training data, as far as this rank knows it."""
-        parts = self.datasets.train.components if self.datasets is not None else ()
-        tokens = sum(each.dataset.num_tokens(each.documents) for each in parts)
-        return Corpus(tokens or None, bool(parts) and not has_own_splits(self.config.data))
+        """Description of the training data, as far as this rank knows the data."""
+        components = self.datasets.train.components if self.datasets is not None else ()
+        tokens = sum(component.dataset.num_tokens(component.documents) for component in components)
+        return Corpus(tokens or None, bool(components) and not has_split_datasets(self.config.data))
 
-    def at(self, progress: Progress, plan: BatchSizePlan, context: ParallelContext, *, passed_over: int = 0) -> RunBatches:
-        """The batches of the rest of the run. What was consumed before stays consumed; `progress.phases` is updated. All ranks call
-        it together.
+    def batches_from(
+        self, progress: Progress, plan: BatchSizePlan, context: ParallelContext, *, num_discarded: int = 0
+    ) -> RunBatches:
+        """Create the batches of the remaining run. All ranks call this function together.
+
+        Samples that are already consumed are not read again. `progress.phases` is updated in place.
 
         Args:
-            passed_over: how many of the samples that `progress` has consumed last belong to no step, after a loss spike.
+            num_discarded: number of samples that were discarded after a loss spike. They are the last ones of
+                `progress.consumed_samples` and belong to no step.
 
         Raises:
-            SetupError: an index cannot be made.
+            SetupError: an index of the samples cannot be built.
         """
 
-        def make() -> Sources:
+        def open_sources() -> Sources:
             if self.datasets is None:
                 return Sources()
-            now = self._phase(self.datasets, progress, plan)
-            before = progress.consumed_samples - passed_over
-            progress.phases = go_on(progress.phases, replace(now, first_sample=before))
-            if passed_over:
-                progress.phases = pass_over(progress.phases, progress.iteration, before, passed_over)
+            phase = self._build_phase(self.datasets, progress, plan)
+            first_sample = progress.consumed_samples - num_discarded
+            progress.phases = continue_phases(progress.phases, replace(phase, first_sample=first_sample))
+            if num_discarded:
+                progress.phases = skip_samples(progress.phases, progress.iteration, first_sample, num_discarded)
             valid, test = self.datasets.valid, self.datasets.test
-            evaluation = self.config.training.eval_iters * plan.final_global_batch_size
-            # As many evaluations as Megatron-LM counts; its order of the validation samples depends on it.
+            samples_per_evaluation = self.config.training.eval_iters * plan.final_global_batch_size
+            # Count evaluations as Megatron-LM does: its order of the validation samples depends on the number.
             interval = self.config.training.eval_interval
-            evaluations = plan.total_iterations // interval + 1 if interval else 1
+            num_evaluations = plan.total_iterations // interval + 1 if interval else 1
             return Sources(
-                self.datasets.train.source(plan.total_samples, progress.phases),
-                valid.source(evaluation * evaluations, num_read=evaluation) if valid else None,
-                test.source(evaluation) if test else None,
+                self.datasets.train.build_source(plan.total_samples, progress.phases),
+                valid.build_source(samples_per_evaluation * num_evaluations, num_consumed=samples_per_evaluation)
+                if valid
+                else None,
+                test.build_source(samples_per_evaluation) if test else None,
             )
 
-        return RunBatches(self, plan, together(context, make))
+        return RunBatches(self, plan, run_on_all_ranks(context, open_sources))
 
-    def _phase(self, datasets: Datasets, progress: Progress, plan: BatchSizePlan) -> Phase:
+    def _build_phase(self, datasets: Datasets, progress: Progress, plan: BatchSizePlan) -> Phase:
         training, data = self.config.training, self.config.data
         return Phase(
             first_iteration=progress.iteration,
@@ -322,7 +377,7 @@ class RunData:
             global_batch_size=plan.final_global_batch_size,
             rampup_batch_size=training.rampup_batch_size,
             step_batch_size_schedule=training.step_batch_size_schedule,
-            parts=datasets.train.parts(),
+            parts=datasets.train.blend_entries(),
             blending=datasets.train.blending,
             num_samples=plan.total_samples if data.data_order == "megatron" else None,
         )
@@ -330,15 +385,15 @@ class RunData:
 
 @dataclass(frozen=True)
 class RunBatches:
-    """The batches of a run on this rank, from its place in the run on."""
+    """Batches for training, validation and test on this rank, from the run's current progress to its end."""
 
     data: RunData
     plan: BatchSizePlan
     sources: Sources
 
-    def training(self, consumed_samples: int) -> Batches:
-        """Training steps from a number of consumed samples on."""
-        return self.data.maker.steps(
+    def training_batches(self, consumed_samples: int) -> Batches:
+        """Yield the batches of the training steps that follow after `consumed_samples` samples."""
+        return self.data.batch_builder.batches(
             self.sources.train,
             global_batch_size_at=self.plan.global_batch_size,
             consumed_samples=consumed_samples,
@@ -347,64 +402,70 @@ class RunBatches:
         )
 
     @property
-    def validation(self) -> Callable[[], Batches] | None:
-        """Evaluation batches, always the same; None if the run has no evaluation."""
-        return functools.partial(self._held_out, self.sources.valid) if self.data.config.training.eval_iters else None
+    def validation_batches(self) -> Callable[[], Batches] | None:
+        """Function that builds the batches of an evaluation, the same at every call; None if the run has no evaluation."""
+        return (
+            functools.partial(self._build_evaluation_batches, self.sources.valid) if self.data.config.training.eval_iters else None
+        )
 
     @property
-    def test(self) -> Callable[[], Batches] | None:
-        """Batches of the test split; None if it has no share of the data."""
-        return functools.partial(self._held_out, self.sources.test) if self.data.has_test else None
+    def test_batches(self) -> Callable[[], Batches] | None:
+        """Function that builds the batches of the test split; None if the data has no test split."""
+        return functools.partial(self._build_evaluation_batches, self.sources.test) if self.data.has_test else None
 
     def describe(self, phases: Sequence[Phase]) -> list[str]:
-        """Lines of the start-up log (on a rank that reads data)."""
-        train, datasets, total = self.sources.train, self.data.datasets, self.plan.total_samples
-        if train is None or datasets is None:
+        """Return lines for the start-up log, on a rank that reads data."""
+        train_source, datasets, total = self.sources.train, self.data.datasets, self.plan.total_samples
+        if train_source is None or datasets is None:
             return []
-        lines = [f"the run takes {total:,} training samples", *describe_phases(phases), *train.describe(total)]
+        lines = [f"the run takes {total:,} training samples", *describe_phases(phases), *train_source.describe(total)]
         for source in (self.sources.valid, self.sources.test):
             lines += source.describe(self.data.config.training.eval_iters * self.plan.final_global_batch_size) if source else []
-        warnings = [text for split in datasets if split is not None for text in split.warnings(self.data.maker.rules)]
+        warnings = [
+            text for split in datasets if split is not None for text in split.warnings(self.data.batch_builder.document_rules)
+        ]
         return lines + list(dict.fromkeys(f"WARNING: {text}" for text in warnings))
 
-    def _held_out(self, source: SampleSource | None) -> Batches:
+    def _build_evaluation_batches(self, source: SampleSource | None) -> Batches:
         config, batch = self.data.config, self.plan.final_global_batch_size
         count, num_workers = config.training.eval_iters, config.data.num_workers
-        return self.data.maker.evaluation(source, global_batch_size=batch, num_batches=count, num_workers=num_workers)
+        return self.data.batch_builder.evaluation_batches(
+            source, global_batch_size=batch, num_batches=count, num_workers=num_workers
+        )
 
 
 def open_data(config: Config, context: ParallelContext) -> RunData:
-    """Open and check tokenizer and datasets on every rank that needs them; all ranks call it together.
+    """Open and check the tokenizer and the datasets on every rank that needs them. All ranks call this function together.
 
     Raises:
-        SetupError: something is missing or damaged on some rank.
+        SetupError: a file is missing or damaged on some rank.
     """
     training, data, parallel, seq_length = config.training, config.data, config.parallel, config.model.seq_length
-    chunks = parallel.chunks_per_stage(config.model.num_layers)
-    stage_of_chunk = placement(parallel.schedule, parallel.pipeline_model_parallel_size, chunks)
+    chunks = parallel.get_chunks_per_stage(config.model.num_layers)
+    stage_of_chunk = assign_chunks(parallel.schedule, parallel.pipeline_model_parallel_size, chunks)
 
     def build() -> RunData:
         tokenizer = build_tokenizer(data)
-        rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-        evaluates = training.eval_iters > 0
-        tests = evaluates and not data.mock_data and _has_test_data(data)
+        document_rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+        needs_validation = training.eval_iters > 0
+        needs_test = needs_validation and not data.mock_data and _has_test_data(data)
         datasets = None
-        if reads_samples(context, stage_of_chunk, rules):
+        if needs_samples(context, stage_of_chunk, document_rules):
             datasets = open_datasets(
                 data,
                 seed=training.seed,
                 seq_length=seq_length,
                 tokenizer=tokenizer,
-                need_validation=evaluates,
-                need_test=tests,
+                need_validation=needs_validation,
+                need_test=needs_test,
             )
-        maker = BatchMaker.for_model(config.model, context, training.seed, training.micro_batch_size, rules)
-        return RunData(config, embedding_rows(tokenizer, data), maker, datasets, tests)
+        maker = BatchBuilder.for_model(config.model, context, training.seed, training.micro_batch_size, document_rules)
+        return RunData(config, compute_embedding_rows(tokenizer, data), maker, datasets, needs_test)
 
-    return together(context, build)
+    return run_on_all_ranks(context, build)
 
 
 def _has_test_data(data: DataConfig) -> bool:
-    if has_own_splits(data):
-        return bool(split_words(data)[1][2])
+    if has_split_datasets(data):
+        return bool(read_split_blends(data)[1][2])
     return parse_split(data.split)[2] > 0

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, saves and exits, in this order at each iteration."""
+"""Training loop: in each iteration a step, then evaluation, saving and the check for exits, if they are due."""
 
 from __future__ import annotations
 
@@ -17,36 +17,43 @@ from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import SharedError
 from megatron.training.inputs import Batches, RunBatches
-from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, learning_rate, own_rates, weight_decay
+from megatron.training.progress import (
+    BatchSizePlan,
+    LearningSchedule,
+    Progress,
+    compute_group_learning_rates,
+    compute_learning_rate,
+    compute_weight_decay,
+)
 from megatron.training.reporter import Reporter
-from megatron.training.signals import ExitSignals, LifeNote
-from megatron.training.step import Evaluated, StepResult, TrainStep
-from megatron.training.watch import METRICS, Watcher, overridden
+from megatron.training.signals import ExitSignals, ProgressFile
+from megatron.training.step import EvaluationSums, StepResult, TrainStep
+from megatron.training.watch import METRICS, Callback, find_overriding_methods
 
 if TYPE_CHECKING:
     from megatron.training.saver import Saver
 
 _ON_SIGNAL, _PAUSED = "on a signal", "paused"
-_SHARED_FAILURES = (SharedError, LossScaleError)
-"""Errors that a step raises on every rank at once."""
+_SHARED_ERRORS = (SharedError, LossScaleError)
+"""Errors that a step raises on every rank at the same time."""
 
 
 class NoSaver:
-    """Takes the place of a `Saver` in a run without --save, which saves nothing."""
+    """Stand-in for `Saver` in runs without --save. Its methods do nothing."""
 
-    keeps_in_memory = False
+    saves_to_node_memory = False
 
-    def owning(self) -> AbstractContextManager[object]:
-        """Do nothing, since the run has no folder to own."""
+    def claim_folder(self) -> AbstractContextManager[object]:
+        """Do nothing, because the run has no save folder."""
         return nullcontext()
 
     def save(self, *_: Any) -> None:
         """Save nothing."""
 
-    keep = poll = settle = went_back = finish = save
+    save_to_node_memory = poll = wait = on_rewind = finish = save
 
-    def place(self, iteration: int) -> str:
-        """Raise an error, since nothing is saved.
+    def build_checkpoint_path(self, iteration: int) -> str:
+        """Raise an error, because the run has no save folder.
 
         Raises:
             ValueError: always.
@@ -54,34 +61,37 @@ class NoSaver:
         raise ValueError("a run without --save has no checkpoint")
 
 
-class Rewound(NamedTuple):
-    """Holds the parts with which a run continues after it went back to a checkpoint."""
+class RewindResult(NamedTuple):
+    """Result of a rewind: the objects with which the run continues from the checkpoint."""
 
     plan: BatchSizePlan
     batches: RunBatches
     checkpoint: Mapping[str, Any]
-    """See `Control`."""
+    """The `config.json` of the checkpoint, as in `Control.checkpoint`."""
 
 
-GoBack = Callable[[Progress, BatchSizePlan, "Saver | NoSaver", Callable[[str], None]], Rewound | None]
-"""Takes the run back to a checkpoint and returns what to go on with; None if the run goes on as it is. All ranks call it."""
+Rewind = Callable[[Progress, BatchSizePlan, "Saver | NoSaver", Callable[[str], None]], RewindResult | None]
+"""Function that takes the run back to a checkpoint. Returns the objects with which the run continues, or None if it continues
+without a rewind. All ranks call it together."""
 
 
 @dataclass
 class Control:
-    """State that the loop and the features share: the loaded checkpoint, further entries of checkpoints, a request to go back."""
+    """State through which features influence the training loop: the loaded checkpoint, additional entries for new checkpoints, and
+    a request to rewind."""
 
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
-    """The `config.json`, unchecked, of the checkpoint from which the run continues; empty if there is none."""
+    """The `config.json` of the checkpoint from which the run continues, not validated; empty without a checkpoint."""
     checkpoint_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """Functions that return further entries of a checkpoint's `config.json`, by the names of the entries."""
-    go_back: GoBack | None = None
-    """Set by a watcher after a step, if the run must go back to a checkpoint. The same on all ranks."""
+    """Functions that return additional entries for the `config.json` of a new checkpoint, by the name of the entry."""
+    rewind: Rewind | None = None
+    """Request to go back to a checkpoint. A callback sets it after a step, on all ranks. None if the run continues normally."""
 
 
 @dataclass
 class Loop:
-    """Everything that the loop needs. A rewind replaces the plan and the batches."""
+    """Training loop: runs steps, evaluates, saves and notifies callbacks. If the run goes back to a checkpoint (a rewind), `plan`
+    and `train_batches` are replaced."""
 
     config: Config
     context: ParallelContext
@@ -92,150 +102,166 @@ class Loop:
     reporter: Reporter
     timers: Timers
     train_batches: Callable[[int], Batches]
-    """Makes the iterator of training batches that begins after so many consumed samples."""
+    """Function that returns the iterator over the training batches that follow after the given number of consumed samples."""
     valid_batches: Callable[[], Batches] | None
     test_batches: Callable[[], Batches] | None
     started_at: float
-    """When the job started, by time.monotonic()."""
+    """Start time of the job, by time.monotonic()."""
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
-    """The signals that ask the run to exit."""
-    feature_watchers: Callable[[], list[Watcher]] = list
-    """Creates the watchers of the features. All ranks call it together, before the first step."""
+    """Handler of the signals that ask the run to exit."""
+    build_feature_callbacks: Callable[[], list[Callback]] = list
+    """Function that creates the callbacks of the features. All ranks call it together, before the first step."""
     control: Control = field(default_factory=Control)
-    _feature_watchers: list[Watcher] | None = None
-    """The watchers of the features, while the run is under way."""
-    _watchers: list[Watcher] = field(default_factory=list)
-    """The watchers of the features, and behind them the user's callbacks."""
-    _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict)
-    """Methods of the watchers that are called in every step, by name; without those that only the base class has."""
+    _feature_callbacks: list[Callback] | None = None
+    """Callbacks of the features; None before the first step and after the end of the run."""
+    _callbacks: list[Callback] = field(default_factory=list)
+    """Callbacks of the features, followed by the user's callbacks."""
+    _step_methods: dict[str, list[Callable[..., Any]]] = field(default_factory=dict)
+    """Callback methods that are called in every step, by name. Methods that a callback does not override are left out."""
 
-    def run(self, progress: Progress, *, until: int | None = None, callbacks: Sequence[Watcher] = ()) -> bool:
-        """Train from `progress` (updated in place) to an exit or to the end of the run; then save, and evaluate at the end.
+    def run(self, progress: Progress, *, stop_iteration: int | None = None, callbacks: Sequence[Callback] = ()) -> bool:
+        """Train until the end of the run, a pause, or an early exit.
+
+        At the end or after an early exit, a checkpoint is saved. At the end, the run is also evaluated.
 
         Args:
-            until: the iteration at which it pauses: nothing is saved or evaluated then, and it may be called again.
-            callbacks: watch these steps. They are called after the watchers of the features.
+            progress: progress of the run, updated in place.
+            stop_iteration: iteration at which to pause. A paused run is neither saved nor evaluated, and `run` can be called again.
+            callbacks: user callbacks for these steps, called after the callbacks of the features.
 
         Returns:
-            whether a signal ended it.
+            whether a signal ended the run.
         """
-        began_at, collects = progress.iteration, gc.isenabled()
+        start_iteration, gc_was_enabled = progress.iteration, gc.isenabled()
         if self.config.training.manual_gc:
             gc.disable()
         try:
-            with self.signals.noted():
+            with self.signals.deferred():
                 try:
-                    with self.watching(callbacks):
-                        stopped = self._train(progress, until)
-                    if stopped == _PAUSED:
-                        self.saver.settle(self.reporter.say)
-                    elif progress.iteration > began_at:  # a finished run that is started again leaves its checkpoint as it is
-                        self._save(progress)  # inside the block: a further signal must not cut off the save
-                except _SHARED_FAILURES:  # on every rank alike, so the save under way can be finished
-                    self.saver.finish(self.reporter.say)
+                    with self.attach_callbacks(callbacks):
+                        stop_reason = self._train(progress, stop_iteration)
+                    if stop_reason == _PAUSED:
+                        self.saver.wait(self.reporter.log)
+                    elif progress.iteration > start_iteration:  # else a finished run was started again: keep its checkpoint
+                        self._save(progress)  # inside the block, so that another signal does not interrupt the save
+                except _SHARED_ERRORS:  # raised on every rank, so all ranks can finish the pending save together
+                    self.saver.finish(self.reporter.log)
                     raise
-                for watcher in callbacks if stopped == _PAUSED else self._watchers:
-                    watcher.close()
-                if stopped != _PAUSED:
-                    self._feature_watchers = None
-                    self.saver.finish(self.reporter.say)
-                    self._finish(progress, stopped)
+                for callback in callbacks if stop_reason == _PAUSED else self._callbacks:
+                    callback.close()
+                if stop_reason != _PAUSED:
+                    self._feature_callbacks = None
+                    self.saver.finish(self.reporter.log)
+                    self._finish(progress, stop_reason)
         finally:
-            if collects:
+            if gc_was_enabled:
                 gc.enable()
-        return stopped == _ON_SIGNAL
+        return stop_reason == _ON_SIGNAL
 
     @contextmanager
-    def watching(self, callbacks: Sequence[Watcher] = ()) -> Iterator[None]:
-        """Enter the context managers of all watchers. Steps may be made only within this block."""
-        if self._feature_watchers is None:
-            self._feature_watchers = self.feature_watchers()
-        self._watchers = [*self._feature_watchers, *callbacks]
-        names = ("on_phase", "before_step", "on_result", "after_step", "on_log")
-        self._calls = {name: overridden(self._watchers, name) for name in names}
+    def attach_callbacks(self, callbacks: Sequence[Callback] = ()) -> Iterator[None]:
+        """Enter the context managers of the callbacks (`Callback.around_steps`), and collect the callback methods that each step
+        calls. Steps may only run while this block is active."""
+        if self._feature_callbacks is None:
+            self._feature_callbacks = self.build_feature_callbacks()
+        self._callbacks = [*self._feature_callbacks, *callbacks]
+        method_names = ("on_phase", "before_step", "on_result", "after_step", "on_log")
+        self._step_methods = {name: find_overriding_methods(self._callbacks, name) for name in method_names}
         with ExitStack() as stack:
-            for watcher in self._watchers:
-                stack.enter_context(watcher.around_steps())
+            for callback in self._callbacks:
+                stack.enter_context(callback.around_steps())
             yield
 
-    def close(self, callbacks: Sequence[Watcher] = ()) -> None:
-        """Close the watchers of the features, if the run did not come to its end, and these callbacks."""
-        for watcher in (*(self._feature_watchers or ()), *callbacks):
-            watcher.close()
-        self._feature_watchers = None
+    def close(self, callbacks: Sequence[Callback] = ()) -> None:
+        """Close `callbacks`. Also close the callbacks of the features, unless the end of the run has already closed them."""
+        for callback in (*(self._feature_callbacks or ()), *callbacks):
+            callback.close()
+        self._feature_callbacks = None
 
-    def _phase(self, name: str, iteration: int | None = None) -> None:
-        """Tell the watchers what this rank does now."""
-        for call in self._calls["on_phase"]:
+    def _notify_phase(self, name: str, iteration: int | None = None) -> None:
+        """Notify the callbacks that this rank enters a phase of the loop, such as "reading data"."""
+        for call in self._step_methods["on_phase"]:
             call(name, iteration)
 
-    def _train(self, progress: Progress, until: int | None) -> str | None:
-        """Train until the run or something else ends it. Returns why it stopped before the end of the run, or None."""
-        stopped = _PAUSED if until == progress.iteration < self.plan.total_iterations else None
-        batches, life = self.train_batches(progress.consumed_samples), LifeNote(progress.iteration)
-        while progress.iteration < self.plan.total_iterations and stopped is None:
-            self._phase("reading data", progress.iteration + 1)
+    def _train(self, progress: Progress, stop_iteration: int | None) -> str | None:
+        """Run steps until the run ends or must stop. Returns the reason of an early stop, or None at the end of the run."""
+        stop_reason = _PAUSED if stop_iteration == progress.iteration < self.plan.total_iterations else None
+        batches, progress_file = self.train_batches(progress.consumed_samples), ProgressFile(progress.iteration)
+        while progress.iteration < self.plan.total_iterations and stop_reason is None:
+            self._notify_phase("reading data", progress.iteration + 1)
             with self.timers("batch-generator", level=1):
                 batch = next(batches)
-            self._phase("in a step")
-            result = self.advance(progress, batch, (self.signals.seen is not None, self._time_is_up()))
-            life.finished(progress.iteration)
-            self._phase("between steps")
-            self.saver.poll(self.reporter.say)
-            if result is not None and self.control.go_back is not None and self._went_back(progress, self.control.go_back):
+            self._notify_phase("in a step")
+            result = self.run_step(progress, batch, (self.signals.received is not None, self._is_time_up()))
+            progress_file.record(progress.iteration)
+            self._notify_phase("between steps")
+            self.saver.poll(self.reporter.log)
+            if result is not None and self.control.rewind is not None and self._rewind(progress, self.control.rewind):
                 batches.close()  # type: ignore[attr-defined]
                 batches = self.train_batches(progress.consumed_samples)
-                stopped = self._voted_exit(result)
+                stop_reason = self._find_voted_exit(result)
                 continue
-            stopped = self._between_steps(progress) or self._exit_reason(progress, result, until)
+            stop_reason = self._evaluate_and_save(progress) or self._find_exit_reason(progress, result, stop_iteration)
         batches.close()  # type: ignore[attr-defined]
-        return stopped
+        return stop_reason
 
-    def advance(
+    def run_step(
         self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool] = (False, False)
     ) -> StepResult | None:
-        """Make one step, within `watching`, or none where the user skips the iteration; `progress` is updated, and the step logged
-        if it is time."""
-        rate = learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
-        decay = weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
-        own = own_rates(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths, self.step.optimizer.own_ends)
-        samples = self.plan.global_batch_size(progress.consumed_samples)
-        iteration, result, self.control.go_back = progress.iteration + 1, None, None
+        """Run one step within `attach_callbacks`, update `progress`, and log if a log line is due.
+
+        Args:
+            batch: this data rank's microbatches.
+            exit_votes: whether this rank has received an exit signal, and whether its time is up.
+
+        Returns:
+            the result of the step, or None if the settings skip the iteration (--iterations-to-skip).
+        """
+        rate = compute_learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
+        decay = compute_weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
+        group_rates = compute_group_learning_rates(
+            progress.updated_samples, self.schedule.optimizer, self.schedule.lengths, self.step.optimizer.custom_lr_bounds
+        )
+        num_samples = self.plan.global_batch_size(progress.consumed_samples)
+        iteration, result, self.control.rewind = progress.iteration + 1, None, None
         if iteration not in self.config.training.iterations_to_skip:
-            for call in self._calls["before_step"]:
+            for call in self._step_methods["before_step"]:
                 call(batch, iteration)
             result = self.step.run(
-                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, own_rates=own, exit_votes=exit_votes
+                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, group_rates=group_rates, exit_votes=exit_votes
             )
         progress.iteration = iteration
-        progress.consumed_samples += samples
+        progress.consumed_samples += num_samples
         if result is None or result.skipped:
             progress.skipped_iterations += 1
         else:
-            progress.updated_samples += samples
-        for call in self._calls["on_result"]:
-            call(progress, result, samples)
-        logged = self.reporter.step(progress, result, rate, samples, lambda: self._log_values(result), self._record_values)
+            progress.updated_samples += num_samples
+        for call in self._step_methods["on_result"]:
+            call(progress, result, num_samples)
+        logged = self.reporter.step(
+            progress, result, rate, num_samples, lambda: self._collect_log_values(result), self._collect_record_values
+        )
         if result is not None:
-            for call in self._calls["after_step"]:
-                call(progress, result, samples, rate, decay)
+            for call in self._step_methods["after_step"]:
+                call(progress, result, num_samples, rate, decay)
         if logged is not None:
-            for call in self._calls["on_log"]:
+            for call in self._step_methods["on_log"]:
                 call(progress, logged)
         return result
 
-    def _log_values(self, result: StepResult | None) -> dict[str, float]:
-        """Further numbers of a line of the log. All ranks call it together."""
-        found = {name: value for watcher in self._watchers for name, value in watcher.log_values(result).items()}
+    def _collect_log_values(self, result: StepResult | None) -> dict[str, float]:
+        """Return the values that callbacks and registered metrics add to a log line. All ranks call this function together."""
+        values = {name: value for callback in self._callbacks for name, value in callback.log_values(result).items()}
         if result is not None:
-            found |= {name: float(metric(self.step, result)) for name, metric in METRICS.items()}
-        return found
+            values |= {name: float(metric(self.step, result)) for name, metric in METRICS.items()}
+        return values
 
-    def _record_values(self) -> dict[str, Any]:
-        return {name: value for watcher in self._watchers for name, value in watcher.record_values().items()}
+    def _collect_record_values(self) -> dict[str, Any]:
+        """Return the values that callbacks add to the record of the run (`megatron/metrics/history.py`)."""
+        return {name: value for callback in self._callbacks for name, value in callback.record_values().items()}
 
-    def _between_steps(self, progress: Progress) -> str | None:
-        """Evaluate and save, if it is time. Returns why the run is to stop, if an evaluation was given up."""
+    def _evaluate_and_save(self, progress: Progress) -> str | None:
+        """Evaluate and save, if they are due. Returns the reason to stop if a signal interrupted the evaluation, else None."""
         training = self.config.training
         valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
         if valid is not None and not self._evaluate(progress, valid, "validation"):
@@ -248,114 +274,130 @@ class Loop:
             gc.collect()
         return None
 
-    def _went_back(self, progress: Progress, go_back: GoBack) -> bool:
-        """Go back to a checkpoint; returns whether that was done."""
-        self._phase("rewinding")
-        left = progress.iteration
-        with self.reporter.paused("going back", progress):
-            found = go_back(progress, self.plan, self.saver, self.reporter.say)
-            if found is not None:
-                self.plan, self.train_batches, self.control.checkpoint = found.plan, found.batches.training, found.checkpoint
-                self.reporter.event("rewind", progress, f"back from iteration {left} to {progress.iteration}", left=left)
-                for watcher in self._watchers:
-                    watcher.after_rewind(progress)
-        self._phase("between steps")
-        return found is not None
+    def _rewind(self, progress: Progress, rewind: Rewind) -> bool:
+        """Go back to the checkpoint that the request `rewind` selects, if there is one. Returns whether the run has gone back."""
+        self._notify_phase("rewinding")
+        old_iteration = progress.iteration
+        with self.reporter.pause("going back", progress):
+            rewind_result = rewind(progress, self.plan, self.saver, self.reporter.log)
+            if rewind_result is not None:
+                self.plan, self.train_batches, self.control.checkpoint = (
+                    rewind_result.plan,
+                    rewind_result.batches.training_batches,
+                    rewind_result.checkpoint,
+                )
+                self.reporter.record_event(
+                    "rewind", progress, f"back from iteration {old_iteration} to {progress.iteration}", left=old_iteration
+                )
+                for callback in self._callbacks:
+                    callback.after_rewind(progress)
+        self._notify_phase("between steps")
+        return rewind_result is not None
 
-    def _voted_exit(self, result: StepResult) -> str | None:
+    def _find_voted_exit(self, result: StepResult) -> str | None:
+        """Return the reason for the exit if any rank has voted for one, else None."""
         if result.exit_votes[0]:
             return _ON_SIGNAL
         if result.exit_votes[1]:
             return f"after {self.config.training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
         return None
 
-    def _exit_reason(self, progress: Progress, result: StepResult | None, until: int | None) -> str | None:
+    def _find_exit_reason(self, progress: Progress, result: StepResult | None, stop_iteration: int | None) -> str | None:
+        """Return the reason why the loop must stop after this iteration, or None if it continues."""
         training = self.config.training
-        if result is not None and (voted := self._voted_exit(result)) is not None:
-            return voted
-        done = progress.iteration == self.plan.total_iterations
-        if progress.is_multiple_of(training.exit_interval) and not done:
+        if result is not None and (vote_reason := self._find_voted_exit(result)) is not None:
+            return vote_reason
+        is_complete = progress.iteration == self.plan.total_iterations
+        if progress.is_multiple_of(training.exit_interval) and not is_complete:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
-        return None if done or progress.iteration != until else _PAUSED
+        return None if is_complete or progress.iteration != stop_iteration else _PAUSED
 
-    def _finish(self, progress: Progress, stopped: str | None) -> None:
-        # After the save: evaluations may take longer than a scheduler that ends the job allows.
-        if stopped is None:
-            done = True
+    def _finish(self, progress: Progress, stop_reason: str | None) -> None:
+        """Run the final evaluations, notify the callbacks, and log how the run ended."""
+        # Evaluate after the save: a job scheduler may end the job before the evaluations are complete.
+        if stop_reason is None:
+            is_complete = True
             if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
-                done = self._evaluate(progress, self.valid_batches, "validation")
-            if done and self.test_batches is not None:
+                is_complete = self._evaluate(progress, self.valid_batches, "validation")
+            if is_complete and self.test_batches is not None:
                 self._evaluate(progress, self.test_batches, "test")
-        for watcher in self._watchers:
-            watcher.on_end()
-        why = self.signals.words() if stopped == _ON_SIGNAL else stopped
-        words = f"done after {progress.iteration} iterations" if stopped is None else f"exiting {why}"
-        self.reporter.say(words)
-        self.reporter.event("end", progress, words)
+        for callback in self._callbacks:
+            callback.on_end()
+        exit_reason = self.signals.describe() if stop_reason == _ON_SIGNAL else stop_reason
+        message = f"done after {progress.iteration} iterations" if stop_reason is None else f"exiting {exit_reason}"
+        self.reporter.log(message)
+        self.reporter.record_event("end", progress, message)
 
-    def _evaluate(self, progress: Progress, make: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
-        """Evaluate; returns whether that came to its end, and was not given up on a signal."""
-        self._phase("evaluating")
-        with self.reporter.paused("evaluating", progress):
+    def _evaluate(self, progress: Progress, build_batches: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
+        """Evaluate on a split and log the losses. Returns False if an exit signal interrupted the evaluation."""
+        self._notify_phase("evaluating")
+        with self.reporter.pause("evaluating", progress):
             with self.timers("evaluation", level=0):
-                found = evaluate(self.step, make(), lambda: self.signals.seen is not None)
-            if found is None:
-                self.reporter.say(f"  the evaluation at iteration {progress.iteration} is given up {self.signals.words()}")
+                losses = evaluate(self.step, build_batches(), lambda: self.signals.received is not None)
+            if losses is None:
+                self.reporter.log(f"  the evaluation at iteration {progress.iteration} is given up {self.signals.describe()}")
             else:
-                values = self.reporter.evaluation(progress, *found, split)
-                for watcher in self._watchers:
-                    watcher.on_evaluation(progress, values)
+                values = self.reporter.log_evaluation(progress, *losses, split)
+                for callback in self._callbacks:
+                    callback.on_evaluation(progress, values)
             if self.config.training.manual_gc:
                 gc.collect()
-        return found is not None
+        return losses is not None
 
     def _save(self, progress: Progress) -> None:
-        self._phase("saving")
-        with self.reporter.paused("saving", progress):
-            self.step.finish_publishing()  # no result may be written where it is still read
+        """Write a checkpoint, if the run has a save folder."""
+        self._notify_phase("saving")
+        with self.reporter.pause("saving", progress):
+            self.step.finish_param_gather()  # the gather must not write params while the save reads them
             if self.config.checkpoint.save is not None:
-                for watcher in self._watchers:
-                    watcher.before_save(progress)
+                for callback in self._callbacks:
+                    callback.before_save(progress)
             with self.timers("save-checkpoint", level=0):
-                optimizer, scaler, say = self.step.optimizer, self.step.scaler, self.reporter.say
-                place = self.saver.save(progress, optimizer, scaler, self.schedule, say, self.checkpoint_extras())
-                if place is not None:
-                    self.reporter.event("save", progress, f"checkpoint {place}")
-                    for watcher in self._watchers:
-                        watcher.after_save(progress, place)
+                optimizer, scaler, log = self.step.optimizer, self.step.scaler, self.reporter.log
+                path = self.saver.save(progress, optimizer, scaler, self.schedule, log, self.checkpoint_extras())
+                if path is not None:
+                    self.reporter.record_event("save", progress, f"checkpoint {path}")
+                    for callback in self._callbacks:
+                        callback.after_save(progress, path)
             if self.config.training.manual_gc:
                 gc.collect()
 
     def _save_to_node_memory(self, progress: Progress) -> None:
-        """Copy the state into the memory of the nodes."""
-        self._phase("saving")
-        with self.reporter.paused("keeping the state", progress), self.timers("keep-state", level=0):
-            self.step.finish_publishing()
-            optimizer, scaler, say = self.step.optimizer, self.step.scaler, self.reporter.say
-            self.saver.keep(progress, optimizer, scaler, self.schedule, say, self.checkpoint_extras())
+        """Copy the state of the run into host memory of the nodes."""
+        self._notify_phase("saving")
+        with self.reporter.pause("keeping the state", progress), self.timers("keep-state", level=0):
+            self.step.finish_param_gather()
+            optimizer, scaler, log = self.step.optimizer, self.step.scaler, self.reporter.log
+            self.saver.save_to_node_memory(progress, optimizer, scaler, self.schedule, log, self.checkpoint_extras())
 
     def checkpoint_extras(self) -> dict[str, Any]:
-        """Return the features' entries for the `config.json` of a checkpoint that is written now."""
+        """Return the features' current entries for the `config.json` of a checkpoint."""
         return {name: value() for name, value in self.control.checkpoint_extras.items()}
 
-    def _time_is_up(self) -> bool:
+    def _is_time_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
         return limit is not None and time.monotonic() - self.started_at > 60 * limit
 
 
 def evaluate(
-    step: TrainStep, batches: Iterable[list[ModelInputs]], asked_to_exit: Callable[[], bool] = lambda: False
+    step: TrainStep, batches: Iterable[list[ModelInputs]], exit_requested: Callable[[], bool] = lambda: False
 ) -> tuple[float, float | None] | None:
-    """The mean loss, and that of multi-token prediction if there is any: sums of mask x loss over all tokens of all batches,
-    divided by the sum of the mask; the same on every rank. None if it was given up, since a rank was asked to exit.
+    """Return the mean loss and the mean loss of multi-token prediction over all tokens of all batches. Every rank gets the same
+    result.
+
+    A mean is the sum of mask x loss over all tokens, divided by the sum of the mask.
 
     Args:
-        asked_to_exit: whether this rank was; asked before each batch.
+        exit_requested: function that returns whether this rank has received an exit signal. It is called before each batch.
+
+    Returns:
+        the two losses; the second is None without multi-token prediction. If any rank has received an exit signal, return None
+        instead.
     """
-    found = Evaluated(0.0, 0.0)
+    sums = EvaluationSums(0.0, 0.0)
     for batch in batches:
-        found += step.evaluate(batch, exit_vote=asked_to_exit())
-        if found.asked_to_exit:
+        sums += step.evaluate(batch, exit_vote=exit_requested())
+        if sums.num_exit_requests:
             return None
-    loss, mtp_loss = (total / found.mask if found.mask else math.nan for total in (found.loss, found.mtp_loss))
+    loss, mtp_loss = (total / sums.mask_sum if sums.mask_sum else math.nan for total in (sums.loss_sum, sums.mtp_loss_sum))
     return loss, mtp_loss if step.model.config.mtp_num_layers else None

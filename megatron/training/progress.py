@@ -1,7 +1,7 @@
-"""The progress of a run, and what follows from it: how many sequences each step takes, its learning rate and weight decay.
+"""Progress of a run, and the quantities that depend on it: batch size, learning rate and weight decay of each step.
 
-Pure arithmetic. Where the batch size grows, the run goes through stages of one batch size each, at most as many as there are batch
-sizes. So every question is answered from the list of stages, however long the run is.
+This module contains only arithmetic. If the batch size grows, the run is divided into spans of steps with a constant batch size.
+All quantities are computed from the list of spans, so the computing time does not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -15,72 +15,76 @@ from operator import itemgetter
 from typing import Any
 
 from megatron.checkpoint.errors import MismatchError
-from megatron.checkpoint.storage import COUNTS, RECENT, Place
+from megatron.checkpoint.storage import PROGRESS_COUNTS, RECENT_STEPS, PathOrUrl
 from megatron.config.config import Config
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.data.history import Phase
-from megatron.spec.groups import RateEnds
+from megatron.spec.groups import LearningRateBounds
 
 
 @dataclass
 class Progress:
-    """Counts since the start of the run, across restarts. With the weights and moments they are its whole state."""
+    """Counters of a run since its start, across restarts. Together with weights and optimizer state they are the complete state of
+    a run."""
 
     iteration: int = 0
-    """Steps done, skipped ones included."""
+    """Number of steps so far, including skipped ones."""
     consumed_samples: int = 0
-    """Samples read: the place in the order of data and in the growth of the batch size."""
+    """Number of samples read so far. It determines the position in the data and the batch size."""
     updated_samples: int = 0
-    """Samples of the steps that made an update: the place in the schedules of learning rate and weight decay."""
+    """Number of samples in steps that updated the parameters. It determines learning rate and weight decay."""
     skipped_iterations: int = 0
-    """Steps without an update."""
+    """Number of steps without a parameter update."""
 
     recent: list[tuple[float, float]] = field(default_factory=list)
-    """Loss and gradient norm of the last steps, the window by which --spike-policy judges the next; empty without it."""
+    """Loss and gradient norm of each of the latest steps, which --spike-policy compares with the next step. Empty without
+    --spike-policy."""
 
     phases: list[Phase] = field(default_factory=list)
-    """Data settings since the start of the run; filled on ranks that read samples."""
+    """Data settings of the run so far: one phase for each part of the run in which they did not change, in order. Only ranks
+    that read samples keep the list up to date."""
 
     def is_multiple_of(self, interval: int | None) -> bool:
-        """Whether what is done every `interval` steps is due; never for None or 0."""
+        """Return whether `iteration` is a multiple of `interval`. Always False if the interval is None or 0."""
         return bool(interval) and self.iteration % interval == 0  # type: ignore[operator]
 
     def to_json(self) -> dict[str, Any]:
-        """The counts as a checkpoint holds them."""
-        window = {RECENT: [list(step) for step in self.recent]} if self.recent else {}
-        counts = {name: getattr(self, name) for name in COUNTS}
+        """Return the counters in the form in which a checkpoint stores them."""
+        window = {RECENT_STEPS: [list(step) for step in self.recent]} if self.recent else {}
+        counts = {name: getattr(self, name) for name in PROGRESS_COUNTS}
         return counts | {"phases": [phase.to_json() for phase in self.phases]} | window
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> Progress:
-        """The counts that a checkpoint holds."""
+        """Build the counters from the state in a checkpoint."""
         return cls(
-            **{name: int(state[name]) for name in COUNTS},
-            recent=[(float(loss), float(norm)) for loss, norm in state.get(RECENT, ())],
+            **{name: int(state[name]) for name in PROGRESS_COUNTS},
+            recent=[(float(loss), float(norm)) for loss, norm in state.get(RECENT_STEPS, ())],
             phases=[Phase.from_json(saved) for saved in state.get("phases", ())],
         )
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """Consecutive steps of one batch size."""
+class _BatchSizeSpan:
+    """Consecutive steps of a run that have the same batch size."""
 
-    first_iteration: int  # steps made before the stage
-    first_sample: int  # samples consumed before the stage
+    start_iteration: int  # steps before the span
+    start_sample: int  # samples consumed before the span
     batch_size: int
 
 
 class BatchSizePlan:
-    """Global batch size, number of microbatches and length of a run: a pure function of the samples consumed so far.
+    """Plan of the batch sizes of a run: global batch size, number of microbatches and length of the run, as pure functions of the
+    number of consumed samples.
 
-    `TrainingConfig.batch_sizes` says how the batch grows.
+    `TrainingConfig.batch_sizes` determines how the batch size grows.
 
     Args:
-        training: Batch sizes and length of the run, which have passed the rules.
-        data_size: Number of data-parallel ranks.
-        seq_length: Tokens of a sample.
-        iteration: Steps made before, if the run is resumed.
-        consumed_samples: Samples of these steps, whose batches may have been of other sizes.
+        training: batch sizes and length of the run, already validated.
+        data_size: number of data-parallel ranks.
+        seq_length: tokens per sample.
+        iteration: number of earlier steps, if the run is resumed.
+        consumed_samples: number of samples of the earlier steps. Their batch sizes may have been different.
     """
 
     def __init__(
@@ -90,175 +94,214 @@ class BatchSizePlan:
         self._samples_per_microstep = training.micro_batch_size * data_size
         self._sizes = training.batch_sizes(data_size, seq_length)
         self.final_global_batch_size = training.final_batch_size(data_size)
-        """Sequences in a step after any growth."""
-        self._stages = self._list_stages(_Stage(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
+        """Sequences per step after the batch size has stopped growing."""
+        self._spans = self._list_spans(_BatchSizeSpan(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
 
     def resumed_at(self, iteration: int, consumed_samples: int) -> BatchSizePlan:
-        """The plan of the rest of a run that resumes here."""
+        """Return the plan for the rest of a run that resumes at this iteration, after this number of samples."""
         return BatchSizePlan(
             self._training, self._data_size, self._seq_length, iteration=iteration, consumed_samples=consumed_samples
         )
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Sequences in the step that starts after `consumed_samples`."""
+        """Return the number of sequences in the step that starts after `consumed_samples` samples."""
         return self._sizes[bisect_right(self._sizes, consumed_samples, key=itemgetter(0)) - 1][1]
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Microbatches of each data rank in the step that starts after `consumed_samples`."""
+        """Return the number of microbatches per data rank in the step that starts after `consumed_samples` samples."""
         return self.global_batch_size(consumed_samples) // self._samples_per_microstep
 
-    def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first `iterations` steps of a run. It cannot tell those before a resume."""
-        found = bisect_right(self._stages, iterations, key=lambda stage: stage.first_iteration)
-        stage = self._stages[max(0, found - 1)]
-        return stage.first_sample + (iterations - stage.first_iteration) * stage.batch_size
+    def consumed_samples_at(self, iterations: int) -> int:
+        """Return the number of samples that the first `iterations` steps of the run consume.
+
+        If the run was resumed, the result is only known for iterations from the resume on, because earlier steps may have had other
+        batch sizes.
+        """
+        span_index = bisect_right(self._spans, iterations, key=lambda span: span.start_iteration)
+        span = self._spans[max(0, span_index - 1)]
+        return span.start_sample + (iterations - span.start_iteration) * span.batch_size
 
     @property
     def total_iterations(self) -> int:
-        """Number of steps of the run. With --train-samples, a last incomplete batch is dropped."""
+        """Number of steps of the run. With --train-samples, an incomplete last batch is dropped."""
         if self._training.train_samples is None:
             assert self._training.train_iters is not None, "the length is required and checked with the configuration"
             return self._training.train_iters
         samples = self._training.train_samples
-        found = bisect_right(self._stages, samples, key=lambda stage: stage.first_sample)
-        stage = self._stages[max(0, found - 1)]
-        return stage.first_iteration + (samples - stage.first_sample) // stage.batch_size
+        span_index = bisect_right(self._spans, samples, key=lambda span: span.start_sample)
+        span = self._spans[max(0, span_index - 1)]
+        return span.start_iteration + (samples - span.start_sample) // span.batch_size
 
     @property
     def total_samples(self) -> int:
-        """Length of the run for the schedules: --train-samples, or the samples that --train-iters steps consume."""
+        """Length of the run for the schedules: --train-samples, or the number of samples that --train-iters steps consume."""
         if self._training.train_samples is not None:
             return self._training.train_samples
-        return self.samples_after(self.total_iterations)
+        return self.consumed_samples_at(self.total_iterations)
 
-    def _list_stages(self, first: _Stage) -> list[_Stage]:
-        stages = [first]
-        for begin, batch_size in self._sizes:
-            current = stages[-1]
-            # The step that passes the mark may have passed several.
-            if begin <= current.first_sample or batch_size == current.batch_size:
+    def _list_spans(self, first: _BatchSizeSpan) -> list[_BatchSizeSpan]:
+        spans = [first]
+        for start_sample, batch_size in self._sizes:
+            span = spans[-1]
+            # A single step may pass several start samples.
+            if start_sample <= span.start_sample or batch_size == span.batch_size:
                 continue
-            iterations = -(-(begin - current.first_sample) // current.batch_size)
-            consumed = current.first_sample + iterations * current.batch_size
-            stages.append(_Stage(current.first_iteration + iterations, consumed, self.global_batch_size(consumed)))
-        return stages
+            num_iterations = -(-(start_sample - span.start_sample) // span.batch_size)
+            consumed_samples = span.start_sample + num_iterations * span.batch_size
+            spans.append(
+                _BatchSizeSpan(span.start_iteration + num_iterations, consumed_samples, self.global_batch_size(consumed_samples))
+            )
+        return spans
 
 
-# ---- Learning rate and weight decay as pure functions of the samples read in the updates so far.
+# ---- Learning rate and weight decay as pure functions of the number of samples in updates so far.
 #
-# A skipped step makes no update, so it moves neither schedule. The first update takes the values at 0 samples.
-# The formulas are those of Megatron-Core's OptimizerParamScheduler, so that a launch script keeps its curve.
+# A skipped step has no update, so it advances neither schedule. The first update uses the values at 0 samples.
+# The formulas are those of Megatron-Core's OptimizerParamScheduler, so a launch script gives the same curve as in Megatron-LM.
 
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """Lengths of the schedules, in samples."""
+    """Lengths of the phases of the learning-rate and weight-decay schedules, in samples."""
 
     warmup_samples: float
-    """Length of the linear warm-up. A fraction of the decay length need not be a whole number."""
+    """Length of the linear warm-up. It may be fractional, if it is set as a fraction of the decay length."""
     decay_samples: int
-    """Samples from the start of the run, warm-up included, to the floor of the rate."""
+    """Number of samples from the start of the run, including warm-up, until the learning rate reaches its minimum."""
     wsd_decay_samples: int
-    """Length of the final decay of WSD, which ends at `decay_samples`; 0 for other styles."""
+    """Length of the final decay of the WSD schedule, which ends at `decay_samples`; 0 for other styles."""
     total_samples: int
-    """Length of the whole run, over which weight decay grows."""
+    """Length of the complete run, over which weight decay grows."""
     rewarm_start: int | None = None
-    """Where a second course of the learning rate begins, if there is one. It ends with the run."""
+    """Number of samples after which the learning rate starts a second warm-up and decay; None if there is no second warm-up.
+    The second decay ends with the run."""
     rewarm_samples: int = 0
-    """Length of the linear rise at its begin."""
+    """Length of the second warm-up."""
 
 
-def schedule_lengths(
-    optimizer: OptimizerConfig, training: TrainingConfig, samples_after: Callable[[int], int], total_samples: int
+def compute_schedule_lengths(
+    optimizer: OptimizerConfig, training: TrainingConfig, consumed_samples_at: Callable[[int], int], total_samples: int
 ) -> ScheduleLengths:
-    """Turn the flags, in iterations or in samples, into samples.
+    """Compute the lengths of the schedules in samples, from settings in iterations or samples.
 
     Args:
-        optimizer: The settings of the schedules.
-        training: Says whether the run is counted in iterations (--train-iters) or in samples (--train-samples).
-        samples_after: Gives the samples in the first n iterations of the run (during a ramp-up, batches are small).
-        total_samples: Samples of the whole run; the rate decays over them unless a decay length is given.
+        optimizer: settings of the schedules.
+        training: settings that determine whether the length of the run is in iterations (--train-iters) or samples
+            (--train-samples).
+        consumed_samples_at: function that returns the number of samples in the first n iterations. During a batch-size ramp-up the
+            batches are smaller.
+        total_samples: samples of the complete run. The learning rate decays over them unless a decay length is set.
 
     Raises:
-        ValueError: WSD has no length for its final decay, or warm-up leaves no samples to decay over.
+        ValueError: WSD has no length for its final decay, or the warm-up is not shorter than the decay.
     """
     if training.train_samples is None:
-        run = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
-        assert run is not None, "the length is required and checked with the configuration"
-        last = optimizer.lr_wsd_decay_iters
-        unit, tenth, decay = "iters", run / 10, samples_after(run)
-        warmup: float = samples_after(optimizer.lr_warmup_iters)
-        wsd_decay = None if last is None else decay - samples_after(max(0, run - last))
+        num_decay_iters = training.train_iters if optimizer.lr_decay_iters is None else optimizer.lr_decay_iters
+        assert num_decay_iters is not None, "the length is required and checked with the configuration"
+        num_wsd_decay_iters = optimizer.lr_wsd_decay_iters
+        unit, tenth, decay_samples = "iters", num_decay_iters / 10, consumed_samples_at(num_decay_iters)
+        warmup_samples: float = consumed_samples_at(optimizer.lr_warmup_iters)
+        wsd_decay_samples = (
+            None
+            if num_wsd_decay_iters is None
+            else decay_samples - consumed_samples_at(max(0, num_decay_iters - num_wsd_decay_iters))
+        )
     else:
-        unit, tenth, warmup, wsd_decay = "samples", total_samples / 10, optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples
-        decay = total_samples if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
+        unit, tenth, warmup_samples, wsd_decay_samples = (
+            "samples",
+            total_samples / 10,
+            optimizer.lr_warmup_samples,
+            optimizer.lr_wsd_decay_samples,
+        )
+        decay_samples = total_samples if optimizer.lr_decay_samples is None else optimizer.lr_decay_samples
     if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
-    start, rise = optimizer.lr_rewarm_start_samples, optimizer.lr_rewarm_samples
+        warmup_samples = optimizer.lr_warmup_fraction * decay_samples
+    rewarm_start, rewarm_samples = optimizer.lr_rewarm_start_samples, optimizer.lr_rewarm_samples
     if optimizer.lr_rewarm_start_iters is not None:
-        start = samples_after(optimizer.lr_rewarm_start_iters)
-        rise = samples_after(optimizer.lr_rewarm_start_iters + optimizer.lr_rewarm_iters) - start
+        rewarm_start = consumed_samples_at(optimizer.lr_rewarm_start_iters)
+        rewarm_samples = consumed_samples_at(optimizer.lr_rewarm_start_iters + optimizer.lr_rewarm_iters) - rewarm_start
 
-    if optimizer.lr_decay_style == "WSD" and wsd_decay is None:
+    if optimizer.lr_decay_style == "WSD" and wsd_decay_samples is None:
         raise ValueError(
             f"--lr-decay-style WSD needs the length of its final decay: give --lr-wsd-decay-{unit} "
             f"(often a tenth of the run, here {max(1, round(tenth))})."
         )
-    if optimizer.lr_decay_style != "constant" and warmup >= decay:
+    if optimizer.lr_decay_style != "constant" and warmup_samples >= decay_samples:
         raise ValueError(
-            f"Warm-up of {warmup:g} samples leaves nothing of the {decay} samples over which the learning rate decays. "
+            f"Warm-up of {warmup_samples:g} samples leaves nothing of the {decay_samples} samples over which the learning rate "
+            "decays. "
             f"Lower --lr-warmup-{unit} (or --lr-warmup-fraction) so that it is shorter than the decay, "
             f"raise --lr-decay-{unit}, or take --lr-decay-style constant."
         )
-    return ScheduleLengths(warmup, decay, wsd_decay or 0, total_samples, start, rise)
+    return ScheduleLengths(warmup_samples, decay_samples, wsd_decay_samples or 0, total_samples, rewarm_start, rewarm_samples)
 
 
-def learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
-    """Learning rate of the next update.
+def compute_learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Return the learning rate of the next update.
+
+    After `rewarm_start`, the learning rate follows a second warm-up and decay (Ibrahim et al. 2024). It counts samples from
+    `rewarm_start`, warms up from the learning rate at that point, and decays until the end of the run.
 
     Args:
-        samples: Samples of the updates made so far.
-        config: Rates and styles; `lr` must be set.
-        lengths: Where warm-up and decay end, from `schedule_lengths`.
+        samples: samples of the updates so far.
+        config: learning rates and styles; `lr` must be set.
+        lengths: lengths of warm-up and decay, from `compute_schedule_lengths`.
 
-    Source: Megatron-Core OptimizerParamScheduler. A second course is one more of the same kind, counted from where it begins: it
-    warms up from the rate there, and decays to the end of the run (Ibrahim et al. 2024).
+    Source: Megatron-Core OptimizerParamScheduler.
     """
-    start = lengths.rewarm_start
-    if start is None or samples <= start:
-        return _course(samples, config, lengths)
+    rewarm_start = lengths.rewarm_start
+    if rewarm_start is None or samples <= rewarm_start:
+        return _compute_single_cycle_rate(samples, config, lengths)
     assert config.lr is not None, "the learning rate is required and checked with the configuration"
-    again = replace(config, lr=config.lr_rewarm_factor * config.lr, lr_warmup_init=_course(start, config, lengths))
-    rest = lengths.total_samples - start
-    final = min(lengths.wsd_decay_samples, rest - lengths.rewarm_samples)
-    return _course(samples - start, again, ScheduleLengths(lengths.rewarm_samples, rest, final, rest))
+    rewarm_config = replace(
+        config, lr=config.lr_rewarm_factor * config.lr, lr_warmup_init=_compute_single_cycle_rate(rewarm_start, config, lengths)
+    )
+    rewarm_length = lengths.total_samples - rewarm_start
+    wsd_decay_samples = min(lengths.wsd_decay_samples, rewarm_length - lengths.rewarm_samples)
+    return _compute_single_cycle_rate(
+        samples - rewarm_start,
+        rewarm_config,
+        ScheduleLengths(lengths.rewarm_samples, rewarm_length, wsd_decay_samples, rewarm_length),
+    )
 
 
-def _course(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
-    """Learning rate after so many samples of a course without a second one."""
+def _compute_single_cycle_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Return the learning rate after `samples` samples of a single warm-up and decay."""
     assert config.lr is not None, "the learning rate is required and checked with the configuration"
-    peak, floor = config.lr, config.min_lr
+    max_lr, min_lr = config.lr, config.min_lr
     if lengths.warmup_samples > 0 and samples <= lengths.warmup_samples:
-        return config.lr_warmup_init + (peak - config.lr_warmup_init) * samples / lengths.warmup_samples
+        return config.lr_warmup_init + (max_lr - config.lr_warmup_init) * samples / lengths.warmup_samples
     if config.lr_decay_style == "constant":
-        return peak
+        return max_lr
     if samples > lengths.decay_samples:
-        return floor
+        return min_lr
     if config.lr_decay_style == "inverse-square-root":
-        return max(floor, peak * math.sqrt(max(lengths.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
-    return floor + _share_above_floor(samples, config, lengths) * (peak - floor)
+        return max(min_lr, max_lr * math.sqrt(max(lengths.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
+    return min_lr + _compute_decay_fraction(samples, config, lengths) * (max_lr - min_lr)
 
 
-def own_rates(samples: int, config: OptimizerConfig, lengths: ScheduleLengths, ends: Iterable[RateEnds]) -> dict[RateEnds, float]:
-    """Learning rates of the next update where the course has other ends than --lr and --min-lr; arguments as `learning_rate`."""
-    own = {one: {field: value for field, value in vars(one).items() if value is not None} for one in ends}
-    return {one: learning_rate(samples, replace(config, **values), lengths) for one, values in own.items()}
+def compute_group_learning_rates(
+    samples: int, config: OptimizerConfig, lengths: ScheduleLengths, bounds_of_groups: Iterable[LearningRateBounds]
+) -> dict[LearningRateBounds, float]:
+    """Return the learning rates of the next update for the parameter groups that set --lr or --min-lr separately. They are keyed by
+    the bounds of the group.
+
+    Args:
+        bounds_of_groups: learning-rate bounds of the groups; for a bound that is None, the value of the settings applies.
+
+    The other arguments are those of `compute_learning_rate`.
+    """
+    overrides = {
+        bounds: {field: value for field, value in vars(bounds).items() if value is not None} for bounds in bounds_of_groups
+    }
+    return {bounds: compute_learning_rate(samples, replace(config, **values), lengths) for bounds, values in overrides.items()}
 
 
-def weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
-    """Weight decay of the next update; arguments as `learning_rate`.
+def compute_weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Return the weight decay of the next update.
 
-    It is constant, or goes from start to end over the whole run, linearly or along half a cosine.
+    Weight decay is constant, or changes from its start to its end value over the complete run, linearly or along half a cosine. The
+    arguments are those of `compute_learning_rate`.
     """
     if config.weight_decay_incr_style == "constant":
         return config.weight_decay
@@ -271,8 +314,8 @@ def weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths
     return start + share * (end - start)
 
 
-def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
-    """The share of (peak - floor) that is left between warm-up and the end of the decay: 1 at its start, 0 at its end."""
+def _compute_decay_fraction(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
+    """Return the fraction of (maximum - minimum learning rate) that remains during the decay: 1 at its start, 0 at its end."""
     if config.lr_decay_style == "WSD":
         decay_start = lengths.decay_samples - lengths.wsd_decay_samples
         if samples <= decay_start:
@@ -287,7 +330,7 @@ def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleL
             return 1.0 - ratio
         case "cosine":
             return _half_cosine(ratio)
-        case "exponential":  # halves would never arrive: scaled so that it ends at 0
+        case "exponential":  # 0.5**ratio ends at 0.5, so rescale from [1, 0.5] to [1, 0]
             return 2.0 * 0.5**ratio - 1.0
         case "minus_sqrt":
             return 1.0 - math.sqrt(ratio)
@@ -296,7 +339,7 @@ def _share_above_floor(samples: int, config: OptimizerConfig, lengths: ScheduleL
 
 
 def _half_cosine(ratio: float) -> float:
-    """Half a cosine, which falls from 1 at ratio 0 to 0 at ratio 1."""
+    """Return half a cosine, which falls from 1 at ratio 0 to 0 at ratio 1."""
     return 0.5 * (1.0 + math.cos(math.pi * ratio))
 
 
@@ -318,46 +361,49 @@ _SCHEDULE_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class LearningSchedule:
-    """The schedules of learning rate and weight decay: settings, and lengths in samples."""
+    """Schedules of learning rate and weight decay: their settings, and their lengths in samples."""
 
     optimizer: OptimizerConfig
     lengths: ScheduleLengths
 
     def to_json(self) -> dict[str, Any]:
-        """The schedules as a checkpoint holds them."""
+        """Return the schedules in the form in which a checkpoint stores them."""
         fields = {name: getattr(self.optimizer, name) for name in _SCHEDULE_FIELDS}
         return {**fields, "lengths": dataclasses.asdict(self.lengths)}
 
     def with_saved(self, saved: dict[str, Any]) -> LearningSchedule:
-        """The schedules with which a checkpoint was trained."""
-        saved = with_defaults(saved)
+        """Return a copy with the settings and lengths that a checkpoint has stored."""
+        saved = fill_missing_fields(saved)
         fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
         return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
 
 
-def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
-    """The schedules of a checkpoint, in one of an older version too: what it does not name did not exist."""
-    plain = {name: getattr(OptimizerConfig(), name) for name in _SCHEDULE_FIELDS}
-    lengths = {"rewarm_start": None, "rewarm_samples": 0}
-    return {**plain, **saved, "lengths": {**lengths, **saved["lengths"]}}
+def fill_missing_fields(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the schedules of a checkpoint with all fields. A field that an older checkpoint lacks gets the value that disables the
+    function of the field."""
+    defaults = {name: getattr(OptimizerConfig(), name) for name in _SCHEDULE_FIELDS}
+    default_lengths = {"rewarm_start": None, "rewarm_samples": 0}
+    return {**defaults, **saved, "lengths": {**default_lengths, **saved["lengths"]}}
 
 
 @dataclasses.dataclass(frozen=True)
-class Resumed:
-    """The place where a run continues."""
+class ResumePoint:
+    """State from which a run starts: its progress, its schedules, and the checkpoint that was loaded."""
 
     progress: Progress
     schedule: LearningSchedule
-    path: Place | None
-    """The checkpoint; None for a run that begins, also with the weights of another run."""
+    path: PathOrUrl | None
+    """Checkpoint from which the run continues. None for a run that starts at iteration 0, also if it starts with the weights of
+    another run."""
     notes: Sequence[str] = ()
+    """Lines for the start-up log."""
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
-    """The `config.json` of the checkpoint, unchecked; empty if there is none."""
+    """The `config.json` of the checkpoint, not validated; empty without a checkpoint."""
 
 
-# ---- With which schedules of learning rate and weight decay a run goes on: its command line's, or those of its checkpoint.
+# ---- Schedules with which a resumed run continues: those of its command line, or those of its checkpoint.
 
-_FLAGS = (
+_SCHEDULE_FLAGS = (
     *("train_iters", "train_samples", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
     *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
     *("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init"),
@@ -365,61 +411,68 @@ _FLAGS = (
     *("lr_rewarm_start_iters", "lr_rewarm_start_samples", "lr_rewarm_iters", "lr_rewarm_samples", "lr_rewarm_factor"),
     *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "decoupled_lr", "decoupled_min_lr"),
 )
-"""Settings that the schedules follow from."""
+"""Settings that determine the schedules."""
 
 
-def flags_that_differ(saved: Config, here: Config) -> list[str]:
-    """The settings of the schedules that differ from those of a checkpoint, in words of the command line."""
-    found = []
-    for name in _FLAGS:
-        there, this = ({**vars(config.training), **vars(config.optimizer)}.get(name) for config in (saved, here))
-        if there != this:
-            was, now = ("not given" if value is None else value for value in (there, this))
-            found.append(f"--{name.replace('_', '-')} {was} in the checkpoint, {now} here")
-    return found
+def compare_schedule_flags(saved: Config, current: Config) -> list[str]:
+    """Describe the settings of the schedules that differ between a checkpoint and this run, each as a flag with both values."""
+    differences = []
+    for name in _SCHEDULE_FLAGS:
+        saved_value, current_value = ({**vars(config.training), **vars(config.optimizer)}.get(name) for config in (saved, current))
+        if saved_value != current_value:
+            saved_text, current_text = ("not given" if value is None else value for value in (saved_value, current_value))
+            differences.append(f"--{name.replace('_', '-')} {saved_text} in the checkpoint, {current_text} here")
+    return differences
 
 
-def agreed_schedule(
-    here: LearningSchedule, saved: dict[str, Any], path: Place, flags: Sequence[str] = (), updated_samples: int = 0
+def resolve_schedule(
+    current: LearningSchedule,
+    saved: dict[str, Any],
+    path: PathOrUrl,
+    flag_differences: Sequence[str] = (),
+    updated_samples: int = 0,
 ) -> LearningSchedule:
-    """The schedule to continue with.
+    """Return the schedules with which a resumed run continues: those of the command line or those of the checkpoint.
 
     Args:
-        here: that of the command line.
-        saved: that of the checkpoint.
-        flags: what `flags_that_differ` found.
-        updated_samples: the place in the schedules from which the run goes on.
+        current: schedules of this command line.
+        saved: schedules of the checkpoint.
+        path: path of the checkpoint, for the error message.
+        flag_differences: result of `compare_schedule_flags`, for the error message.
+        updated_samples: number of samples in updates so far, from which the schedules continue.
 
     Raises:
-        MismatchError: the two differ and no flag says which one counts.
+        MismatchError: the schedules differ, and --resume-schedule does not say which schedules to use.
     """
-    if here.optimizer.takes_schedules == "saved":
-        return here.with_saved(saved)
-    mine, saved = here.to_json(), with_defaults(saved)
-    if here.optimizer.takes_schedules == "new" or mine == saved:
-        return here
-    flat_mine, flat_saved = ({**d, **d["lengths"]} for d in (mine, saved))
-    idle = {"lengths"}  # the run may be longer or shorter where no schedule depends on its length
-    if here.optimizer.weight_decay_incr_style == "constant":
-        idle.add("total_samples")
-    if here.optimizer.lr_decay_style == "constant":
-        idle.add("decay_samples")
-    elif here.lengths.rewarm_start is not None:
-        idle.discard("total_samples")  # at which the second course ends
+    if current.optimizer.schedule_source == "saved":
+        return current.with_saved(saved)
+    current_json, saved = current.to_json(), fill_missing_fields(saved)
+    if current.optimizer.schedule_source == "new" or current_json == saved:
+        return current
+    flat_current, flat_saved = ({**d, **d["lengths"]} for d in (current_json, saved))
+    ignored = {"lengths"}  # lengths that no schedule depends on may differ
+    if current.optimizer.weight_decay_incr_style == "constant":
+        ignored.add("total_samples")
+    if current.optimizer.lr_decay_style == "constant":
+        ignored.add("decay_samples")
+    elif current.lengths.rewarm_start is not None:
+        ignored.discard("total_samples")  # the second decay ends there
     differing = [
-        f"{name}: {flat_saved[name]} there, {flat_mine[name]} here"
-        for name in flat_mine
-        if name not in idle and flat_mine[name] != flat_saved[name]
+        f"{name}: {flat_saved[name]} there, {flat_current[name]} here"
+        for name in flat_current
+        if name not in ignored and flat_current[name] != flat_saved[name]
     ]
     if not differing:
-        return here
-    old = here.with_saved(saved)
-    then, now = (learning_rate(updated_samples, one.optimizer, one.lengths) for one in (old, here))
+        return current
+    saved_schedule = current.with_saved(saved)
+    saved_rate, current_rate = (
+        compute_learning_rate(updated_samples, schedule.optimizer, schedule.lengths) for schedule in (saved_schedule, current)
+    )
     raise MismatchError(
         f"the schedules of learning rate or weight decay differ from those of {path}:\n  "
-        + "\n  ".join([*flags, *differing])
-        + "\n  Say which count, by one word:\n"
-        f"    --resume-schedule new    those of this command line: the learning rate goes on with {now:.3g}\n"
-        f"    --resume-schedule saved  those of the checkpoint: it goes on with {then:.3g}\n"
-        "  (In Megatron-LM's words: --override-opt-param-scheduler, --use-checkpoint-opt-param-scheduler.)"
+        + "\n  ".join([*flag_differences, *differing])
+        + "\n  Choose the schedules with one of these flags:\n"
+        f"    --resume-schedule new    those of this command line: the learning rate continues with {current_rate:.3g}\n"
+        f"    --resume-schedule saved  those of the checkpoint: the learning rate continues with {saved_rate:.3g}\n"
+        "  (Flags of Megatron-LM: --override-opt-param-scheduler, --use-checkpoint-opt-param-scheduler.)"
     )

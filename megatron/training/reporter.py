@@ -1,4 +1,4 @@
-"""What a run reports while it trains: the log line, validation lines, timers, norms and curves. Only rank 0 prints and writes."""
+"""Output of a run during training: log lines, validation lines, timers, norms and curves. Only rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -13,115 +13,134 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.config.outputs import LoggingConfig
-from megatron.data.history import tokens_read
+from megatron.data.history import count_tokens
 from megatron.metrics.log_line import (
-    LineNumbers,
+    LogLineValues,
+    MetricSink,
     Printer,
-    Sink,
-    megatron_line,
-    short_line,
-    short_validation_line,
-    validation_lines,
+    format_megatron_line,
+    format_short_line,
+    format_short_validation_line,
+    format_validation_lines,
 )
-from megatron.metrics.measures import Timers, format_times, process_bytes, times_of_ranks
+from megatron.metrics.measures import Timers, format_times, get_peak_host_bytes, merge_rank_times
 from megatron.model.build import Model
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.spec.counts import flops_per_step
+from megatron.spec.counts import count_flops_per_step
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 from megatron.training.watch import METRICS
 
 if TYPE_CHECKING:
     from megatron.metrics.history import HistoryFile
-    from megatron.moe.balance import BalanceResult
+    from megatron.moe.balance import RouterMetrics
     from megatron.training.gradient_noise import NoiseEstimate
 
 
 @dataclass
 class _Interval:
-    """What the steps since the last log line add up to."""
+    """Sums over the steps since the last log line, from which the next log line is computed."""
 
-    started: float
-    """When it began, by time.perf_counter(). What is not training is left out: it is moved by that much."""
-    steps: int = 0
-    samples: int = 0
-    attended: float = 0.0
-    """How many whole sequences need as much attention."""
-    skipped: int = 0
-    spikes: int = 0
-    nans: int = 0
+    start_time: float
+    """Start of the interval, by time.perf_counter(). Each pause moves it forward by the duration of the pause, so that pauses
+    do not count."""
+    num_steps: int = 0
+    num_samples: int = 0
+    attention_samples: float = 0.0
+    """Sum of `StepResult.attention_samples`: number of single-document samples with the same amount of attention computation."""
+    num_skipped: int = 0
+    num_spikes: int = 0
+    num_nans: int = 0
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
     noises: list[NoiseEstimate] = field(default_factory=list)
     mtp_losses: list[float] = field(default_factory=list)
-    balances: list[BalanceResult] = field(default_factory=list)
-    imbalances: list[float] = field(default_factory=list)
-    """Imbalances of the work of context ranks."""
+    expert_balances: list[RouterMetrics] = field(default_factory=list)
+    context_imbalances: list[float] = field(default_factory=list)
+    """`StepResult.context_imbalance` of each step: attention computation of the busiest context rank, as a multiple of the mean."""
     max_logits: list[float] = field(default_factory=list)
 
 
-class Live(Protocol):
-    """Lines below the log on a terminal, which change at each step."""
+class LiveDisplay(Protocol):
+    """Status lines below the log on a terminal, which are updated at each step."""
 
-    def step(self, progress: Progress, result: StepResult | None, place: Mapping[str, Any], now: float) -> None:
-        """Show a step, whose line has the numbers of `place`."""
+    def step(self, progress: Progress, result: StepResult | None, line_values: Mapping[str, Any], time: float) -> None:
+        """Update the status lines after a step.
 
-    def doing(self, what: str, progress: Progress) -> None:
-        """Show what is done between steps."""
+        Args:
+            line_values: values that every log line contains, by name.
+            time: time.perf_counter() at the end of the step.
+        """
+
+    def show_activity(self, activity: str, progress: Progress) -> None:
+        """Show what the run does between steps, such as saving or evaluating."""
 
 
-class Pace:
-    """Measures the pace of the run and estimates the time to its end, from the last steps and the share of time outside of steps.
+class ThroughputEstimator:
+    """Estimator of the throughput, from the latest steps, and of the remaining time of the run.
+
+    The remaining time includes evaluations and saves: it is scaled by the ratio of total time to time in steps so far.
 
     Args:
-        total: samples of the whole run; 0 if that is not to be told.
+        total_samples: samples of the complete run; 0 to estimate no remaining time.
     """
 
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._began: float | None = None
-        self._in_steps = 0.0
-        self._last: deque[tuple[float, int]] = deque(maxlen=20)
+    def __init__(self, total_samples: int) -> None:
+        self._total_samples = total_samples
+        self._start_time: float | None = None
+        self._step_seconds = 0.0
+        self._recent_steps: deque[tuple[float, int]] = deque(maxlen=20)
 
     def step(self, now: float, seconds: float, samples: int) -> None:
-        """A step has been made. The first one, which makes connections and fills caches, is left out."""
-        if self._began is None:
-            self._began = now
+        """Record a step. The first step is ignored, because it creates connections and fills caches.
+
+        Args:
+            now: time.perf_counter() at the end of the step.
+            seconds: duration of the step.
+            samples: samples of the step.
+        """
+        if self._start_time is None:
+            self._start_time = now
             return
-        self._in_steps += seconds
-        self._last.append((seconds, samples))
+        self._step_seconds += seconds
+        self._recent_steps.append((seconds, samples))
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples of a second, over the last steps; None before they are known."""
-        seconds = sum(each for each, _ in self._last)
-        return sum(samples for _, samples in self._last) / seconds if seconds else None
+        """Samples per second over the latest steps; None until the second step is recorded."""
+        seconds = sum(step_seconds for step_seconds, _ in self._recent_steps)
+        return sum(samples for _, samples in self._recent_steps) / seconds if seconds else None
 
-    def seconds_left(self, now: float, consumed_samples: int) -> float | None:
-        """Return the estimated seconds to the end of the run; None before the first steps."""
-        pace = self.samples_per_s
-        if pace is None or self._began is None or not self._total:
+    def estimate_remaining_seconds(self, now: float, consumed_samples: int) -> float | None:
+        """Return the estimated seconds until the end of the run; None until the second step is recorded, or without
+        `total_samples`."""
+        samples_per_s = self.samples_per_s
+        if samples_per_s is None or self._start_time is None or not self._total_samples:
             return None
-        left = self._total - consumed_samples
-        return None if left <= 0 else left / pace * max(1.0, (now - self._began) / self._in_steps)
+        remaining_samples = self._total_samples - consumed_samples
+        return (
+            None
+            if remaining_samples <= 0
+            else remaining_samples / samples_per_s * max(1.0, (now - self._start_time) / self._step_seconds)
+        )
 
 
 class Reporter:
-    """Collects the results of steps and logs them at intervals.
+    """Output of a run: collects the results of steps and writes log lines, files and curves at intervals.
 
     Args:
-        speaks: whether this rank prints and writes; the others only take part in gathering times.
-        quiet: print nothing, and write all the same.
-        total_iterations: number of steps of the whole run.
-        total_samples: samples of the whole run, by which the time left is told; 0 where it is not.
-        peak: FLOP/s of one device, if known.
-        resumed: continue the metrics file instead of beginning it.
-        judges: whether steps are judged as loss spikes, so that their number is logged.
-        settings: saved with the curves where the sink can.
-        folder: that of the run, in which its record is kept; None without one.
+        total_iterations: number of steps of the complete run.
+        total_samples: samples of the complete run, to estimate the remaining time; 0 for no estimate.
+        is_output_rank: whether this rank prints and writes. The other ranks only take part in gathering times.
+        quiet: print nothing, but write all files.
+        peak_flops: FLOP/s of one device, or None if not known.
+        resumed: append to the metrics file instead of starting a new file.
+        counts_spikes: log the number of loss spikes, because steps are checked for them.
+        settings: settings that are saved with the curves, if the curve logger supports it.
+        folder: folder for the history file of the run (`megatron/metrics/history.py`); None for no history.
     """
 
     def __init__(
@@ -133,55 +152,57 @@ class Reporter:
         total_iterations: int,
         *,
         total_samples: int = 0,
-        speaks: bool,
+        is_output_rank: bool,
         quiet: bool = False,
-        peak: float | None = None,
+        peak_flops: float | None = None,
         resumed: bool = False,
-        judges: bool = False,
+        counts_spikes: bool = False,
         settings: Mapping[str, Any] | None = None,
         folder: str | None = None,
     ) -> None:
-        self._judges, self._quiet = judges, quiet
+        self._counts_spikes, self._quiet = counts_spikes, quiet
         self._config, self._model, self._context, self._timers = config, model, context, timers
-        self._total_iterations, self._speaks, self._peak = total_iterations, speaks, peak
-        self._file: Sink | None = None
-        self._curves: list[Sink] = []
-        if speaks and config.metrics_file:
-            self._file = named("megatron_lab.monitoring.loggers:MetricsFile")(config.metrics_file, append=resumed)
-        if speaks and (config.tensorboard_dir is not None or config.wandb_project is not None):
-            self._curves = named("megatron_lab.monitoring.loggers:curve_sinks")(config, settings)
-        self._sinks = [*self._curves, *([self._file] if self._file else [])]
+        self._total_iterations, self._is_output_rank, self._peak_flops = total_iterations, is_output_rank, peak_flops
+        self._metrics_file: MetricSink | None = None
+        self._curve_sinks: list[MetricSink] = []
+        if is_output_rank and config.metrics_file:
+            self._metrics_file = import_object("megatron_lab.monitoring.loggers:MetricsFile")(config.metrics_file, append=resumed)
+        if is_output_rank and (config.tensorboard_dir is not None or config.wandb_project is not None):
+            self._curve_sinks = import_object("megatron_lab.monitoring.loggers:build_curve_sinks")(config, settings)
+        self._sinks = [*self._curve_sinks, *([self._metrics_file] if self._metrics_file else [])]
         self._history: HistoryFile | None = None
-        if speaks and folder is not None:
-            self._history = named("megatron.metrics.history:HistoryFile")(folder, model.config.seq_length)
-        self._printer, self._pace = Printer(), Pace(total_samples)
-        terminal = speaks and not quiet and self._printer.on_terminal
-        self._short = config.log_format == "short" or (config.log_format == "auto" and terminal)
-        self._live: Live | None = None
-        if self._short and terminal:
-            self._live = named("megatron_lab.monitoring.live_lines:LiveLines")(self._printer, total_iterations)
-        self._first = True
-        self._last_step = time.perf_counter()
-        self._interval = _Interval(self._last_step)
+        if is_output_rank and folder is not None:
+            self._history = import_object("megatron.metrics.history:HistoryFile")(folder, model.config.seq_length)
+        self._printer, self._throughput = Printer(), ThroughputEstimator(total_samples)
+        on_terminal = is_output_rank and not quiet and self._printer.is_terminal
+        self._is_short = config.log_format == "short" or (config.log_format == "auto" and on_terminal)
+        self._display: LiveDisplay | None = None
+        if self._is_short and on_terminal:
+            self._display = import_object("megatron_lab.monitoring.live_lines:LiveLines")(self._printer, total_iterations)
+        self._is_first_step = True
+        self._last_step_end = time.perf_counter()
+        self._interval = _Interval(self._last_step_end)
 
     @contextmanager
-    def running(self, progress: Progress, facts: Mapping[str, Any]) -> Iterator[None]:
-        """Within the block the run goes on from `progress`. Behind it everything is written and closed; where the block is left by
-        an error, only the record of the run is, and nothing is waited for.
+    def record_run(self, progress: Progress, run_facts: Mapping[str, Any]) -> Iterator[None]:
+        """Write the history file of the run (`megatron/metrics/history.py`) while the block is active, starting from `progress`.
+
+        At the end of the block all files are written and closed. If the block raises an error, only the end of the run is written
+        to the history. The other files are not closed, because that could block.
 
         Args:
-            facts: what the record tells of this start.
+            run_facts: properties of this start of the run, for the history.
         """
         if self._history is not None:
-            tokens = tokens_read(progress.phases, progress.consumed_samples, self._model.config.seq_length)
-            self._history.start(progress.iteration, progress.consumed_samples, tokens, facts)
+            tokens = count_tokens(progress.phases, progress.consumed_samples, self._model.config.seq_length)
+            self._history.write_start(progress.iteration, progress.consumed_samples, tokens, run_facts)
         try:
             yield
         except BaseException as error:
-            self._printer.show([])
-            self.event("end", progress, str(error).partition("\n")[0] or type(error).__name__)
+            self._printer.show_status([])
+            self.record_event("end", progress, str(error).partition("\n")[0] or type(error).__name__)
             raise
-        self._printer.show([])
+        self._printer.show_status([])
         for sink in self._sinks:
             sink.close()
         if self._history is not None:
@@ -192,175 +213,197 @@ class Reporter:
         progress: Progress,
         result: StepResult | None,
         learning_rate: float,
-        batch: int,
-        extras: Callable[[], dict[str, float]],
-        recorded: Callable[[], dict[str, Any]],
+        batch_size: int,
+        collect_log_values: Callable[[], dict[str, float]],
+        collect_record_values: Callable[[], dict[str, Any]],
     ) -> dict[str, float] | None:
-        """Take the result of a step (None for one that the user skips), and log if it is time.
+        """Add the result of a step to the interval, and log if a log line is due.
 
         Args:
-            batch: sequences of the step.
-            extras: returns further numbers to log; called on every rank, and only when a line is due.
-            recorded: returns what the record of the run gets beside these.
+            result: result of the step; None for an iteration that the settings skip (--iterations-to-skip).
+            batch_size: sequences of the step.
+            collect_log_values: function that returns additional values to log. It is called on every rank, and only if a log line
+                is due.
+            collect_record_values: function that returns additional values for the history file only.
 
         Returns:
-            the numbers that were logged, by the names of the metrics file; None where no line was due.
+            the logged values by their names in the metrics file; None if no log line is due.
         """
-        sums = self._interval
-        sums.steps += 1
-        sums.samples += batch
-        sums.attended += _attended(result, batch)
-        sums.skipped += result is None or result.skipped
+        interval = self._interval
+        interval.num_steps += 1
+        interval.num_samples += batch_size
+        interval.attention_samples += _get_attention_samples(result, batch_size)
+        interval.num_skipped += result is None or result.skipped
         if result is not None:
-            sums.nans += math.isnan(result.loss)
-            sums.spikes += result.spike is not None
+            interval.num_nans += math.isnan(result.loss)
+            interval.num_spikes += result.spike is not None
             if not result.skipped:
-                sums.losses.append(result.loss)
-                sums.z_losses += [] if result.z_loss is None else [result.z_loss]
-                sums.noises += [] if result.noise is None else [result.noise]
-                sums.mtp_losses += [] if result.mtp_loss is None else [result.mtp_loss]
-                sums.balances += [] if result.balance is None else [result.balance]
-                sums.imbalances += [] if result.context_imbalance is None else [result.context_imbalance]
-                sums.max_logits += [] if result.max_attention_logit is None else [result.max_attention_logit]
+                interval.losses.append(result.loss)
+                interval.z_losses += [] if result.z_loss is None else [result.z_loss]
+                interval.noises += [] if result.gradient_noise is None else [result.gradient_noise]
+                interval.mtp_losses += [] if result.mtp_loss is None else [result.mtp_loss]
+                interval.expert_balances += [] if result.expert_balance is None else [result.expert_balance]
+                interval.context_imbalances += [] if result.context_imbalance is None else [result.context_imbalance]
+                interval.max_logits += [] if result.max_attention_logit is None else [result.max_attention_logit]
         now = time.perf_counter()
-        self._pace.step(now, now - self._last_step, batch)
-        if self._curves and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
-            self._write_curves(progress, result, learning_rate, batch, now - self._last_step)
+        self._throughput.step(now, now - self._last_step_end, batch_size)
+        if self._curve_sinks and progress.iteration % self._config.tensorboard_log_interval == 0 and result is not None:
+            self._write_curves(progress, result, learning_rate, batch_size, now - self._last_step_end)
         if self._history is not None:
-            made = result is not None and not result.skipped
-            self._history.step(
+            has_update = result is not None and not result.skipped
+            self._history.add_step(
                 progress.iteration,
                 progress.consumed_samples,
-                batch,
+                batch_size,
                 lm_loss=result.loss if result is not None else None,
-                grad_norm=result.grad_norm if result is not None and made else None,
+                grad_norm=result.grad_norm if result is not None and has_update else None,
                 learning_rate=learning_rate,
-                seconds=now - self._last_step,
+                seconds=now - self._last_step_end,
             )
-        self._last_step = now
+        self._last_step_end = now
         values = None
-        if self._first or progress.iteration % self._config.log_interval == 0:
-            values = self._line(progress, result, learning_rate, batch, extras(), recorded)
-            self._first = False
-            self._last_step = time.perf_counter()
-            self._interval = _Interval(self._last_step)
-        if self._live is not None:
-            pace = self._pace.samples_per_s
-            tokens_per_s = None if pace is None else pace * self._model.config.seq_length
-            self._live.step(progress, result, {**self._place(progress, learning_rate, batch), "tokens_per_s": tokens_per_s}, now)
+        if self._is_first_step or progress.iteration % self._config.log_interval == 0:
+            values = self._log_interval(progress, result, learning_rate, batch_size, collect_log_values(), collect_record_values)
+            self._is_first_step = False
+            self._last_step_end = time.perf_counter()
+            self._interval = _Interval(self._last_step_end)
+        if self._display is not None:
+            samples_per_s = self._throughput.samples_per_s
+            tokens_per_s = None if samples_per_s is None else samples_per_s * self._model.config.seq_length
+            line_values = self._build_line_values(progress, learning_rate, batch_size)
+            self._display.step(progress, result, {**line_values, "tokens_per_s": tokens_per_s}, now)
         return values
 
-    def evaluation(
+    def log_evaluation(
         self, progress: Progress, loss: float, mtp_loss: float | None, split: Literal["validation", "test"]
     ) -> dict[str, float]:
-        """Log the loss of a held-out split, and that of multi-token prediction; returns both, by the names of the metrics file."""
-        lines = validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss)
-        for line in [short_validation_line(progress.iteration, loss, split, mtp_loss=mtp_loss)] if self._short else lines:
-            self.say(line)
+        """Log the losses of an evaluation. Returns them by their names in the metrics file.
+
+        Args:
+            mtp_loss: loss of multi-token prediction; None without multi-token prediction.
+        """
+        lines = format_validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss)
+        for line in [format_short_validation_line(progress.iteration, loss, split, mtp_loss=mtp_loss)] if self._is_short else lines:
+            self.log(line)
         values = {f"{split}_loss": loss} | ({} if mtp_loss is None else {f"{split}_mtp_loss": mtp_loss})
         self._write(self._sinks, progress, values)
         self._record("evaluation", progress, values)
         return values
 
-    def measured(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Write further numbers to the metrics file and the curves."""
+    def log_measurements(self, progress: Progress, values: Mapping[str, float]) -> None:
+        """Write additional values to the metrics file and the curves."""
         self._write(self._sinks, progress, values)
         self._record("measured", progress, values)
 
-    def event(self, event: str, progress: Progress, words: str, **values: Any) -> None:
-        """Write into the record of the run that something happened. The log has been told in other words."""
-        self._record("event", progress, {"event": event, "words": words.strip(), **values})
-
-    @contextmanager
-    def paused(self, what: str, progress: Progress) -> Iterator[None]:
-        """While it is entered, time does not count for the steps.
+    def record_event(self, event: str, progress: Progress, message: str, **values: Any) -> None:
+        """Write an event to the history file of the run. The event is not printed.
 
         Args:
-            what: is done meanwhile.
+            event: name of the event, such as "save" or "end".
+            message: description of the event.
+            values: additional entries of the line in the file.
         """
-        began = time.perf_counter()
-        if self._live is not None:
-            self._live.doing(what, progress)
+        self._record("event", progress, {"event": event, "words": message.strip(), **values})
+
+    @contextmanager
+    def pause(self, activity: str, progress: Progress) -> Iterator[None]:
+        """Exclude the time in the block from the time of the steps.
+
+        Args:
+            activity: activity in the block, shown on the terminal.
+        """
+        start_time = time.perf_counter()
+        if self._display is not None:
+            self._display.show_activity(activity, progress)
         yield
-        away = time.perf_counter() - began
-        self._interval.started += away
-        self._last_step += away
+        pause_seconds = time.perf_counter() - start_time
+        self._interval.start_time += pause_seconds
+        self._last_step_end += pause_seconds
 
-    def say(self, line: str) -> None:
-        """Print a line at once, on rank 0."""
-        if self._speaks and not self._quiet:
-            self._printer.say(line)
+    def log(self, line: str) -> None:
+        """Print a line immediately, on rank 0."""
+        if self._is_output_rank and not self._quiet:
+            self._printer.print_line(line)
 
-    def _record(self, kind: str, progress: Progress, values: Mapping[str, Any]) -> None:
+    def _record(self, line_type: str, progress: Progress, values: Mapping[str, Any]) -> None:
         if self._history is not None:
-            self._history.line(kind, progress.iteration, progress.consumed_samples, values)
+            self._history.write_line(line_type, progress.iteration, progress.consumed_samples, values)
 
     @staticmethod
-    def _write(sinks: Iterable[Sink], progress: Progress, values: Mapping[str, float]) -> None:
+    def _write(sinks: Iterable[MetricSink], progress: Progress, values: Mapping[str, float]) -> None:
         for sink in sinks:
-            sink.scalars(progress.iteration, progress.consumed_samples, values)
+            sink.log_scalars(progress.iteration, progress.consumed_samples, values)
 
-    def _tflops(self, samples: int, attended: float, seconds: float) -> float:
-        """TFLOP/s of each device."""
-        flops = flops_per_step(self._model.config, self._model.vocab_size, samples, attended)
+    def _compute_tflops(self, num_samples: int, attention_samples: float, seconds: float) -> float:
+        """Return the TFLOP/s per device over a duration.
+
+        Args:
+            num_samples: samples that were trained on.
+            attention_samples: number of single-document samples with the same amount of attention computation.
+            seconds: the duration.
+        """
+        flops = count_flops_per_step(self._model.config, self._model.vocab_size, num_samples, attention_samples)
         return flops / seconds / self._context.topology.world_size / 1e12
 
-    def _line(
+    def _log_interval(
         self,
         progress: Progress,
         result: StepResult | None,
         learning_rate: float,
-        batch: int,
-        extras: dict[str, float],
-        recorded: Callable[[], dict[str, Any]],
+        batch_size: int,
+        extra_values: dict[str, float],
+        collect_record_values: Callable[[], dict[str, Any]],
     ) -> dict[str, float]:
-        sums = self._interval
-        seconds = time.perf_counter() - sums.started
-        elapsed_ms, tflops = 1000 * seconds / sums.steps, self._tflops(sums.samples, sums.attended, seconds)
-        loss, z_loss, mtp_loss = _mean(sums.losses), _mean(sums.z_losses), _mean(sums.mtp_losses)
-        of_experts = sums.balances[0].log_values(sums.balances) if sums.balances else {}
-        noise = named("megatron.training.gradient_noise:noise_scale")(sums.noises) if sums.noises else None
-        imbalance = _mean(sums.imbalances)
-        max_logit = max(sums.max_logits, default=None)
-        tokens_per_s = sums.samples * self._model.config.seq_length / seconds
-        mfu = None if self._peak is None else tflops * 1e12 / self._peak
-        line = LineNumbers(
-            **self._place(progress, learning_rate, batch),
+        """Log the interval: print the log line, and write its values to the metrics file, the curves and the history file. Returns
+        the logged values."""
+        interval = self._interval
+        seconds = time.perf_counter() - interval.start_time
+        elapsed_ms = 1000 * seconds / interval.num_steps
+        tflops = self._compute_tflops(interval.num_samples, interval.attention_samples, seconds)
+        loss, z_loss, mtp_loss = _mean(interval.losses), _mean(interval.z_losses), _mean(interval.mtp_losses)
+        expert_values = interval.expert_balances[0].log_values(interval.expert_balances) if interval.expert_balances else {}
+        noise = import_object("megatron.training.gradient_noise:compute_noise_scale")(interval.noises) if interval.noises else None
+        imbalance = _mean(interval.context_imbalances)
+        max_logit = max(interval.max_logits, default=None)
+        tokens_per_s = interval.num_samples * self._model.config.seq_length / seconds
+        mfu = None if self._peak_flops is None else tflops * 1e12 / self._peak_flops
+        line = LogLineValues(
+            **self._build_line_values(progress, learning_rate, batch_size),
             elapsed_ms=elapsed_ms,
             lm_loss=loss,
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             z_loss=z_loss,
             mtp_loss=mtp_loss,
-            load_balancing_loss=of_experts.get("load_balancing_loss"),
-            moe_z_loss=of_experts.get("moe_z_loss"),
-            busiest_expert=of_experts.get("busiest_expert"),
-            dropped_share=of_experts.get("dropped_share"),
+            load_balancing_loss=expert_values.get("load_balancing_loss"),
+            moe_z_loss=expert_values.get("moe_z_loss"),
+            busiest_expert=expert_values.get("busiest_expert"),
+            dropped_share=expert_values.get("dropped_share"),
             loss_scale=result.loss_scale if result else 1.0,
-            skipped=sums.skipped,
-            nans=sums.nans,
+            num_skipped=interval.num_skipped,
+            num_nans=interval.num_nans,
             tflops_per_device=tflops if self._config.log_throughput else None,
             grad_norm=result.grad_norm if result and not result.skipped else None,
             num_zeros=result.num_zeros if result else None,
-            params_norm=extras.get("params_norm"),
+            params_norm=extra_values.get("params_norm"),
             gradient_noise=noise,
             context_imbalance=imbalance,
             max_attention_logit=max_logit,
-            own={name: extras[name] for name in METRICS if name in extras},
+            custom={name: extra_values[name] for name in METRICS if name in extra_values},
         )
-        self.say(short_line(line) if self._short else megatron_line(line))
+        self.log(format_short_line(line) if self._is_short else format_megatron_line(line))
         values = {
             "learning_rate": learning_rate,
-            "global_batch_size": batch,
-            "skipped": sums.skipped,
-            **({"spikes": sums.spikes} if self._judges else {}),
+            "global_batch_size": batch_size,
+            "skipped": interval.num_skipped,
+            **({"spikes": interval.num_spikes} if self._counts_spikes else {}),
             "elapsed_ms": elapsed_ms,
             "tokens_per_s": tokens_per_s,
             "tflops_per_device": tflops,
-            **extras,
-            **of_experts,
+            **extra_values,
+            **expert_values,
         }
-        measured = {
+        optional_values = {
             "mfu": mfu,
             "lm_loss": loss,
             "z_loss": z_loss,
@@ -369,55 +412,55 @@ class Reporter:
             "context_imbalance": imbalance,
             "max_attention_logit": max_logit,
         }
-        values |= {name: value for name, value in measured.items() if value is not None}
+        values |= {name: value for name, value in optional_values.items() if value is not None}
         if result is not None:
             values |= {"loss_scale": result.loss_scale, "grad_norm": result.grad_norm}
         if result is not None and result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
-        if self._file:
-            self._write([self._file], progress, values)
-        memory = self._memory()
-        self._write(self._curves, progress, {**extras, **memory})
-        timers = self._report_times(progress) if self._config.timing_log_level > 0 else {}
+        if self._metrics_file:
+            self._write([self._metrics_file], progress, values)
+        memory = self._measure_memory()
+        self._write(self._curve_sinks, progress, {**extra_values, **memory})
+        timers = self._log_times(progress) if self._config.timing_log_level > 0 else {}
         if self._history is not None:
-            whole = {name: value for name, value in values.items() if "/" not in name}
-            found = {**memory, **recorded(), **({"timers_ms": timers} if timers else {})}
-            self._record("log", progress, {**whole, **found})
+            scalar_values = {name: value for name, value in values.items() if "/" not in name}
+            record_values = {**memory, **collect_record_values(), **({"timers_ms": timers} if timers else {})}
+            self._record("log", progress, {**scalar_values, **record_values})
         return values
 
-    def _place(self, progress: Progress, learning_rate: float, batch: int) -> dict[str, Any]:
-        """The numbers that every line has."""
+    def _build_line_values(self, progress: Progress, learning_rate: float, batch_size: int) -> dict[str, Any]:
+        """Return the values that every log line contains."""
         return {
             "time": datetime.now(),
             "iteration": progress.iteration,
             "train_iterations": self._total_iterations,
             "consumed_samples": progress.consumed_samples,
             "learning_rate": learning_rate,
-            "global_batch_size": batch,
-            "seconds_left": self._pace.seconds_left(time.perf_counter(), progress.consumed_samples),
+            "global_batch_size": batch_size,
+            "remaining_s": self._throughput.estimate_remaining_seconds(time.perf_counter(), progress.consumed_samples),
         }
 
-    def _memory(self) -> dict[str, int]:
-        host, device = process_bytes(), self._context.device
+    def _measure_memory(self) -> dict[str, int]:
+        host, device = get_peak_host_bytes(), self._context.device
         return {"memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else host, "host_bytes": host}
 
-    def _write_curves(self, progress: Progress, result: StepResult, learning_rate: float, batch: int, seconds: float) -> None:
+    def _write_curves(self, progress: Progress, result: StepResult, learning_rate: float, batch_size: int, seconds: float) -> None:
         values = {
             "learning_rate": learning_rate,
-            "global_batch_size": batch,
+            "global_batch_size": batch_size,
             "loss_scale": result.loss_scale,
-            **({"spikes": int(result.spike is not None)} if self._judges else {}),
+            **({"spikes": int(result.spike is not None)} if self._counts_spikes else {}),
             "elapsed_ms": 1000 * seconds,
-            "tokens_per_s": batch * self._model.config.seq_length / seconds,
-            "tflops_per_device": self._tflops(batch, _attended(result, batch), seconds),
+            "tokens_per_s": batch_size * self._model.config.seq_length / seconds,
+            "tflops_per_device": self._compute_tflops(batch_size, _get_attention_samples(result, batch_size), seconds),
         }
-        if self._peak is not None:
-            values["mfu"] = values["tflops_per_device"] * 1e12 / self._peak
+        if self._peak_flops is not None:
+            values["mfu"] = values["tflops_per_device"] * 1e12 / self._peak_flops
         if not result.skipped:
             values |= {"lm_loss": result.loss, "grad_norm": result.grad_norm}
             values |= {} if result.z_loss is None else {"z_loss": result.z_loss}
             values |= {} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}
-            values |= {} if result.balance is None else result.balance.log_values([result.balance])
+            values |= {} if result.expert_balance is None else result.expert_balance.log_values([result.expert_balance])
             values |= {} if result.max_attention_logit is None else {"max_attention_logit": result.max_attention_logit}
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
@@ -426,24 +469,24 @@ class Reporter:
                 "mem-allocated-bytes": torch.cuda.memory_allocated(),
                 "mem-max-allocated-bytes": torch.cuda.max_memory_allocated(),
             }
-        self._write(self._curves, progress, values)
+        self._write(self._curve_sinks, progress, values)
 
-    def _report_times(self, progress: Progress) -> dict[str, float]:
-        """Tell the times of all ranks. Returns the slowest rank's, in milliseconds an iteration."""
-        ranks = gather_objects(self._timers.elapsed_ms(), self._context.world)
-        times = {name: [ms / self._interval.steps for ms in each] for name, each in times_of_ranks(ranks).items()}
+    def _log_times(self, progress: Progress) -> dict[str, float]:
+        """Log the timers of all ranks. Returns the time of the slowest rank for each timer, in milliseconds per iteration."""
+        ms_of_ranks = gather_objects(self._timers.reset_elapsed_ms(), self._context.world)
+        times = {name: [ms / self._interval.num_steps for ms in rank_ms] for name, rank_ms in merge_rank_times(ms_of_ranks).items()}
         if text := format_times(times, self._config.timing_log_option):
-            self.say(text)
+            self.log(text)
         if self._config.log_timers_to_tensorboard:
-            self._write(self._curves, progress, {f"{name}-time": max(each) / 1000 for name, each in times.items()})
-        return {name: max(each) for name, each in times.items()}
+            self._write(self._curve_sinks, progress, {f"{name}-time": max(rank_ms) / 1000 for name, rank_ms in times.items()})
+        return {name: max(rank_ms) for name, rank_ms in times.items()}
 
 
-def _mean(numbers: Sequence[float]) -> float | None:
-    """None if there are none."""
-    return math.fsum(numbers) / len(numbers) if numbers else None
+def _mean(values: Sequence[float]) -> float | None:
+    """Return the mean, or None for an empty sequence."""
+    return math.fsum(values) / len(values) if values else None
 
 
-def _attended(result: StepResult | None, batch: int) -> float:
-    """How many whole sequences need as much attention as the step."""
-    return batch if result is None or result.attended_sequences is None else result.attended_sequences
+def _get_attention_samples(result: StepResult | None, batch_size: int) -> float:
+    """Return the number of single-document samples whose attention needs as much computation as that of a step."""
+    return batch_size if result is None or result.attention_samples is None else result.attention_samples

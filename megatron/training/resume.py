@@ -1,4 +1,5 @@
-"""Where a run begins: at a checkpoint of its own, with the weights of another, or afresh; and whether its settings fit."""
+"""Start of a run: from its own checkpoint, from the weights of another run, or from initial weights. Also checks that the settings
+fit the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,77 +9,90 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
-from megatron.checkpoint.folder_kinds import refuse_foreign
-from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT
-from megatron.checkpoint.load import Loaded, load_tensors
-from megatron.checkpoint.save_folder import find_checkpoint, note_damaged, read_config, read_state
-from megatron.checkpoint.storage import MANIFEST, Place
-from megatron.checkpoint.storage_kinds import LOCATION, open_storage
+from megatron.checkpoint.folder_kinds import check_not_foreign
+from megatron.checkpoint.global_tensor import EMA, WEIGHT
+from megatron.checkpoint.load import LoadResult, load_tensors
+from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state, record_damage
+from megatron.checkpoint.storage import MANIFEST, PathOrUrl
+from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL, open_storage
 from megatron.config.config import Config
-from megatron.config.imports import named
-from megatron.config.model import FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, ModelConfig, free_at_beginning
+from megatron.config.imports import import_object
+from megatron.config.model import (
+    CHANGEABLE_FIELDS,
+    DECREASABLE_FIELDS,
+    INCREASABLE_FIELDS,
+    ModelConfig,
+    get_changeable_from_weights,
+)
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
-from megatron.spec.groups import groups_of
-from megatron.spec.layer_pattern import pattern_text
-from megatron.spec.mlps import experts_of, has_experts
-from megatron.spec.weights import depth_of, model_weights
-from megatron.training.failure import together
-from megatron.training.progress import LearningSchedule, Progress, Resumed, agreed_schedule, flags_that_differ
-from megatron.training.saver import global_tensors
+from megatron.spec.groups import build_group_lookup
+from megatron.spec.layer_pattern import format_pattern
+from megatron.spec.mlps import build_experts_spec, has_experts
+from megatron.spec.weights import iter_weights, parse_mtp_depth
+from megatron.training.failure import run_on_all_ranks
+from megatron.training.progress import LearningSchedule, Progress, ResumePoint, compare_schedule_flags, resolve_schedule
+from megatron.training.saver import build_global_tensors
 
-# ---- The settings of a model with defaults filled in, so that two spellings of one model are equal.
+# ---- Normalised settings of a model: settings that describe the same model become equal.
 
 
-def effective(model: ModelConfig) -> ModelConfig:
-    """The settings with defaults filled in, so that a missing one equals the default. What has no effect is the same in all."""
-    learned = model.position_embedding_type == "learned_absolute"
+def normalize_model(model: ModelConfig) -> ModelConfig:
+    """Return the model's settings in a form that is equal for equal models.
+
+    Defaults are filled in, so that a missing setting equals its default. Settings without effect get the same value in all models.
+    """
+    has_learned_positions = model.position_embedding_type == "learned_absolute"
     return dataclasses.replace(
-        _with_experts_spelt_out(model),
+        _normalize_mlps(model),
         kv_channels=model.head_size,
         num_query_groups=model.num_key_value_heads,
-        group_query_attention=False,  # only the number of key-value heads counts
-        max_position_embeddings=model.num_positions if learned else None,
+        group_query_attention=False,  # only num_query_groups matters
+        max_position_embeddings=model.num_positions if has_learned_positions else None,
         lora_alpha=None if model.lora_rank is None else model.lora_scale * model.lora_rank,
         lora_targets=tuple(sorted(model.lora_targets)),
     )
 
 
-def _with_experts_spelt_out(model: ModelConfig) -> ModelConfig:
-    """The same of MLPs and experts."""
-    found = dataclasses.replace(model, ffn_hidden_size=model.ffn_size)
+def _normalize_mlps(model: ModelConfig) -> ModelConfig:
+    """Normalise the settings of MLPs and experts, as `normalize_model` does for all settings."""
+    normalized = dataclasses.replace(model, ffn_hidden_size=model.ffn_size)
     if model.num_experts is None:
-        return found
-    marks, of_layer = tuple(has_experts(model, layer) for layer in range(model.num_layers)), experts_of(model)
-    router = of_layer.router
+        return normalized
+    has_experts_by_layer, experts_spec = (
+        tuple(has_experts(model, layer) for layer in range(model.num_layers)),
+        build_experts_spec(model),
+    )
+    router = experts_spec.router
     return dataclasses.replace(
-        found,
-        ffn_hidden_size=None if all(marks) else model.ffn_size,
-        moe_layer_freq=pattern_text(marks),
-        moe_ffn_hidden_size=of_layer.expert.width,
+        normalized,
+        ffn_hidden_size=None if all(has_experts_by_layer) else model.ffn_size,
+        moe_layer_freq=format_pattern(has_experts_by_layer),
+        moe_ffn_hidden_size=experts_spec.expert.ffn_size,
         moe_router_pre_softmax=router.pre_softmax,
-        moe_router_topk_scaling_factor=router.scaling,
-        moe_router_num_groups=router.groups,
-        moe_router_group_topk=router.open_groups,
+        moe_router_topk_scaling_factor=router.scaling_factor,
+        moe_router_num_groups=router.num_groups,
+        moe_router_group_topk=router.top_k_groups,
     )
 
 
-class ChosenCheckpoint(NamedTuple):
-    """A checkpoint that fits the run."""
+class SelectedCheckpoint(NamedTuple):
+    """Checkpoint to load: its path, its metadata, and its differences from the run. It has been checked to fit the run."""
 
-    path: Place
+    path: PathOrUrl
     state: dict[str, Any]
     notes: list[str]
-    begin: frozenset[str] = frozenset()
-    """Parameters that it lacks and that begin with their initial values."""
-    record: Mapping[str, Any] = MappingProxyType({})
-    """Its `config.json`; see `Resumed`."""
-    schedule_flags: Sequence[str] = ()
-    """Settings of the schedules that differ from the run's, in words."""
+    """Lines for the start-up log."""
+    new_params: frozenset[str] = frozenset()
+    """Names of the parameters that the checkpoint lacks. They keep their initial values."""
+    config_json: Mapping[str, Any] = MappingProxyType({})
+    """The `config.json` of the checkpoint, not validated."""
+    schedule_differences: Sequence[str] = ()
+    """Settings of the schedules that differ between checkpoint and run, each as a flag with both values."""
 
 
 def resume(
@@ -89,238 +103,302 @@ def resume(
     schedule: LearningSchedule,
     vocab_size: int,
     *,
-    in_memory: bool = False,
-) -> Resumed:
-    """Fill weights and state from the checkpoint that --load names, or else weights from --pretrained-checkpoint.
+    uses_node_memory: bool = False,
+) -> ResumePoint:
+    """Load weights and state from the checkpoint of --load, or only weights from --pretrained-checkpoint. All ranks call it
+    together.
 
-    All ranks call it together. If a checkpoint turns out to be damaged, the one before it is taken, and the log says so.
+    If a checkpoint is damaged, the one before it is loaded, and the log reports the damage.
 
     Args:
-        in_memory: whether nodes keep state (`kept_state.py`): where it is newer, a run that goes on in its own folder takes it.
+        schedule: schedules of the command line.
+        uses_node_memory: whether the nodes keep copies of the state in memory (`kept_state.py`). A run that continues in its own
+            save folder loads such a copy if it is newer than the newest checkpoint.
 
     Raises:
-        ValueError: there is none and there must be, it belongs to another model, all are damaged, or its schedules differ.
+        ValueError: there is no checkpoint although one is required, it contains another model, all checkpoints are damaged, or the
+            schedules differ.
     """
     checkpoint = config.checkpoint
     notes: list[str] = []
     if checkpoint.load is not None:
         wants_state = checkpoint.load_optim and not checkpoint.finetune
-        folder, step = checkpoint.load, checkpoint.ckpt_step
-        own = in_memory and folder == checkpoint.save and step is None and wants_state
+        folder, iteration = checkpoint.load, checkpoint.ckpt_step
+        takes_node_memory = uses_node_memory and folder == checkpoint.save and iteration is None and wants_state
 
-        def look(damaged: dict[int, str]) -> ChosenCheckpoint | None:
-            newer = named("megatron_lab.node_memory.kept_state:newer_in_memory") if own else lambda *_: False
-            place = LOCATION if newer(open_storage(folder), damaged) else folder
-            return look_in(config, place, step, vocab_size, damaged, goes_on=not checkpoint.finetune)
+        def select(damaged: dict[int, str]) -> SelectedCheckpoint | None:
+            is_newer_in_memory = (
+                import_object("megatron_lab.node_memory.kept_state:is_memory_newer") if takes_node_memory else lambda *_: False
+            )
+            source = NODE_MEMORY_URL if is_newer_in_memory(open_storage(folder), damaged) else folder
+            return select_checkpoint(config, source, iteration, vocab_size, damaged, continues_run=not checkpoint.finetune)
 
-        chosen = fill(config.model, look, context, optimizer, wants_state=wants_state, may_fall_back=step is None)
-        if chosen is not None:
+        selected = load_selected(config.model, select, context, optimizer, wants_state=wants_state, may_fall_back=iteration is None)
+        if selected is not None:
             if checkpoint.finetune:
-                return _begun(chosen, schedule, "--finetune")
-            return continued(chosen, optimizer, scaler, schedule, wants_state=wants_state)
-        check_may_lack(checkpoint)
-        usual = checkpoint.load == checkpoint.save  # the first start of a run that is restarted by the same command
-        notes = [f"{'' if usual else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0"]
+                return _start_from_weights(selected, schedule, "--finetune")
+            return restore_run(selected, optimizer, scaler, schedule, wants_state=wants_state)
+        check_missing_checkpoint(checkpoint)
+        is_first_start = checkpoint.load == checkpoint.save  # a run that is always started with the same command
+        notes = [f"{'' if is_first_start else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0"]
     if checkpoint.pretrained_checkpoint is not None:
-        base = checkpoint.pretrained_checkpoint
-        chosen = fill(
+        base_path = checkpoint.pretrained_checkpoint
+        selected = load_selected(
             config.model,
-            lambda damaged: look_at_base(config, base, vocab_size, damaged),
+            lambda damaged: select_base_checkpoint(config, base_path, vocab_size, damaged),
             context,
             optimizer,
             wants_state=False,
             may_fall_back=True,
         )
-        assert chosen is not None, "a missing base is an error"
-        return _begun(chosen, schedule, "--pretrained-checkpoint", notes)
-    return Resumed(Progress(), schedule, None, notes)
+        assert selected is not None, "select_base_checkpoint raises an error for a missing checkpoint"
+        return _start_from_weights(selected, schedule, "--pretrained-checkpoint", notes)
+    return ResumePoint(Progress(), schedule, None, notes)
 
 
-def check_may_lack(checkpoint: CheckpointConfig) -> None:
-    """Refuse a run whose --load holds no checkpoint, if it needs one: a user who wants a part of it does.
+def check_missing_checkpoint(checkpoint: CheckpointConfig) -> None:
+    """Check that the run may start without a checkpoint although --load is set.
 
     Raises:
-        MismatchError: it does.
+        MismatchError: the folder of --load has no checkpoint, and another flag requires one.
     """
-    needs = {
+    requirements = {
         "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
         "--finetune": checkpoint.finetune,
         "--no-load-optim": not checkpoint.load_optim,
     }
-    if named := [flag for flag, given in needs.items() if given]:
-        raise MismatchError(f"--load {checkpoint.load} holds no checkpoint, and {named[0]} is given")
+    if set_flags := [flag for flag, is_set in requirements.items() if is_set]:
+        raise MismatchError(f"--load {checkpoint.load} holds no checkpoint, but {set_flags[0]} requires one")
 
 
-def continued(
-    chosen: ChosenCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
-) -> Resumed:
-    """Take over the counts, and agree on the schedules."""
-    path, state, notes, _, record, flags = chosen
+def restore_run(
+    selected: SelectedCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
+) -> ResumePoint:
+    """Restore the counters, the optimizer and the loss scaler from the loaded checkpoint, and select the schedules.
+
+    Args:
+        wants_state: restore the optimizer and the loss scaler too, not only the counters.
+
+    Raises:
+        CheckpointError: the state of the checkpoint is incomplete.
+        MismatchError: the schedules differ, and --resume-schedule does not say which schedules to use.
+    """
+    path, state, notes, _, config_json, schedule_differences = selected
     try:
         if wants_state:
-            optimizer.num_updates = int(state["optimizer_updates"])
+            optimizer.num_steps = int(state["optimizer_updates"])
             scaler.load_state_dict(state["scaler"])
         else:
             notes = [*notes, "moments start from zero (--no-load-optim)"]
         progress = Progress.from_json(state["progress"])
-        agreed = agreed_schedule(schedule, state["schedule"], path, flags, progress.updated_samples)
-        return Resumed(progress, agreed, path, notes, record)
+        resolved_schedule = resolve_schedule(schedule, state["schedule"], path, schedule_differences, progress.updated_samples)
+        return ResumePoint(progress, resolved_schedule, path, notes, config_json)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"the state.json of {path} is not that of a run of this program ({error!r}): add --finetune to take its weights alone"
+            f"state.json of {path} lacks an entry or has an invalid one ({error!r}): add --finetune to load only the weights"
         ) from error
 
 
-def _begun(chosen: ChosenCheckpoint, schedule: LearningSchedule, flag: str, notes: Sequence[str] = ()) -> Resumed:
-    """A run that begins with the weights of another."""
-    told = f"weights of {chosen.path}; counting starts from iteration 0 ({flag})"
-    return Resumed(Progress(), schedule, None, [*notes, *chosen.notes, told])
+def _start_from_weights(
+    selected: SelectedCheckpoint, schedule: LearningSchedule, flag: str, notes: Sequence[str] = ()
+) -> ResumePoint:
+    """Return the resume point of a run that starts at iteration 0 with the weights of another run."""
+    message = f"weights of {selected.path}; counting starts from iteration 0 ({flag})"
+    return ResumePoint(Progress(), schedule, None, [*notes, *selected.notes, message])
 
 
-def fill(
+def load_selected(
     model: ModelConfig,
-    look: Callable[[dict[int, str]], ChosenCheckpoint | None],
+    select: Callable[[dict[int, str]], SelectedCheckpoint | None],
     context: ParallelContext,
     optimizer: ShardedOptimizer,
     *,
     wants_state: bool,
     may_fall_back: bool,
-) -> ChosenCheckpoint | None:
-    """Load the first checkpoint that is sound to its last byte; the notes then say what was compared.
+) -> SelectedCheckpoint | None:
+    """Load a checkpoint. If the content of the one that `select` returns is damaged, call `select` again for another.
+
+    The notes of the returned checkpoint contain the result of the comparison with the checkpoint's digests.
 
     Args:
-        look: chooses a checkpoint. It is given the iterations that cannot be read, with the reasons, and passes these over. None
-            means that there is no checkpoint at all.
+        select: function that selects a checkpoint. Its argument contains the damaged iterations with the reasons, which it skips.
+            It returns None if the folder has no checkpoint at all.
+        wants_state: load optimizer state, not only weights.
+        may_fall_back: try the next older checkpoint if a checkpoint is damaged.
+
+    Returns:
+        the loaded checkpoint, or None if the folder has none.
 
     Raises:
-        DamagedCheckpointError: none is sound, or there is no choice.
+        DamagedCheckpointError: all checkpoints are damaged, or one is damaged and `may_fall_back` is False.
     """
     damaged: dict[int, str] = {}
     while True:
-        # One rank looks and tells the others: so thousands need not ask the file system, and all take the same checkpoint.
-        chosen = broadcast_object(together(context, lambda: _chosen(look, damaged) if context.rank == 0 else None), context.world)
-        if chosen is None:
+        # Only rank 0 selects: this saves file-system accesses of all other ranks, and all ranks load the same checkpoint.
+        selected = broadcast_object(
+            run_on_all_ranks(context, lambda: _select(select, damaged) if context.rank == 0 else None), context.world
+        )
+        if selected is None:
             return None
-        if wants_state and not chosen.state.get("has_optimizer"):
+        if wants_state and not selected.state.get("has_optimizer"):
             raise MismatchError(
-                f"{chosen.path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
+                f"{selected.path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
             )
-        has_average = chosen.state.get("ema_decay") is not None
-        averages = wants_state and has_average
-        tensors = global_tensors(optimizer, context, state=wants_state, averages=averages)
-        tensors = [tensor for tensor in tensors if tensor.name.partition(".")[2] not in chosen.begin]
+        has_average = selected.state.get("ema_decay") is not None
+        loads_average = wants_state and has_average
+        tensors = build_global_tensors(optimizer, context, state=wants_state, averages=loads_average)
+        tensors = [tensor for tensor in tensors if tensor.name.partition(".")[2] not in selected.new_params]
         try:
             loaded = load_tensors(
-                chosen.path,
+                selected.path,
                 tensors,
                 context.world,
                 allow_unused=lambda name: (
-                    name.startswith(f"{AVERAGE}.")
+                    name.startswith(f"{EMA}.")
                     or (not wants_state and not name.startswith(f"{WEIGHT}."))
-                    or _is_left_out(name.partition(".")[2], model)
+                    or _is_dropped(name.partition(".")[2], model)
                 ),
             )
-        except DamagedCheckpointError as error:  # on every rank the same
-            note_damaged(chosen.path, error, damaged, may_fall_back)
+        except DamagedCheckpointError as error:  # raised on every rank
+            record_damage(selected.path, error, damaged, may_fall_back)
             continue
-        optimizer.publish()
-        if not averages:
-            optimizer.begin_averages()
-        return chosen._replace(notes=[*chosen.notes, *_told_of_averages(optimizer, has=has_average, taken=averages), _told(loaded)])
+        optimizer.copy_main_to_model_params()
+        if not loads_average:
+            optimizer.reset_averages()
+        return selected._replace(
+            notes=[
+                *selected.notes,
+                *_describe_average(optimizer, in_checkpoint=has_average, is_loaded=loads_average),
+                _describe_load(loaded),
+            ]
+        )
 
 
-def _chosen(look: Callable[[dict[int, str]], ChosenCheckpoint | None], damaged: dict[int, str]) -> ChosenCheckpoint | None:
+def _select(select: Callable[[dict[int, str]], SelectedCheckpoint | None], damaged: dict[int, str]) -> SelectedCheckpoint | None:
     try:
-        return look(damaged)
+        return select(damaged)
     except DamagedCheckpointError:
         raise
     except CheckpointError as error:
         raise MismatchError(str(error)) from error
 
 
-def _told_of_averages(optimizer: ShardedOptimizer, *, has: bool, taken: bool) -> list[str]:
-    """What becomes of the average of the weights (--ema-decay), where the run or the checkpoint has none."""
-    if has and not optimizer.averages:
+def _describe_average(optimizer: ShardedOptimizer, *, in_checkpoint: bool, is_loaded: bool) -> list[str]:
+    """Return a note for the start-up log if either the run or the checkpoint has no average of the weights (--ema-decay).
+
+    Args:
+        in_checkpoint: whether the checkpoint has an average.
+        is_loaded: whether the average of the checkpoint is loaded.
+    """
+    if in_checkpoint and not optimizer.has_averages:
         return ["the average of the weights in the checkpoint is left out (no --ema-decay)"]
-    return ["the average of the weights begins at the weights of the checkpoint"] if optimizer.averages and not taken else []
+    return (
+        ["the average of the weights begins at the weights of the checkpoint"] if optimizer.has_averages and not is_loaded else []
+    )
 
 
-def look_in(
-    config: Config, folder: str, step: int | None, vocab_size: int, damaged: dict[int, str], *, goes_on: bool
-) -> ChosenCheckpoint | None:
-    """The checkpoint of a run to take, with its content beside tensors; checks that it fits."""
+def select_checkpoint(
+    config: Config, folder: str, iteration: int | None, vocab_size: int, damaged: dict[int, str], *, continues_run: bool
+) -> SelectedCheckpoint | None:
+    """Select a checkpoint of a save folder, read its metadata, and check that it fits the run.
+
+    Args:
+        iteration: iteration to select; None for the newest undamaged one.
+        damaged: damaged iterations with the reasons. They are skipped, and new ones are added.
+        continues_run: whether the run continues from the checkpoint, or only loads its weights.
+
+    Returns:
+        the checkpoint, or None if the folder has none.
+    """
     while True:
-        told: list[str] = []
+        warnings: list[str] = []
         try:
-            path = find_checkpoint(folder, step, tell=told.append, damaged=damaged)
+            path = find_checkpoint(folder, iteration, warn=warnings.append, damaged=damaged)
         except DamagedCheckpointError:
-            refuse_foreign(folder)
+            check_not_foreign(folder)
             raise
         if path is None:
-            refuse_foreign(folder)
+            check_not_foreign(folder)
             return None
         try:
-            return fitting(config, path, vocab_size, [f"WARNING: {text}" for text in told], goes_on=goes_on)
+            return check_checkpoint(
+                config, path, vocab_size, [f"WARNING: {text}" for text in warnings], continues_run=continues_run
+            )
         except DamagedCheckpointError as error:
-            note_damaged(path, error, damaged, may_fall_back=step is None)
+            record_damage(path, error, damaged, may_fall_back=iteration is None)
 
 
-def look_at_base(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> ChosenCheckpoint:
-    """The checkpoint whose weights to begin with: `base` itself, or the newest in it."""
+def select_base_checkpoint(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> SelectedCheckpoint:
+    """Select the checkpoint whose weights initialise the run: `base` itself, or the newest checkpoint in the folder `base`."""
     storage = open_storage(base)
-    if storage.size(MANIFEST) is not None:
-        if damaged:  # there is no other
+    if storage.file_size(MANIFEST) is not None:
+        if damaged:  # the only candidate is damaged
             raise DamagedCheckpointError("; ".join(damaged.values()))
-        return fitting(config, storage.place, vocab_size, [], goes_on=False)
-    found = look_in(config, base, None, vocab_size, damaged, goes_on=False)
-    if found is None:
+        return check_checkpoint(config, storage.path_or_url, vocab_size, [], continues_run=False)
+    selected = select_checkpoint(config, base, None, vocab_size, damaged, continues_run=False)
+    if selected is None:
         raise CheckpointError(
             f"--pretrained-checkpoint {base} holds no checkpoint: give a --save folder or an iter_ folder "
-            f"(weights of another program are brought into one by tools/checkpoint.py import)"
+            f"(tools/checkpoint.py import converts weights of other programs)"
         )
-    return found
+    return selected
 
 
-def fitting(config: Config, path: Place, vocab_size: int, notes: list[str], *, goes_on: bool) -> ChosenCheckpoint:
+def check_checkpoint(
+    config: Config, path: PathOrUrl, vocab_size: int, notes: list[str], *, continues_run: bool
+) -> SelectedCheckpoint:
+    """Read the metadata of a checkpoint and check that it fits the run.
+
+    Args:
+        notes: earlier lines for the start-up log, to which lines about this checkpoint are added.
+        continues_run: whether the run continues from the checkpoint, or only loads its weights.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the run.
+    """
     state = read_state(path)
-    record = read_config(path)
-    notes = notes + check_model(config, record, vocab_size, path, goes_on=goes_on)
-    saved = {weight.name for weight in model_weights(from_dict(record["config"]).model, vocab_size)}
-    lacking = [one for one in model_weights(config.model, vocab_size) if one.name not in saved]
-    begin = [one for one in lacking if one.by_counts is not None]
-    if begin:
-        notes.append(f"{len(begin)} tensors of routers that the checkpoint lacks begin anew ({begin[0].name}, ...)")
-    if config.model.lora_rank is not None:
-        adapters = [one for one in lacking if not one.frozen]
-        begin += adapters
-        if adapters:
-            notes.append(f"{len(adapters)} matrices of adapters begin anew beside the weights of the checkpoint")
-    if goes_on and "progress" not in state:
-        raise CheckpointError(
-            f"{path} holds weights alone, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
+    config_json = read_config(path)
+    notes = notes + check_model(config, config_json, vocab_size, path, continues_run=continues_run)
+    saved_names = {weight.name for weight in iter_weights(from_dict(config_json["config"]).model, vocab_size)}
+    missing_weights = [weight for weight in iter_weights(config.model, vocab_size) if weight.name not in saved_names]
+    new_weights = [weight for weight in missing_weights if weight.count_update is not None]
+    if new_weights:
+        notes.append(
+            f"{len(new_weights)} router tensors that the checkpoint lacks start with initial values ({new_weights[0].name}, ...)"
         )
-    differ = flags_that_differ(from_dict(record["config"]), config) if goes_on else []
-    return ChosenCheckpoint(path, state, notes, frozenset(one.name for one in begin), record, differ)
+    if config.model.lora_rank is not None:
+        adapters = [weight for weight in missing_weights if not weight.frozen]
+        new_weights += adapters
+        if adapters:
+            notes.append(f"{len(adapters)} adapter matrices that the checkpoint lacks start with initial values")
+    if continues_run and "progress" not in state:
+        raise CheckpointError(
+            f"{path} holds only weights, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
+        )
+    schedule_differences = compare_schedule_flags(from_dict(config_json["config"]), config) if continues_run else []
+    return SelectedCheckpoint(
+        path, state, notes, frozenset(weight.name for weight in new_weights), config_json, schedule_differences
+    )
 
 
-def _told(loaded: Loaded) -> str:
-    """The result of the comparison with the checkpoint's content, in words."""
-    text = f"{loaded.equal} tensors in memory equal what was saved"
-    if loaded.digest is not None:
-        text += f" (content digest of the checkpoint: {loaded.digest[:16]})"
-    if loaded.narrowed:
-        text += f"; {loaded.narrowed} were rounded to a narrower dtype and are not compared"
-    if loaded.unknown:
-        text += f"; of {loaded.unknown} it holds no content sums to compare with"
+def _describe_load(loaded: LoadResult) -> str:
+    """Describe the result of the comparison between loaded tensors and the checkpoint's digests."""
+    text = f"{loaded.num_equal} tensors in memory equal what was saved"
+    if loaded.content_digest is not None:
+        text += f" (content digest of the checkpoint: {loaded.content_digest[:16]})"
+    if loaded.num_narrowed:
+        text += f"; {loaded.num_narrowed} were rounded to a narrower dtype and are not compared"
+    if loaded.num_unverified:
+        text += f"; for {loaded.num_unverified} the checkpoint has no digests to compare with"
     return text
 
 
-# ---- whether the settings go with those of the checkpoint
+# ---- Comparison of the settings with those of the checkpoint.
 
-# Settings that change the numbers of a run that continues: they may differ, but the user should know. All of the other topics.
-_TOLD = ("data", "training", "optimizer", "precision", "parallel")
-# These decide where and how long, not what; or another check treats them.
-_NOT_TOLD = {
+# Topics whose settings change the results of a continued run. They may differ from the checkpoint, and the log reports them.
+_COMPARED_TOPICS = ("data", "training", "optimizer", "precision", "parallel")
+# Settings that do not change the results, such as paths and limits, or that another check compares.
+_UNREPORTED_SETTINGS = {
     "num_workers",
     "data_cache_path",
     "exit_interval",
@@ -336,96 +414,103 @@ _NOT_TOLD = {
 }
 
 
-def check_model(config: Config, record: dict[str, Any], vocab_size: int, path: Place, *, goes_on: bool) -> list[str]:
-    """Compare the settings of this run with those of a checkpoint.
+def check_model(config: Config, config_json: dict[str, Any], vocab_size: int, path: PathOrUrl, *, continues_run: bool) -> list[str]:
+    """Check that the settings of this run fit those of a checkpoint.
 
     Args:
         config: settings of this run.
-        record: `config.json` of the checkpoint.
-        vocab_size: that of this run's tokenizer.
-        path: the checkpoint.
-        goes_on: whether the run continues from the checkpoint; else it takes the weights alone, and only the model counts.
+        config_json: `config.json` of the checkpoint.
+        vocab_size: vocabulary size of this run's tokenizer.
+        path: path of the checkpoint, for messages.
+        continues_run: whether the run continues from the checkpoint. Otherwise it only loads the weights, and only the model must
+            agree.
 
     Returns:
-        A note for each setting that differs and may.
+        a note for each setting that differs and is allowed to differ.
 
     Raises:
-        CheckpointError: settings that make another model differ, or the optimizer is another one and its state is wanted.
+        CheckpointError: settings that change the model differ, or the optimizer differs and its state is to be loaded.
     """
-    saved = from_dict(record["config"])
-    model = _differences(effective(saved.model), effective(config.model))
-    fewer = {name for name in FREE_DOWNWARD if getattr(config.model, name) < getattr(saved.model, name)}
-    more = {name for name in FREE_UPWARD if getattr(config.model, name) > getattr(saved.model, name)}
-    may_differ = fewer | more | (FREE_FIELDS if goes_on else free_at_beginning(saved.model))
-    wrong = [text for name, text in model.items() if name not in may_differ]
-    if record["vocab_size"] != vocab_size:
-        wrong.append(f"vocabulary {record['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
-    if wrong:
+    saved = from_dict(config_json["config"])
+    model_differences = _compare_fields(normalize_model(saved.model), normalize_model(config.model))
+    reduced = {name for name in DECREASABLE_FIELDS if getattr(config.model, name) < getattr(saved.model, name)}
+    increased = {name for name in INCREASABLE_FIELDS if getattr(config.model, name) > getattr(saved.model, name)}
+    may_differ = reduced | increased | (CHANGEABLE_FIELDS if continues_run else get_changeable_from_weights(saved.model))
+    conflicts = [text for name, text in model_differences.items() if name not in may_differ]
+    if config_json["vocab_size"] != vocab_size:
+        conflicts.append(f"vocabulary {config_json['vocab_size']} there, {vocab_size} here (see --tokenizer-type and its files)")
+    if conflicts:
         raise CheckpointError(
             f"{path} holds another model:\n  "
-            + "\n  ".join(wrong)
+            + "\n  ".join(conflicts)
             + "\n  Use the checkpoint's settings (--use-checkpoint-args takes them), or another checkpoint."
-            + _about_adapters(saved.model, config.model, goes_on=goes_on)
+            + _advise_on_adapters(saved.model, config.model, continues_run=continues_run)
         )
-    before, now = saved.optimizer.optimizer, config.optimizer.optimizer
-    if goes_on and before != now and config.checkpoint.load_optim:
+    saved_optimizer, current_optimizer = saved.optimizer.optimizer, config.optimizer.optimizer
+    if continues_run and saved_optimizer != current_optimizer and config.checkpoint.load_optim:
         raise CheckpointError(
-            f"{path} holds the state of --optimizer {before}, not of {now}: take {before}, or leave its state with --no-load-optim"
+            f"{path} holds the state of --optimizer {saved_optimizer}, but this run uses {current_optimizer}.\n"
+            f"  Use --optimizer {saved_optimizer}, or start with a new optimizer state (--no-load-optim)."
         )
-    if goes_on and config.checkpoint.load_optim:
-        there, here = groups_of(saved.optimizer), groups_of(config.optimizer)
-        blocks, block = saved.optimizer.adam_8bit_block_size, config.optimizer.adam_8bit_block_size
-        for weight in model_weights(config.model, vocab_size):
-            rule = here(weight).optimizer
-            if there(weight).optimizer != rule:
+    if continues_run and config.checkpoint.load_optim:
+        saved_group, current_group = build_group_lookup(saved.optimizer), build_group_lookup(config.optimizer)
+        saved_block_size, block_size = saved.optimizer.adam_8bit_block_size, config.optimizer.adam_8bit_block_size
+        for weight in iter_weights(config.model, vocab_size):
+            optimizer = current_group(weight).optimizer
+            if saved_group(weight).optimizer != optimizer:
                 raise CheckpointError(
-                    f"{path} holds the state of {there(weight).optimizer} for {weight.name}, not of {rule}: "
-                    "leave its rule as it was (--param-groups), or leave the state with --no-load-optim"
+                    f"{path}: {weight.name} was trained with {saved_group(weight).optimizer}, but this run uses {optimizer}.\n"
+                    f"  Use {saved_group(weight).optimizer} for it again (--param-groups), or start with a new optimizer state "
+                    "(--no-load-optim)."
                 )
-            if rule == "adam8bit" and blocks != block:
+            if optimizer == "adam8bit" and saved_block_size != block_size:
                 raise CheckpointError(
-                    f"{path} holds moments in blocks of {blocks}, not of {block}: take --adam-8bit-block-size {blocks}"
+                    f"{path} holds 8-bit moments in blocks of {saved_block_size} elements, but this run uses {block_size}.\n"
+                    f"  Use --adam-8bit-block-size {saved_block_size}, or start with a new optimizer state (--no-load-optim)."
                 )
-    free = list(model.values())
-    for topic in _TOLD if goes_on else ():
-        differing = _differences(getattr(saved, topic), getattr(config, topic))
-        free += [text for name, text in differing.items() if name not in _NOT_TOLD]
-    told = [f"differs from the checkpoint: {text}" for text in free]
+    allowed_differences = list(model_differences.values())
+    for topic in _COMPARED_TOPICS if continues_run else ():
+        differences = _compare_fields(getattr(saved, topic), getattr(config, topic))
+        allowed_differences += [text for name, text in differences.items() if name not in _UNREPORTED_SETTINGS]
+    notes = [f"differs from the checkpoint: {text}" for text in allowed_differences]
     if saved.model.mtp_num_layers > config.model.mtp_num_layers:
-        told.append(_told_of_depths(saved.model, config.model, vocab_size))
-    return told
+        notes.append(_describe_dropped_depths(saved.model, config.model, vocab_size))
+    return notes
 
 
-def _about_adapters(saved: ModelConfig, here: ModelConfig, *, goes_on: bool) -> str:
-    """What to do where a checkpoint has other adapters than the run, or one of them has none."""
-    if saved.lora_rank is None and here.lora_rank is not None and goes_on:
+def _advise_on_adapters(saved: ModelConfig, current: ModelConfig, *, continues_run: bool) -> str:
+    """Return advice for the case that run and checkpoint have different LoRA adapters, or an empty string."""
+    if saved.lora_rank is None and current.lora_rank is not None and continues_run:
         return "\n  To train adapters beside these weights, begin with them: --pretrained-checkpoint, or --load with --finetune."
-    if saved.lora_rank is not None and saved.lora_rank != here.lora_rank:
+    if saved.lora_rank is not None and saved.lora_rank != current.lora_rank:
         return "\n  tools/checkpoint.py import makes a checkpoint in which its adapters are added to the weights."
     return ""
 
 
-def _told_of_depths(saved: ModelConfig, here: ModelConfig, vocab_size: int) -> str:
-    """What is left out where a run has fewer depths of multi-token prediction than its checkpoint."""
-    weights = (weight for weight in model_weights(saved, vocab_size) if depth_of(weight.name) is not None)
-    left = [weight for weight in weights if _is_left_out(weight.name, here)]
-    depths = f"{saved.mtp_num_layers - here.mtp_num_layers} of {saved.mtp_num_layers} depths of multi-token prediction"
+def _describe_dropped_depths(saved: ModelConfig, current: ModelConfig, vocab_size: int) -> str:
+    """Describe the tensors that are not loaded because the run has fewer depths of multi-token prediction than its checkpoint."""
+    weights = (weight for weight in iter_weights(saved, vocab_size) if parse_mtp_depth(weight.name) is not None)
+    dropped = [weight for weight in weights if _is_dropped(weight.name, current)]
+    depths = f"{saved.mtp_num_layers - current.mtp_num_layers} of {saved.mtp_num_layers} depths of multi-token prediction"
     return (
-        f"WARNING: {depths} in the checkpoint are left out, with their moments: {len(left)} tensors of "
-        f"{sum(weight.numel for weight in left):,} parameters (--mtp-num-layers {here.mtp_num_layers})"
+        f"WARNING: {depths} in the checkpoint are left out, with their moments: {len(dropped)} tensors of "
+        f"{sum(weight.numel for weight in dropped):,} parameters (--mtp-num-layers {current.mtp_num_layers})"
     )
 
 
-def _is_left_out(name: str, here: ModelConfig) -> bool:
-    """Whether a parameter is of a depth that this run's model does not have, or shares of experts, which it does not need."""
-    depth = depth_of(name)
-    shares = name.endswith("router.shares") and here.moe_router_load_balancing_type != "global_aux_loss"
-    return shares or (depth is not None and depth >= here.mtp_num_layers)
+def _is_dropped(name: str, current: ModelConfig) -> bool:
+    """Return whether a parameter of the checkpoint is not loaded. It belongs to a depth of multi-token prediction that the model
+    does not have, or it stores the shares of experts for a load-balancing loss that the run does not use."""
+    depth = parse_mtp_depth(name)
+    is_unused_router_share = name.endswith("router.shares") and current.moe_router_load_balancing_type != "global_aux_loss"
+    return is_unused_router_share or (depth is not None and depth >= current.mtp_num_layers)
 
 
-def _differences(saved: Any, here: Any) -> dict[str, str]:
-    """Fields whose values differ, with the difference as text."""
-    values = {name: (there, vars(here)[name]) for name, there in vars(saved).items()}
+def _compare_fields(saved: Any, current: Any) -> dict[str, str]:
+    """Return the fields whose values differ, each with a text that shows both values."""
+    values = {name: (saved_value, vars(current)[name]) for name, saved_value in vars(saved).items()}
     return {
-        name: f"--{name.replace('_', '-')} {there} there, {this} here" for name, (there, this) in values.items() if there != this
+        name: f"--{name.replace('_', '-')} {saved_value} there, {current_value} here"
+        for name, (saved_value, current_value) in values.items()
+        if saved_value != current_value
     }

@@ -1,7 +1,8 @@
-"""Saves of a run: what goes into a checkpoint, and when it is written.
+"""Saving of a run: the content of a checkpoint, and when it is written.
 
-Weights are stored once, in their most exact form: the float32 main parameters where the model computes in 16 bits, else the
-parameters themselves. So a checkpoint does not depend on the model's dtype. The 16-bit parameters are the main parameters rounded.
+Weights are stored once, in their most precise form: the float32 main parameters if the model computes in 16 bits, else the
+parameters themselves. So a checkpoint does not depend on the dtype of the model. The 16-bit parameters are the rounded main
+parameters.
 """
 
 from __future__ import annotations
@@ -14,55 +15,74 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, GlobalTensor
-from megatron.checkpoint.owner import Heartbeat, refuse_living_owner
+from megatron.checkpoint.global_tensor import EMA, WEIGHT, GlobalTensor
+from megatron.checkpoint.owner import Heartbeat, check_no_live_owner
 from megatron.checkpoint.rank_writer import PATIENCE_S
-from megatron.checkpoint.save_folder import RUN, Retention, check_for_strangers, check_writable, checkpoint_name, retain
-from megatron.checkpoint.savers import BackgroundSaver, Say, TensorSaver
+from megatron.checkpoint.save_folder import (
+    RUN,
+    Retention,
+    apply_retention,
+    check_no_foreign_checkpoints,
+    check_writable,
+    checkpoint_name,
+)
+from megatron.checkpoint.savers import AsyncSaver, LogFunction, SyncSaver
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.storage_kinds import LOCATION, open_storage
-from megatron.config.imports import named
+from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL, open_storage
+from megatron.config.imports import import_object
 from megatron.config.outputs import CheckpointConfig
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
-from megatron.training.failure import together
+from megatron.training.failure import run_on_all_ranks
 from megatron.training.progress import LearningSchedule, Progress
 
-_VISIBLE_WITHIN_S = 10.0
-"""Seconds within which a file of the first rank must be seen on all: network file systems show new names late."""
+_VISIBILITY_TIMEOUT_S = 10.0
+"""Seconds within which all nodes must see a file that the first rank has written. Network file systems show new files late."""
 
 
-class KeptStateInMemory(Protocol):
-    """What keeps the state of the run in the memory of this node."""
+class NodeMemoryKeeper(Protocol):
+    """Handle of the keeper: the process on this node that keeps copies of the run's state in host memory."""
 
     def end(self) -> None:
-        """The run has ended as it should, and its last checkpoint is on the storage."""
+        """End the keeper process after a successful run, whose last checkpoint is in storage."""
 
 
-def global_tensors(
+def build_global_tensors(
     optimizer: ShardedOptimizer, context: ParallelContext, *, state: bool = True, averages: bool = True
 ) -> list[GlobalTensor]:
-    """This rank's shards, and what is frozen, as parts of global tensors: `model.<name>`; the average of the weights, if there is
-    one, `ema.<name>`; and with the state moments such as `exp_avg.<name>`."""
-    found = []
-    for shard in optimizer.held:
+    """Return this rank's shards, including frozen parameters, as slices of global tensors.
+
+    The tensors are named `model.<name>` for weights, `ema.<name>` for the average of the weights, and for example `exp_avg.<name>`
+    for optimizer state.
+
+    Args:
+        state: include optimizer state.
+        averages: include the average of the weights, if there is one.
+    """
+    tensors = []
+    for shard in optimizer.checkpoint_shards:
         name = shard.record.name
-        found.append(GlobalTensor(f"{WEIGHT}.{name}", shard.record.shape, shard.main, shard.boxes(context)))
+        tensors.append(GlobalTensor(f"{WEIGHT}.{name}", shard.record.shape, shard.main_param, shard.slices(context)))
         if averages and shard.average is not None:
-            found.append(GlobalTensor(f"{AVERAGE}.{name}", shard.record.shape, shard.average, shard.boxes(context)))
-        for kind, tensor in shard.moments.items() if state else ():
-            shape = shard.state_shape(kind).shape(shard.record.shape)
-            found.append(GlobalTensor(f"{kind}.{name}", shape, tensor, shard.state_boxes(kind, context)))
-    return found
+            tensors.append(GlobalTensor(f"{EMA}.{name}", shard.record.shape, shard.average, shard.slices(context)))
+        for moment_name, moment in shard.moments.items() if state else ():
+            shape = shard.state_shape(moment_name).shape(shard.record.shape)
+            tensors.append(GlobalTensor(f"{moment_name}.{name}", shape, moment, shard.state_slices(moment_name, context)))
+    return tensors
 
 
 class Saver:
-    """Saves a run's state, unless that is written already. It first checks that it can, and that no other run does.
+    """Saver of the state of a run: builds the content of a checkpoint and writes it to the save folder and to the memory of the
+    nodes.
+
+    When it is created, it checks that the folder is writable and that no other run saves in it.
 
     Args:
-        run_record: the resolved settings, versions and command line, kept in each checkpoint, and from the start as `run.json`.
-        patience_s: with --async-save, a writer that makes no progress for so many seconds, while training waits for it, is ended.
+        run_record: resolved settings, versions and command line. They are stored in each checkpoint, and as `run.json` at the
+            start.
+        patience_s: with --async-save, the seconds after which a background writer without progress is stopped while training waits
+            for it.
     """
 
     def __init__(
@@ -77,70 +97,77 @@ class Saver:
         self._config, self._context = config, context
         self._record = {**run_record, "vocab_size": vocab_size}
         self._retention = Retention(config.keep_last, config.save_retain_interval)
-        self._last: int | None = None
-        self._background: BackgroundSaver | None = None
+        self._last_iteration: int | None = None
+        self._async_saver: AsyncSaver | None = None
         self._heartbeat: Heartbeat | None = None
-        self._kept: KeptStateInMemory | None = None
-        self._memory: BackgroundSaver | None = None
+        self._node_memory: NodeMemoryKeeper | None = None
+        self._node_memory_saver: AsyncSaver | None = None
         if config.save is None:
             return
-        self._storage: Storage = together(context, lambda: open_storage(str(config.save)))
-        self._direct = TensorSaver(self._storage, context.world)
+        self._storage: Storage = run_on_all_ranks(context, lambda: open_storage(str(config.save)))
+        self._sync_saver = SyncSaver(self._storage, context.world)
         if config.async_save:
             if self._storage.location.startswith("memory://"):
-                raise ValueError(f"--save {config.save}: --async-save writes in another process, which does not see this memory")
-            self._background = BackgroundSaver(self._storage, context.world, self._retention, patience_s)
-        together(context, lambda: self._prepare() if context.rank == 0 else None)
+                raise ValueError(
+                    f"--save {config.save}: --async-save writes in another process, which cannot access the memory of "
+                    "this one. Leave --async-save out, or save to a folder."
+                )
+            self._async_saver = AsyncSaver(self._storage, context.world, self._retention, patience_s)
+        run_on_all_ranks(context, lambda: self._prepare() if context.rank == 0 else None)
         if config.memory_save_interval is not None:
-            self._kept = named("megatron_lab.node_memory.kept_state:keep_state")(
+            self._node_memory = import_object("megatron_lab.node_memory.kept_state:start_keepers")(
                 self._storage.location, config.replicate_state, context
             )
-            token = (self._background or self._direct).token
-            self._memory = BackgroundSaver(open_storage(LOCATION), context.world, Retention(keep_last=1), patience_s, token)
+            token = (self._async_saver or self._sync_saver).token
+            self._node_memory_saver = AsyncSaver(
+                open_storage(NODE_MEMORY_URL), context.world, Retention(keep_last=1), patience_s, token
+            )
 
     @property
-    def keeps_in_memory(self) -> bool:
-        """Whether the nodes keep state in their memory."""
-        return self._kept is not None
+    def saves_to_node_memory(self) -> bool:
+        """Whether the state of the run is copied to the memory of the nodes."""
+        return self._node_memory is not None
 
     def _prepare(self) -> None:
         check_writable(self._storage)
-        check_for_strangers(self._storage)
+        check_no_foreign_checkpoints(self._storage)
         if not self._config.take_over:
-            refuse_living_owner(self._storage, warnings.warn)
-            (self._background or self._direct).sweep()  # what lies there is of dead runs, and must not be taken for checkpoints
+            check_no_live_owner(self._storage, warnings.warn)
+            # Without a live owner, unfinished folders belong to dead runs. They must not be mistaken for checkpoints.
+            (self._async_saver or self._sync_saver).remove_unfinished()
 
     @contextmanager
-    def owning(self) -> Iterator[None]:
-        """Within the block this run is the one that saves in the folder; behind it another may at once.
+    def claim_folder(self) -> Iterator[None]:
+        """Own the save folder while the block is active. After the block another run may save into the folder.
 
-        All ranks enter it together, once nothing can refuse the run any more: a refused start leaves the folder to its owner.
+        All ranks enter the block together, after all checks of the start: a run that refuses to start must not take the folder from
+        its owner.
         """
         try:
             if self._config.save is not None:
-                together(self._context, lambda: self._begin() if self._context.rank == 0 else None)
-                together(self._context, self._check_shared)
+                run_on_all_ranks(self._context, lambda: self._start_ownership() if self._context.rank == 0 else None)
+                run_on_all_ranks(self._context, self._check_folder_is_shared)
             yield
-            if self._kept is not None:
-                self._kept.end()
+            if self._node_memory is not None:
+                self._node_memory.end()
         finally:
             if self._heartbeat is not None:
-                self._heartbeat.end()
+                self._heartbeat.stop()
 
-    def _begin(self) -> None:
-        saver = self._background or self._direct
-        saver.begin(self._record)
-        if self._memory is not None:
-            self._memory.begin(self._record)
+    def _start_ownership(self) -> None:
+        saver = self._async_saver or self._sync_saver
+        saver.claim_folder(self._record)
+        if self._node_memory_saver is not None:
+            self._node_memory_saver.claim_folder(self._record)
         self._heartbeat = Heartbeat(self._storage.location, saver.token)
 
-    def _check_shared(self) -> None:
-        until = time.monotonic() + _VISIBLE_WITHIN_S
-        while self._storage.size(RUN) is None:
-            if time.monotonic() > until:
+    def _check_folder_is_shared(self) -> None:
+        deadline = time.monotonic() + _VISIBILITY_TIMEOUT_S
+        while self._storage.file_size(RUN) is None:
+            if time.monotonic() > deadline:
                 raise ValueError(
-                    f"--save {self._storage.location}: {RUN}, which the first rank wrote there, is not seen here. "
-                    "It must be a folder on a file system that all nodes share."
+                    f"--save {self._storage.location}: this node does not see {RUN}, which the first rank has written there. "
+                    "--save must be a folder on a file system that all nodes share."
                 )
             time.sleep(0.1)
 
@@ -150,130 +177,136 @@ class Saver:
         optimizer: ShardedOptimizer,
         scaler: GradScaler,
         schedule: LearningSchedule,
-        say: Say,
+        log: LogFunction,
         extras: Mapping[str, Any] = MappingProxyType({}),
     ) -> str | None:
-        """Write a checkpoint of this iteration, unless there is no --save or it is written already. All ranks call it together.
+        """Write a checkpoint of the current iteration. All ranks call this function together.
 
-        With --async-save it returns when the state is copied.
+        Nothing is written without --save, or if the checkpoint of the iteration exists already. With --async-save, the function
+        returns after the state is copied.
 
         Args:
-            say: writes a line into the log, on the first rank.
-            extras: further entries of `config.json`, beside the record of the run.
+            log: function that writes a line to the log on the first rank.
+            extras: additional entries of `config.json`, besides the settings, versions and command line of the run.
 
         Returns:
-            the checkpoint's folder (or its URL), None if there was nothing to do.
+            path or URL of the checkpoint; None if nothing is written.
 
         Raises:
-            CheckpointError: on all ranks, if one cannot write; with --async-save only where the state cannot be saved at all.
+            CheckpointError: on all ranks, if any rank cannot write. With --async-save only if the state cannot be saved at all.
         """
-        if self._config.save is None or self._last == progress.iteration:
+        if self._config.save is None or self._last_iteration == progress.iteration:
             return None
-        state = self._state(progress, optimizer, scaler, schedule, has_optimizer=self._config.save_optim)
+        state = self._build_state(progress, optimizer, scaler, schedule, has_optimizer=self._config.save_optim)
         record = {**self._record, **extras}
-        tensors = global_tensors(optimizer, self._context, state=self._config.save_optim)
-        self._last = progress.iteration
-        location = self.place(progress.iteration)
-        if self._background is not None:
-            self._background.save(progress.iteration, tensors, record, state, say)
+        tensors = build_global_tensors(optimizer, self._context, state=self._config.save_optim)
+        self._last_iteration = progress.iteration
+        location = self.build_checkpoint_path(progress.iteration)
+        if self._async_saver is not None:
+            self._async_saver.save(progress.iteration, tensors, record, state, log)
             return location
-        began = time.monotonic()
-        digest = self._direct.save(progress.iteration, tensors, record, state)
+        start_time = time.monotonic()
+        digest = self._sync_saver.save(progress.iteration, tensors, record, state)
         if self._context.rank == 0:
-            say(f"saved {location} in {time.monotonic() - began:.1f} s, digest {digest[:16]}")
-            retain(self._storage, self._retention)
+            log(f"saved {location} in {time.monotonic() - start_time:.1f} s, digest {digest[:16]}")
+            apply_retention(self._storage, self._retention)
         return location
 
-    def place(self, iteration: int) -> str:
-        """Where its checkpoint of an iteration lies."""
-        return self._storage.at(checkpoint_name(iteration))
+    def build_checkpoint_path(self, iteration: int) -> str:
+        """Return the path or URL of the checkpoint of an iteration."""
+        return self._storage.location_of(checkpoint_name(iteration))
 
-    def keep(
+    def save_to_node_memory(
         self,
         progress: Progress,
         optimizer: ShardedOptimizer,
         scaler: GradScaler,
         schedule: LearningSchedule,
-        say: Say,
+        log: LogFunction,
         extras: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Copy the whole state into the memory of the nodes; it is there a little later. All ranks call it together.
+        """Start to copy the complete state to the memory of the nodes. All ranks call this function together.
 
         Args:
-            extras: see `save`.
+            log: function that writes a line to the log on the first rank.
+            extras: additional entries of `config.json`, besides the settings, versions and command line of the run.
 
         Raises:
-            CheckpointError: on all ranks, if the state cannot be saved at all. That a copy fails is told in the log.
+            CheckpointError: on all ranks, if the state cannot be saved at all. The failure of a copy is only logged.
         """
-        if self._memory is not None:
-            state = self._state(progress, optimizer, scaler, schedule, has_optimizer=True)
+        if self._node_memory_saver is not None:
+            state = self._build_state(progress, optimizer, scaler, schedule, has_optimizer=True)
             record = {**self._record, **extras}
-            self._memory.save(progress.iteration, global_tensors(optimizer, self._context), record, state, _unless_fine(say))
+            self._node_memory_saver.save(
+                progress.iteration, build_global_tensors(optimizer, self._context), record, state, _log_only_problems(log)
+            )
 
     @staticmethod
-    def _state(
+    def _build_state(
         progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, has_optimizer: bool
     ) -> dict[str, Any]:
-        """What `state.json` holds."""
+        """Return the content of `state.json`: the progress, the schedules, and the state of the loss scaler."""
         return {
             "progress": progress.to_json(),
-            "optimizer_updates": optimizer.num_updates,
+            "optimizer_updates": optimizer.num_steps,
             "scaler": scaler.state_dict(),
             "schedule": schedule.to_json(),
             "has_optimizer": has_optimizer,
             "ema_decay": schedule.optimizer.ema_decay,
         }
 
-    def poll(self, say: Say) -> None:
-        """Called after each step, on every rank: log how a save in the background has ended, if it has. It does not wait.
+    def poll(self, log: LogFunction) -> None:
+        """Log the result of a background save that has finished. Called after each step, on every rank; does not wait.
 
         Args:
-            say: writes a line into the log, on the first rank.
+            log: function that writes a line to the log on the first rank.
 
         Raises:
-            CheckpointError: on the first rank, when another run has taken the folder over.
+            CheckpointError: on the first rank, if another run has taken over the folder.
         """
-        if self._heartbeat is not None and self._heartbeat.taken_by is not None:
+        if self._heartbeat is not None and self._heartbeat.successor is not None:
             raise CheckpointError(
-                f"{self._heartbeat.taken_by} has taken over {self._storage.location} ({RUN}), so this run ends. "
-                f"Its last checkpoint there is of iteration {self._last if self._last is not None else 'none'}."
+                f"{self._heartbeat.successor} has taken over {self._storage.location} ({RUN}), so this run ends. "
+                f"Its last checkpoint there is of iteration {self._last_iteration if self._last_iteration is not None else 'none'}."
             )
-        if self._background is not None:
-            self._background.poll(say)
-        if self._memory is not None:
-            self._memory.poll(_unless_fine(say))
+        if self._async_saver is not None:
+            self._async_saver.poll(log)
+        if self._node_memory_saver is not None:
+            self._node_memory_saver.poll(_log_only_problems(log))
 
-    def settle(self, say: Say) -> None:
-        """Wait for the save under way, before a checkpoint is loaded. All ranks call it together.
+    def wait(self, log: LogFunction) -> None:
+        """Wait for the pending background save, before a checkpoint is loaded. All ranks call this function together.
 
         Args:
-            say: writes a line into the log, on the first rank.
+            log: function that writes a line to the log on the first rank.
         """
-        if self._background is not None:
-            self._background.settle(say)
+        if self._async_saver is not None:
+            self._async_saver.wait(log)
 
-    def went_back(self, iteration: int) -> None:
-        """The run went back to its checkpoint of an iteration: what it saved behind that it will save again."""
-        self._last = iteration
+    def on_rewind(self, iteration: int) -> None:
+        """Called after the run has gone back to the checkpoint of an iteration. The checkpoints of later iterations will be written
+        again."""
+        self._last_iteration = iteration
 
-    def finish(self, say: Say) -> None:
-        """Called at the end of the run: wait for the save in the background. All ranks call it together.
+    def finish(self, log: LogFunction) -> None:
+        """Wait for the background save at the end of the run. All ranks call this function together.
 
         Args:
-            say: writes a line into the log, on the first rank.
+            log: function that writes a line to the log on the first rank.
 
         Raises:
             CheckpointError: on all ranks, if the last save has failed.
         """
-        if self._memory is not None:
-            with suppress(CheckpointError):  # which the log has told; the storage is about to get the state
-                self._memory.finish(_unless_fine(say))
-        if self._background is not None:
-            self._background.finish(say)
+        if self._node_memory_saver is not None:
+            with suppress(CheckpointError):  # already logged; the state is about to be saved to storage
+                self._node_memory_saver.finish(_log_only_problems(log))
+        if self._async_saver is not None:
+            self._async_saver.finish(log)
         if self._config.save is not None and self._context.rank == 0:
-            retain(self._storage, self._retention)  # an earlier start may have been killed between its last save and this
+            apply_retention(self._storage, self._retention)  # an earlier start may have been killed between save and cleanup
 
 
-def _unless_fine(say: Say) -> Say:
-    """Leave out of the log that a copy in memory is begun and made: it is every few steps."""
-    return lambda line: None if line.startswith(("saving ", "saved ")) else say(line)
+def _log_only_problems(log: LogFunction) -> LogFunction:
+    """Return a log function that omits messages about the start and success of a copy to node memory, because copies are
+    frequent."""
+    return lambda line: None if line.startswith(("saving ", "saved ")) else log(line)

@@ -1,8 +1,12 @@
-"""Signals that ask a run to exit: SIGTERM, which schedulers send some time before they kill a job, and SIGUSR1, which they can
-be told to send. While training goes on they are noted, and the loop saves and exits; at any other time the rank leaves at once.
+"""Signals that ask a run to exit: SIGTERM, which schedulers send some time before they kill a job, and SIGUSR1, which they can be
+configured to send.
 
-When the launcher ends in whatever way, its ranks end too: they get SIGTERM, and are ended if they do not end in 30 s, as by
-torchrun itself.
+During training a signal is only recorded, and the loop then saves and exits. At any other time a signal ends the rank at once.
+
+If the launcher dies, its ranks end too: they receive SIGTERM, and are ended if they do not exit within 30 s. torchrun does the
+same.
+
+This module also writes and reads the progress file, with which ranks report their progress to a launcher that restarts them.
 """
 
 from __future__ import annotations
@@ -19,18 +23,18 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Self
 
-from megatron.config.launcher import is_first_rank, launched
+from megatron.config.launcher import is_first_rank, read_process_info
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0
-"""Seconds in which a rank must save and exit when its launcher has ended."""
-_LOOK_EVERY_S = 1.0
+"""Seconds in which a rank must save and exit after its launcher has died."""
+_PARENT_POLL_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 class ExitSignals:
-    """Takes the signals from where it is entered, in the main thread, to where it is left. Children that are forked meanwhile
-    get the default action back.
+    """Handler of the signals that ask a run to exit. It is a context manager and must be entered in the main thread. Forked child
+    processes get the default handlers back.
 
     Args:
         code: exit code of a run that a signal ended (--exit-signal-code).
@@ -38,128 +42,134 @@ class ExitSignals:
 
     def __init__(self, code: int) -> None:
         self.code = code
-        self.seen: signal.Signals | None = None
-        """The last one that this rank got within `noted`. Only some ranks may have got it, so they must agree."""
-        self._noted = False
-        self._entered_by: int | None = None
-        self._launcher: int | None = None
+        self.received: signal.Signals | None = None
+        """Latest signal that this rank received within `deferred`. Other ranks may not have received it, so the ranks must vote."""
+        self._is_deferred = False
+        self._owner_pid: int | None = None
+        self._launcher_pid: int | None = None
 
     def __enter__(self) -> Self:
-        self._entered_by = os.getpid()
+        self._owner_pid = os.getpid()
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            self._launcher = os.getppid()
-            if sys.platform == "linux":  # elsewhere only the look at the parent, once a second, tells
+            self._launcher_pid = os.getppid()
+            if sys.platform == "linux":  # on other systems only the listener thread detects it
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
-        # A handler of Python's runs when the main thread comes back to Python. That may be minutes away, as while it waits for
-        # other ranks to start. What is written to this pipe is read at once, by another thread.
-        self._hears, self._tells = os.pipe()
-        os.set_blocking(self._tells, False)
-        self._previous_pipe = signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
+        self._previous_handlers = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        # Python runs a signal handler only when the main thread returns to Python code. That can take minutes, for example while
+        # the thread waits for other ranks to start. The wakeup pipe lets another thread react at once.
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, daemon=True, name="exit signals").start()
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._reset_in_child)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        signal.set_wakeup_fd(self._previous_pipe)
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python; it cannot be put back.
-            signal.signal(number, handler or signal.SIG_DFL)
-        self._entered_by = None
-        os.close(self._tells)  # the thread ends
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        for signum, handler in self._previous_handlers.items():
+            # None means that the handler was not installed from Python. It cannot be restored.
+            signal.signal(signum, handler or signal.SIG_DFL)
+        self._owner_pid = None
+        os.close(self._write_fd)  # this ends the listener thread
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Within the block a signal ends nothing: who is in it asks `seen`, between two steps."""
-        self._noted = True
+    def deferred(self) -> Iterator[None]:
+        """Only record signals in `received` while the block is active. The training loop reads `received` between two steps."""
+        self._is_deferred = True
         try:
             yield
         finally:
-            self._noted = False
+            self._is_deferred = False
 
-    def words(self) -> str:
-        """Why all ranks stop, once they have agreed to."""
-        return "on a signal to another rank" if self.seen is None else f"on {self.seen.name}"
+    def describe(self) -> str:
+        """Return the reason why all ranks stop, for the log. Called after the ranks have agreed to stop."""
+        return "on a signal to another rank" if self.received is None else f"on {self.received.name}"
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # Nothing more: a handler that prints or saves can interrupt another print or save.
-        if self._noted:
-            self.seen = signal.Signals(number)
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        # Only record the signal: a handler that prints or saves can interrupt another print or save.
+        if self._is_deferred:
+            self.received = signal.Signals(signum)
 
     def _listen(self) -> None:
         while True:
-            heard, _, _ = select.select([self._hears], [], [], None if self._launcher is None else _LOOK_EVERY_S)
-            if heard and not (told := os.read(self._hears, 1)):
+            ready, _, _ = select.select([self._read_fd], [], [], None if self._launcher_pid is None else _PARENT_POLL_S)
+            if ready and not (data := os.read(self._read_fd, 1)):
                 break
-            if heard and told[0] in SIGNALS and not self._noted and self._entered_by is not None:
-                self._leave(f"{signal.Signals(told[0]).name} before training: there is nothing to save")
-            if self._launcher not in (None, os.getppid()):
-                self._launcher = None
-                self.seen = signal.SIGTERM
-                threading.Timer(GRACE_S, self._leave, ("the launcher has ended, and this rank could not in time",)).start()
-        os.close(self._hears)
+            if ready and data[0] in SIGNALS and not self._is_deferred and self._owner_pid is not None:
+                self._exit(f"{signal.Signals(data[0]).name} before training: there is nothing to save")
+            if self._launcher_pid not in (None, os.getppid()):
+                self._launcher_pid = None
+                self.received = signal.SIGTERM
+                threading.Timer(
+                    GRACE_S, self._exit, ("the launcher has ended, and this rank did not save and exit in time",)
+                ).start()
+        os.close(self._read_fd)
 
-    def _leave(self, text: str) -> None:
+    def _exit(self, reason: str) -> None:
         if is_first_rank():
             with suppress(OSError):
-                sys.stderr.write(f"pretrain_gpt.py: {text}\n")
+                sys.stderr.write(f"pretrain_gpt.py: {reason}\n")
                 sys.stderr.flush()
         os._exit(self.code)
 
-    def _forget(self) -> None:
-        if self._entered_by is not None:
+    def _reset_in_child(self) -> None:
+        if self._owner_pid is not None:
             signal.set_wakeup_fd(-1)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            self._entered_by = None
+            for signum in SIGNALS:
+                signal.signal(signum, signal.SIG_DFL)
+            self._owner_pid = None
 
 
-# ---- What a start of the run has made so far, for a launcher that starts ranks again. Needs no torch.
+# ---- Progress file of a run, for a launcher that restarts ranks. This part does not need torch.
 #
-# The launcher names a file in the environment. The first rank of the node writes two numbers into it: the iteration of the state
-# from which the start began, and the last iteration that it finished. Any rank may add a third (`tell_end`).
+# The launcher passes the path of the file in the environment. The first rank of the node writes two numbers into the file: the
+# iteration from which the run continued, and the last finished iteration. Any rank may append an exit code (`write_exit_code`).
 
-LIFE_FILE = "MEGATRON_LIFE_FILE"
-"""Variable of the environment with its path."""
-LOST_CONTACT = 87
-"""Exit code with which a rank tells such a launcher that it only lost contact with another; any other launcher gets 1."""
-REFUSED, DIVERGED = 2, 88
-"""Exit codes of ranks that another start would end in the same way: for settings that are wrong or do not go with the checkpoint;
-for numbers that are not finite, or loss spikes that come again. Any other launcher gets 1 for all but wrong settings."""
-_FORM, _END = struct.Struct("<qq"), struct.Struct("<q")
+PROGRESS_FILE_VARIABLE = "MEGATRON_LIFE_FILE"
+"""Environment variable with the path of the progress file."""
+EXIT_LOST_CONTACT = 87
+"""Exit code of a rank that only lost contact with another rank. It is used with a launcher that sets a progress file; any other
+launcher gets 1."""
+EXIT_REFUSED, EXIT_DIVERGED = 2, 88
+"""Exit codes for failures that every restart would repeat. EXIT_REFUSED: the settings are wrong or do not fit the checkpoint.
+EXIT_DIVERGED: values are not finite, or loss spikes recur. A launcher without a progress file gets 1 for all failures except wrong
+settings."""
+_ITERATIONS, _EXIT_CODE = struct.Struct("<qq"), struct.Struct("<q")
 
 
-class LifeNote:
-    """Writes the file, where there is one.
+class ProgressFile:
+    """File in which the first rank of this node reports its progress to the launcher. It is written only if the launcher has set
+    its path.
 
     Args:
-        began: the iteration from which the run goes on.
+        start_iteration: iteration from which the run continues.
     """
 
-    def __init__(self, began: int) -> None:
-        path = os.environ.get(LIFE_FILE) if launched().local_rank == 0 else None
-        self._began = began
+    def __init__(self, start_iteration: int) -> None:
+        path = os.environ.get(PROGRESS_FILE_VARIABLE) if read_process_info().local_rank == 0 else None
+        self._start_iteration = start_iteration
         self._file = None if path is None else os.open(path, os.O_WRONLY)
-        self.finished(began)
+        self.record(start_iteration)
 
-    def finished(self, iteration: int) -> None:
-        """An iteration is finished."""
+    def record(self, iteration: int) -> None:
+        """Record that an iteration is finished."""
         if self._file is not None:
-            os.pwrite(self._file, _FORM.pack(self._began, iteration), 0)
+            os.pwrite(self._file, _ITERATIONS.pack(self._start_iteration, iteration), 0)
 
 
-def tell_end(code: int) -> None:
-    """A rank ends with a code that every other start would end with: a third number, for launchers that see no codes of ranks."""
-    path = os.environ.get(LIFE_FILE)
-    if path is not None and code in (REFUSED, DIVERGED):
+def write_exit_code(code: int) -> None:
+    """Write an exit code to the progress file, if a restart of the run would end with the same code. Launchers that do not see the
+    exit codes of ranks read it there."""
+    path = os.environ.get(PROGRESS_FILE_VARIABLE)
+    if path is not None and code in (EXIT_REFUSED, EXIT_DIVERGED):
         with suppress(OSError):
             file = os.open(path, os.O_WRONLY)
-            os.pwrite(file, _END.pack(code), _FORM.size)
+            os.pwrite(file, _EXIT_CODE.pack(code), _ITERATIONS.size)
             os.close(file)
 
 
-def read_life(path: str) -> tuple[int, int] | None:
-    """Both numbers; None if training has not begun."""
+def read_progress_file(path: str) -> tuple[int, int] | None:
+    """Return the start iteration and the last finished iteration of a progress file, or None if training has not started."""
     with open(path, "rb") as file:
-        found = file.read(_FORM.size)
-    return None if len(found) < _FORM.size else _FORM.unpack(found)  # type: ignore[return-value]
+        data = file.read(_ITERATIONS.size)
+    return None if len(data) < _ITERATIONS.size else _ITERATIONS.unpack(data)  # type: ignore[return-value]

@@ -1,4 +1,5 @@
-"""One training step: gradients of a global batch, one scalar reduction over the world, one update or none."""
+"""Training step: computes the gradients of a global batch, reduces the scalars of the step once over all ranks, and updates the
+parameters unless the step is skipped."""
 
 from __future__ import annotations
 
@@ -15,99 +16,107 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.config.config import Config
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.provider import Inspect
-from megatron.data_parallel.traffic import StepSums
+from megatron.data_parallel.provider import GradInspector
+from megatron.data_parallel.traffic import StepTotals
 from megatron.metrics.measures import Timers
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.statistics import count_zeros, square_sums
+from megatron.optimizer.statistics import count_zeros, squared_norms
 from megatron.parallel.collectives import Pending, all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors
-from megatron.pipeline_parallel.partition import recomputed_chunks
-from megatron.spec.counts import attention_shares
-from megatron.spec.groups import RateEnds
-from megatron.spec.operations import Schedule, forward_only
-from megatron.spec.schedules import make_schedule
-from megatron.tensor_parallel.cross_entropy import minimised
-from megatron.training.failure import raise_uncounted
+from megatron.pipeline_parallel.partition import find_recomputed_chunks
+from megatron.spec.counts import compute_window_shares
+from megatron.spec.groups import LearningRateBounds
+from megatron.spec.operations import Schedule, extract_forwards
+from megatron.spec.schedules import build_schedule
+from megatron.tensor_parallel.cross_entropy import total_loss
+from megatron.training.failure import raise_empty_loss_mask
 from megatron.training.providers import make_providers
 
 if TYPE_CHECKING:
-    from megatron.moe.balance import BalanceResult
-    from megatron.training.gradient_noise import GradientNoise, NoiseEstimate
+    from megatron.moe.balance import RouterMetrics
+    from megatron.training.gradient_noise import GradientNoiseMeter, NoiseEstimate
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A step that stands out, and what it stands out from."""
+    """Loss spike: a step whose loss or gradient norm is far above the medians of the previous steps."""
 
     loss: float
     grad_norm: float
     median_loss: float
     median_norm: float
-    skips: bool
-    """Whether its update is not made."""
+    skips_update: bool
+    """Whether the update of the step is skipped."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step, the same on every rank."""
+    """Result of a step, the same on every rank."""
 
     loss: float
-    """Sum over all tokens of the global batch of mask x loss, divided by the sum of the mask."""
+    """Sum of mask x loss over all tokens of the global batch, divided by the sum of the mask."""
     num_tokens: float
-    """The sum of the mask."""
+    """Sum of the loss mask over the global batch."""
     grad_norm: float
     """Global norm of the unscaled gradient, before clipping."""
     num_zeros: float | None
+    """Number of zeros in the gradient; None if they are not counted."""
     skipped: bool
     """Whether the update was skipped, because the gradient overflowed or the step is a loss spike."""
     loss_scale: float
-    """The scale that this step used."""
+    """Loss scale of this step."""
     z_loss: float | None = None
-    """The z-loss, where there is one: a mean over tokens as `loss`, which is without it."""
-    noise: NoiseEstimate | None = None
-    """What the step says of the noise of the gradient, where it is measured."""
+    """Z-loss per token, which `loss` does not include; None without z-loss."""
+    gradient_noise: NoiseEstimate | None = None
+    """Estimate of the gradient noise; None if it is not measured."""
     mtp_loss: float | None = None
-    """The cross entropy of multi-token prediction, a mean over its depths, divided by the same number of tokens as `loss`."""
+    """Cross entropy of multi-token prediction, averaged over its prediction layers and divided by `num_tokens`; None without
+    multi-token prediction."""
     max_attention_logit: float | None = None
-    """The largest score of attention over all layers and heads, where it is asked for."""
-    attended_sequences: float | None = None
-    """How many samples of one document each need as much attention, where attention stays within documents."""
+    """Largest attention score over all layers and heads; None if it is not recorded."""
+    attention_samples: float | None = None
+    """Number of samples with a single document whose attention would need as much computation as that of the step, counted in pairs
+    of query and key. None if attention crosses document boundaries."""
     context_imbalance: float | None = None
-    """What the busiest context rank attends to in a microbatch, as a multiple of the mean over these; a mean over microbatches."""
-    balance: BalanceResult | None = None
-    """How evenly experts were chosen, where there are some."""
+    """Attention computation of the busiest context rank in a microbatch, as a multiple of the mean over the context ranks; averaged
+    over microbatches. None without context parallelism."""
+    expert_balance: RouterMetrics | None = None
+    """Load of the experts and the load-balancing losses; None without experts."""
     spike: Spike | None = None
-    """What the step stands out from, if it is a loss spike."""
+    """The loss spike, if this step is a loss spike; else None."""
     exit_votes: tuple[bool, bool] = (False, False)
-    """Whether any rank was asked to exit by a signal, and whether any rank's time is up."""
+    """Whether any rank has received an exit signal, and whether the time limit of any rank is exceeded."""
 
 
-class Evaluated(NamedTuple):
-    """The global sums of an evaluation, the same on every rank."""
+class EvaluationSums(NamedTuple):
+    """Global sums of an evaluation, the same on every rank."""
 
-    loss: float
-    """The sum of mask x loss."""
-    mask: float
-    mtp_loss: float = 0.0
-    """The same of multi-token prediction: a mean over its depths; 0 without it."""
-    asked_to_exit: float = 0.0
-    """Ranks that a signal asked to exit."""
+    loss_sum: float
+    """Sum of mask x loss."""
+    mask_sum: float
+    """Sum of the loss mask."""
+    mtp_loss_sum: float = 0.0
+    """Sum of mask x loss of multi-token prediction, averaged over its prediction layers; 0 without multi-token prediction."""
+    num_exit_requests: float = 0.0
+    """Number of ranks that have received an exit signal."""
 
-    def __add__(self, other: Evaluated) -> Evaluated:  # type: ignore[override]
-        return Evaluated(*map(operator.add, self, other))
+    def __add__(self, addend: EvaluationSums) -> EvaluationSums:  # type: ignore[override]
+        return EvaluationSums(*map(operator.add, self, addend))
 
 
 class TrainStep:
-    """Makes training steps, and holds everything that they need."""
+    """Training step of this rank: computes gradients, reduces them and updates the parameters. It also runs evaluation steps.
+
+    It owns the sharded state of the model, the optimizer and the pipeline executor.
+    """
 
     def __init__(
         self,
@@ -123,67 +132,71 @@ class TrainStep:
         gradient_noise: bool = False,
         timers: Timers | None = None,
     ) -> None:
-        """Divide the model's state over the data ranks, and allocate missing parameters, gradients, main parameters, moments.
+        """Shard the model's state over the data ranks. This allocates gradients, main parameters, optimizer state, and the
+        parameters that have no memory yet.
 
         Args:
-            skip_overflow: a gradient that is not finite skips the update (float16); else it is an error.
+            skip_overflow: skip the update if the gradient is not finite (float16); otherwise raise an error.
             count_zeros: count the zeros of the gradient in every step.
-            gradient_noise: measure the noise of the gradient in every step.
-            timers: for the parts of a step.
+            gradient_noise: measure the gradient noise in every step.
+            timers: timers of the phases of a step.
         """
         self.model, self.context, self.scaler = model, context, scaler
         self._micro_batch_size = micro_batch_size
-        self._pipeline, self._clip = parallel.schedule, optimizer.clip_grad
-        self.overlaps_publishing = parallel.overlap_param_gather
-        """Whether the new values of parameters may still be on their way when `run` returns."""
+        self._schedule_settings, self._clip_grad = parallel.schedule, optimizer.clip_grad
+        self.overlaps_param_gather = parallel.overlap_param_gather
+        """Whether the all-gather of updated parameters may still be running when `run` returns."""
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
-        self._wide = torch.promote_types(model.dtype, torch.float32)
-        self._timed = nullcontext if timers is None else timers.of_level(1)
-        """Makes what is entered around a part of a step, by its name."""
-        self._counts_loss = model.computes_loss and context.group("tp").index == 0
-        """Whether this rank counts losses and tokens: of the tensor ranks with the last chunk, the first."""
-        self._sums_beside: torch.Tensor
-        self._whole: tuple[Pending, int]
-        """The last step's tokens, and microbatches of a data rank."""
-        self.before_update: list[Callable[[StepResult], None]] = []
-        """Called before each update, when the gradients of the shards are complete but neither unscaled nor clipped."""
-        self.look_at_loss: Callable[[int, torch.Tensor], None] = lambda microbatch, loss: None
-        """Receives the number of each microbatch, from 0 on, and its loss, on the last stage."""
-        self.judge: Callable[[float, float], Spike | None] | None = None
-        """Says of loss and gradient norm whether the step is a spike, before its update. It must say the same on every rank."""
+        self._loss_dtype = torch.promote_types(model.dtype, torch.float32)
+        self._timer = nullcontext if timers is None else timers.at_level(1)
+        """Function that returns a context manager that measures a named phase of a step."""
+        self._counts_loss = model.computes_loss and context.group("tp").rank == 0
+        """Whether this rank counts loss and tokens: the first tensor rank of the stage with the last chunk."""
+        self._auxiliary_loss_sums: torch.Tensor
+        self._pending_token_count: tuple[Pending, int]
+        """Pending all-reduce of the latest step's token count, and its number of microbatches per data rank."""
+        self.before_update_hooks: list[Callable[[StepResult], None]] = []
+        """Functions that are called before each update, when the shard gradients are reduced, but not yet unscaled or clipped."""
+        self.on_loss: Callable[[int, torch.Tensor], None] = lambda microbatch, loss: None
+        """Function that receives the index of each microbatch and its loss, on the last stage."""
+        self.detect_spike: Callable[[float, float], Spike | None] | None = None
+        """Function that decides from loss and gradient norm whether a step is a loss spike, before the update. The decision must be
+        the same on every rank."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._attention_shares = attention_shares(model.config)
+        self._window_shares = compute_window_shares(model.config)
         self.providers = make_providers(model, context, parallel)
         groups = [group for provider in self.providers for group in provider.groups]
-        largest = None if model.largest is None else model.largest.found
-        frozen = [shard for provider in self.providers for shard in provider.frozen]
-        self.optimizer = ShardedOptimizer(groups, optimizer, context, largest=largest, frozen=frozen)
+        max_logits = None if model.logit_tracker is None else model.logit_tracker.max_logits
+        frozen_shards = [shard for provider in self.providers for shard in provider.frozen]
+        self.optimizer = ShardedOptimizer(groups, optimizer, context, max_logits=max_logits, frozen_shards=frozen_shards)
         self.executor = Executor(
             context,
-            model.boundary(micro_batch_size, context.topology),
+            model.stage_boundary(micro_batch_size, context.topology),
             overlap=parallel.overlap_p2p_communication,
-            before_backward=[provider.before_backward for provider in self.providers if provider.follows_backward],
-            before_remake=self._before_remake,
-            keeps=any(segment.treated for chunk in model.layer_table for segment in chunk.segments),
+            before_backward=[provider.before_backward for provider in self.providers if provider.uses_before_backward],
+            before_recompute=self._before_recompute,
+            uses_activation_store=any(segment.saves_memory for chunk in model.layer_table for segment in chunk.segments),
         )
-        self._by_counts = [shard for shard in self.optimizer.shards if shard.record.by_counts is not None]
-        self.counted_shards = [shard for shard in self.optimizer.shards if shard.counted and shard.record.by_counts is None]
-        self.counted_squares = torch.zeros(len(self.counted_shards), dtype=torch.float64, device=context.device)
-        """Sums of squares of the (scaled) gradients of `counted_shards` in the last step."""
-        self._counted_grads = [shard.counted_grad for shard in self.counted_shards]
-        self._copied_grads = [shard.copied_grad for shard in self.optimizer.shards if shard.copied]
-        self._noise: GradientNoise | None = None
+        self._balance_shards = [shard for shard in self.optimizer.shards if shard.record.count_update is not None]
+        self.norm_shards = [shard for shard in self.optimizer.shards if shard.norm_range and shard.record.count_update is None]
+        self.shard_squared_norms = torch.zeros(len(self.norm_shards), dtype=torch.float64, device=context.device)
+        """Squared norms of the gradients of `norm_shards` in the latest step, not unscaled."""
+        self._norm_grads = [shard.norm_grad for shard in self.norm_shards]
+        self._duplicate_grads = [shard.duplicate_grad for shard in self.optimizer.shards if shard.duplicate_range]
+        self._noise_meter: GradientNoiseMeter | None = None
         if gradient_noise:
-            self._noise = named("megatron.training.gradient_noise:GradientNoise")(self.providers, self.counted_shards, context)
+            self._noise_meter = import_object("megatron.training.gradient_noise:GradientNoiseMeter")(
+                self.providers, self.norm_shards, context
+            )
         self._num_padding = sum(
-            len(s.counted) - sum(placed.box.numel for placed in s.counted_boxes(context)) for s in self.counted_shards
+            len(s.norm_range) - sum(param_slice.slice.numel for param_slice in s.norm_slices(context)) for s in self.norm_shards
         )
 
     @classmethod
     def of(
         cls, config: Config, model: Model, context: ParallelContext, *, count_zeros: bool = False, timers: Timers | None = None
     ) -> TrainStep:
-        """The training step of a run."""
+        """Build the training step of a run from its settings."""
         return cls(
             model,
             context,
@@ -204,212 +217,270 @@ class TrainStep:
         iteration: int,
         learning_rate: float,
         weight_decay: float,
-        own_rates: Mapping[RateEnds, float] = MappingProxyType({}),
+        group_rates: Mapping[LearningRateBounds, float] = MappingProxyType({}),
         exit_votes: tuple[bool, bool] = (False, False),
     ) -> StepResult:
         """Train on one global batch.
 
         Args:
             batch: this data rank's microbatches.
-            iteration: counted from 1, for error messages.
-            own_rates: the learning rates of groups whose course ends elsewhere (`optimizer.own_ends`).
-            exit_votes: this rank's; they travel with the step's sums, so agreeing costs nothing.
+            iteration: iteration number, starting from 1, for error messages.
+            learning_rate: learning rate of this step's update.
+            weight_decay: weight decay of this step's update.
+            group_rates: learning rates of parameter groups with their own learning-rate bounds (`optimizer.custom_lr_bounds`).
+            exit_votes: whether this rank has received an exit signal, and whether its time is up. The votes are reduced with the
+                other scalars, so they need no additional communication.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite and no overflow is to be skipped, or no token counts in the loss.
+            NonFiniteError: loss or gradient is not finite and overflows are not skipped, or the loss mask is zero at every token.
         """
-        loss_sum, count = self.gradients(batch)
-        with self._timed("grad-norm"):
-            sums = self._sums(loss_sum, count, exit_votes, batch)
-        if not sums.mask:
-            raise_uncounted(iteration)
-        scale = self.scaler.scale
-        loss, norm = sums.loss / sums.mask, math.sqrt(sums.squares) / scale
-        overflow = not math.isfinite(norm)
+        loss_sum, count = self.compute_gradients(batch)
+        with self._timer("grad-norm"):
+            totals = self._reduce_totals(loss_sum, count, exit_votes, batch)
+        if not totals.mask_sum:
+            raise_empty_loss_mask(iteration)
+        loss_scale = self.scaler.scale
+        loss, grad_norm = totals.loss / totals.mask_sum, math.sqrt(totals.grad_sq_sum) / loss_scale
+        overflow = not math.isfinite(grad_norm)
         if not self._skip_overflow and (overflow or not math.isfinite(loss)):
-            named("megatron_lab.audit.nonfinite:raise_nonfinite")(self, batch, iteration, float(loss_sum))
-        spike = None if overflow or self.judge is None else self.judge(loss, norm)
-        skipped = overflow or (spike is not None and spike.skips)
+            import_object("megatron_lab.audit.nonfinite:raise_nonfinite")(self, batch, iteration, float(loss_sum))
+        spike = None if overflow or self.detect_spike is None else self.detect_spike(loss, grad_norm)
+        skipped = overflow or (spike is not None and spike.skips_update)
         result = StepResult(
             loss,
-            sums.mask,
-            norm,
-            num_zeros=sums.zeros if self._count_zeros else None,
-            z_loss=sums.z_loss / sums.mask if self.model.loss.z_coeff else None,
-            mtp_loss=sums.mtp_loss / sums.mask / self.model.loss.mtp_factor if self.model.config.mtp_num_layers else None,
+            totals.mask_sum,
+            grad_norm,
+            num_zeros=totals.num_zero_grads if self._count_zeros else None,
+            z_loss=totals.z_loss / totals.mask_sum if self.model.loss.z_coeff else None,
+            mtp_loss=totals.mtp_loss / totals.mask_sum / self.model.loss.mtp_factor if self.model.config.mtp_num_layers else None,
             skipped=skipped,
-            loss_scale=scale,
-            noise=self._noise_of(sums, batch, scale),
-            max_attention_logit=sums.max_logit if self.model.largest is not None else None,
-            attended_sequences=sums.attended if batch[0].documents is not None else None,
-            context_imbalance=sums.context_imbalance / (len(batch) * self.context.data_group.size) or None,
-            balance=None if self.model.balance is None else self.model.balance.result(sums.of_experts),
+            loss_scale=loss_scale,
+            gradient_noise=self._estimate_noise(totals, batch, loss_scale),
+            max_attention_logit=totals.max_logit if self.model.logit_tracker is not None else None,
+            attention_samples=totals.attention_samples if batch[0].documents is not None else None,
+            context_imbalance=totals.context_imbalance / (len(batch) * self.context.data_group.size) or None,
+            expert_balance=None
+            if self.model.router_tracker is None
+            else self.model.router_tracker.to_metrics(totals.expert_balance),
             spike=spike,
-            exit_votes=(sums.asked_to_exit > 0, sums.out_of_time > 0),
+            exit_votes=(totals.num_exit_requests > 0, totals.num_out_of_time > 0),
         )
         if not skipped:
-            for look in self.before_update:
-                look(result)
-            clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
-            with self._timed("optimizer"):
-                self.optimizer.step(learning_rate, weight_decay, clip / scale, own_rates)
-                if not self.overlaps_publishing:
-                    self.finish_publishing()
+            for hook in self.before_update_hooks:
+                hook(result)
+            clip_factor = min(1.0, self._clip_grad / (grad_norm + 1e-6)) if self._clip_grad > 0.0 else 1.0
+            with self._timer("optimizer"):
+                self.optimizer.step(learning_rate, weight_decay, clip_factor / loss_scale, group_rates)
+                if not self.overlaps_param_gather:
+                    self.finish_param_gather()
         if self._skip_overflow:
             self.scaler.update(overflow)
         return result
 
-    def _noise_of(self, sums: StepSums, batch: Sequence[ModelInputs], scale: float) -> NoiseEstimate | None:
-        """What a step says of the noise; None where its first microbatch is all of it, or counts no token, or it overflowed."""
-        small = self._micro_batch_size
-        big = len(batch) * self.context.data_group.size * small
-        if self._noise is None or big == small or not sums.first_mask or not math.isfinite(sums.squares):
+    def _estimate_noise(self, totals: StepTotals, batch: Sequence[ModelInputs], scale: float) -> NoiseEstimate | None:
+        """Estimate the gradient noise of a step.
+
+        Return None if the noise is not measured, if the batch has only one microbatch, if the first microbatch has no unmasked
+        token, or if the gradient overflowed.
+
+        Args:
+            totals: global sums of the step.
+            batch: this data rank's microbatches.
+            scale: loss scale of the step.
+        """
+        first_samples = self._micro_batch_size
+        num_samples = len(batch) * self.context.data_group.size * first_samples
+        if (
+            self._noise_meter is None
+            or num_samples == first_samples
+            or not totals.first_mask_sum
+            or not math.isfinite(totals.grad_sq_sum)
+        ):
             return None
         from megatron.training.gradient_noise import NoiseEstimate
 
-        alone = (sums.mask / sums.first_mask) ** 2  # its gradient was divided by the tokens of the whole batch
-        return NoiseEstimate.of(sums.first_squares * alone / scale**2, sums.whole_squares / scale**2, small, big)
+        rescale = (totals.mask_sum / totals.first_mask_sum) ** 2  # the first gradient was divided by the tokens of the full batch
+        return NoiseEstimate.of(
+            totals.first_grad_sq_sum * rescale / scale**2, totals.full_grad_sq_sum / scale**2, first_samples, num_samples
+        )
 
-    def _sums(
+    def _reduce_totals(
         self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], batch: Sequence[ModelInputs]
-    ) -> StepSums:
-        """Sum the results of this rank over the world. It is the step's only host synchronisation and, but for the count of tokens
-        in `gradients`, its only reduction of scalars."""
+    ) -> StepTotals:
+        """Reduce the scalars of this step over all ranks.
+
+        This is the only synchronisation of the host with the device in a step, and the only reduction of scalars besides that of
+        the token count in `compute_gradients`.
+
+        Args:
+            loss_sum: this rank's summand of the sum of the loss.
+            count: this rank's summand of the sum of the loss mask.
+            exit_votes: whether this rank has received an exit signal, and whether its time is up.
+            batch: this data rank's microbatches.
+        """
         device = self.context.device
-        found = square_sums([*self._counted_grads, *self._copied_grads], device)
-        self.counted_squares, copied = found.split([len(self._counted_grads), len(self._copied_grads)])
-        squares = self.counted_squares.sum()
-        if self._copied_grads:  # this adds nothing as long as they are finite
-            squares += torch.where(copied.isfinite(), 0.0, copied).sum()
-        zeros = torch.zeros_like(squares)
-        if self._count_zeros:  # the gradient of padding is always zero, and how much padding there is depends on the layout
-            zeros = count_zeros(self._counted_grads, device) - self._num_padding
-        # Made on the device, so nothing waits.
-        numbers = [torch.full_like(squares, number) for number in (*exit_votes, *self._of_documents(batch))]
-        noise = [torch.zeros_like(squares)] * 3
-        if self._noise is not None:
-            noise = [*self._noise.sums(self.counted_squares), self._mask_sum(batch[:1] if self._noise.has_first else ())]
-        logit = self._max_logit() if self.model.largest is not None else torch.zeros_like(squares)
-        sums = torch.stack([loss_sum, *self._sums_beside, count, squares, zeros, *numbers, *noise, logit])
-        if self.model.balance is not None:
-            found = self.model.balance.summed(self.context.world, len(batch) * self.context.data_group.size)
-            for shard in self._by_counts:
-                shard.grad.copy_(self.model.balance.gradient(shard.record))
-            sums = torch.cat([sums, found if self.context.world.index == 0 else torch.zeros_like(found)])
-        known = len(StepSums._fields) - 1
-        found_numbers = all_reduce(sums, self.context.world).tolist()
-        return StepSums._make([*found_numbers[:known], tuple(found_numbers[known:])])
+        sq_sums = squared_norms([*self._norm_grads, *self._duplicate_grads], device)
+        self.shard_squared_norms, duplicate_sq_sums = sq_sums.split([len(self._norm_grads), len(self._duplicate_grads)])
+        grad_sq_sum = self.shard_squared_norms.sum()
+        if self._duplicate_grads:  # adds NaN or infinity if duplicates are not finite, else 0
+            grad_sq_sum += torch.where(duplicate_sq_sums.isfinite(), 0.0, duplicate_sq_sums).sum()
+        num_zeros = torch.zeros_like(grad_sq_sum)
+        if self._count_zeros:  # exclude padding, whose amount depends on the layout
+            num_zeros = count_zeros(self._norm_grads, device) - self._num_padding
+        # Created on the device, to avoid copies from the host.
+        scalars = [torch.full_like(grad_sq_sum, value) for value in (*exit_votes, *self._document_values(batch))]
+        noise_values = [torch.zeros_like(grad_sq_sum)] * 3
+        if self._noise_meter is not None:
+            noise_values = [
+                *self._noise_meter.local_squared_norms(self.shard_squared_norms),
+                self._sum_loss_mask(batch[:1] if self._noise_meter.has_first_microbatch else ()),
+            ]
+        max_logit = self._find_max_logit() if self.model.logit_tracker is not None else torch.zeros_like(grad_sq_sum)
+        local_totals = torch.stack(
+            [loss_sum, *self._auxiliary_loss_sums, count, grad_sq_sum, num_zeros, *scalars, *noise_values, max_logit]
+        )
+        if self.model.router_tracker is not None:
+            balance_totals = self.model.router_tracker.reduce(self.context.world, len(batch) * self.context.data_group.size)
+            for shard in self._balance_shards:
+                shard.grad.copy_(self.model.router_tracker.excess_load(shard.record))
+            local_totals = torch.cat(
+                [local_totals, balance_totals if self.context.world.rank == 0 else torch.zeros_like(balance_totals)]
+            )
+        num_fields = len(StepTotals._fields) - 1
+        totals = all_reduce(local_totals, self.context.world).tolist()
+        return StepTotals._make([*totals[:num_fields], tuple(totals[num_fields:])])
 
-    def _max_logit(self) -> torch.Tensor:
-        """Find the largest score of each head over the whole batch, and give this rank's share of the sum that is the largest of
-        all: float64."""
-        assert self.model.largest is not None
-        found = all_reduce(self.model.largest.found, self.context.world, dist.ReduceOp.MAX).amax().double()
-        return found if self.context.world.index == 0 else torch.zeros_like(found)
+    def _find_max_logit(self) -> torch.Tensor:
+        """Find the largest attention score of each head over all ranks, and return this rank's summand of the maximum over all
+        heads (float64). The summand is the maximum on global rank 0 and zero elsewhere, so that the step's sum over ranks gives the
+        maximum."""
+        assert self.model.logit_tracker is not None
+        max_logit = all_reduce(self.model.logit_tracker.max_logits, self.context.world, dist.ReduceOp.MAX).amax().double()
+        return max_logit if self.context.world.rank == 0 else torch.zeros_like(max_logit)
 
-    def _of_documents(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
-        """This rank's share of a step's attended sequences and of the imbalances of its microbatches: of the ranks with the same
-        samples, one counts them, others have 0."""
-        if not self._counts_loss or self.context.context_group.index > 0:
+    def _document_values(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
+        """Return this rank's summands of two sums over all ranks: the step's `attention_samples`, and the context imbalances of its
+        microbatches (see `StepResult`). Of the ranks that share samples, only one returns values other than 0."""
+        if not self._counts_loss or self.context.context_group.rank > 0:
             return 0.0, 0.0
         documents = [inputs.documents for inputs in batch if inputs.documents is not None]
-        attended = sum(one.attended_sequences(self._attention_shares) for one in documents)
-        return attended, sum(one.cut.imbalance for one in documents if one.cut is not None)
+        attention_samples = sum(document.count_equivalent_samples(self._window_shares) for document in documents)
+        return attention_samples, sum(
+            document.sequence_split.imbalance for document in documents if document.sequence_split is not None
+        )
 
-    def gradients(
-        self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None, again: bool = False
+    def compute_gradients(
+        self, batch: Sequence[ModelInputs], *, inspect: GradInspector | None = None, reuse_token_count: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill the shards' gradients with (loss scale) x the gradient of the mean loss, summed over all ranks.
+        """Compute the gradients of (loss scale) x (mean loss), reduced over all ranks. They are written to the gradients of the
+        shards.
 
         Args:
             batch: this data rank's microbatches.
-            inspect: receives this rank's own gradients as they are written. They are then not summed; the shards keep theirs.
-            again: these are some of the microbatches of the step before, so they have that step's count of tokens.
+            inspect: function that receives this rank's local gradients when they are written. The gradients are then not reduced,
+                and those of the shards do not change.
+            reuse_token_count: use the token count of the previous step, because the microbatches are a part of that step's batch.
 
         Returns:
-            this rank's share of the global sums of the loss and of the loss mask: float64 scalars, zero where another rank counts.
+            this rank's summands of the global sums of loss and loss mask: float64 scalars, zero on ranks that do not count the
+            loss.
         """
-        local_count = self._mask_sum(batch)
-        # 1F1B starts backward before later masks are seen, so the count is summed first. Started here, awaited at the first loss.
-        if not again:
-            self._whole = start_all_reduce(local_count.clone(), self.context.world), len(batch)
-        pending, num_microbatches = self._whole
+        local_token_count = self._sum_loss_mask(batch)
+        # The first backward needs the token count, and with 1F1B it runs before later forwards. So reduce the count up front,
+        # and wait for it at the first loss.
+        if not reuse_token_count:
+            self._pending_token_count = start_all_reduce(local_token_count.clone(), self.context.world), len(batch)
+        pending_count, num_microbatches = self._pending_token_count
         scale: list[torch.Tensor] = []
 
-        def scaled(loss: torch.Tensor) -> torch.Tensor:
+        def scale_loss(loss: torch.Tensor) -> torch.Tensor:
             if not scale:
-                scale.append((self.scaler.scale / pending.wait().clamp(min=1.0)).to(self._wide))
-            return minimised(loss) * scale[0]
+                scale.append((self.scaler.scale / pending_count.wait().clamp(min=1.0)).to(self._loss_dtype))
+            return total_loss(loss) * scale[0]
 
-        if self._noise is not None:
-            self._noise.start(measures=inspect is None)
+        if self._noise_meter is not None:
+            self._noise_meter.start(enabled=inspect is None)
         for provider in self.providers:
             provider.start_step(len(batch), inspect=inspect)
-        with self._timed("forward-backward"), self._watching(num_microbatches):
-            loss_sum, self._sums_beside = self._run(batch, scaled)
-        pending.wait()
+        with self._timer("forward-backward"), self._record_layer_outputs(num_microbatches):
+            loss_sum, self._auxiliary_loss_sums = self._run(batch, scale_loss)
+        pending_count.wait()
         if inspect is None:
-            with self._timed("grads-reduce"):
+            with self._timer("grads-reduce"):
                 for provider in self.providers:
                     provider.finish_gradients()
-        return loss_sum, local_count
+        return loss_sum, local_token_count
 
     @contextmanager
-    def _watching(self, microbatches: int) -> Iterator[None]:
-        """Let layers tell what is asked of them beside their outputs, over a step of so many microbatches of a data rank."""
+    def _record_layer_outputs(self, num_microbatches: int) -> Iterator[None]:
+        """Record attention scores and router statistics of the layers while the block is active, if the run uses them.
+
+        Args:
+            num_microbatches: microbatches of the step on each data rank.
+        """
         with ExitStack() as stack:
-            if self.model.largest is not None:
-                stack.enter_context(self.model.largest.watching())
-            if self.model.balance is not None:
-                everywhere = microbatches * self.context.data_group.size
-                stack.enter_context(self.model.balance.watching(self.scaler.scale / everywhere))
+            if self.model.logit_tracker is not None:
+                stack.enter_context(self.model.logit_tracker.recording())
+            if self.model.router_tracker is not None:
+                total_microbatches = num_microbatches * self.context.data_group.size
+                stack.enter_context(self.model.router_tracker.recording(self.scaler.scale / total_microbatches))
             yield
 
-    def finish_publishing(self) -> None:
-        """Wait until every parameter of this rank holds its new values, if they are still on their way."""
+    def finish_param_gather(self) -> None:
+        """Wait for the all-gather of updated parameters, if it is still running."""
         for provider in self.providers:
-            provider.finish_publishing()
+            provider.finish_param_gather()
 
-    def _before_remake(self, modules: Sequence[nn.Module]) -> None:
+    def _before_recompute(self, modules: Sequence[nn.Module]) -> None:
         for provider in self.providers:
-            provider.before_remake(modules)
+            provider.before_recompute(modules)
 
-    def evaluate(self, batch: Sequence[ModelInputs], *, exit_vote: bool = False) -> Evaluated:
+    def evaluate(self, batch: Sequence[ModelInputs], *, exit_vote: bool = False) -> EvaluationSums:
         """Evaluate one global batch, without gradients.
 
         Args:
-            exit_vote: whether a signal asked this rank to exit; it travels with the sums.
+            exit_vote: whether this rank has received an exit signal. The vote is reduced with the sums.
         """
         loss_sum, (_, mtp_sum) = self._run(batch, lambda loss: loss, training=False)
         for provider in self.providers:
             provider.finish_evaluation()
         if self.model.config.mtp_num_layers:
             mtp_sum = mtp_sum / self.model.loss.mtp_factor
-        sums = torch.stack([loss_sum, self._mask_sum(batch), mtp_sum, torch.full_like(loss_sum, exit_vote)])
-        return Evaluated(*all_reduce(sums, self.context.world).tolist())
+        local_sums = torch.stack([loss_sum, self._sum_loss_mask(batch), mtp_sum, torch.full_like(loss_sum, exit_vote)])
+        return EvaluationSums(*all_reduce(local_sums, self.context.world).tolist())
 
     def _run(
-        self, batch: Sequence[ModelInputs], scaled: Callable[[torch.Tensor], torch.Tensor], *, training: bool = True
+        self, batch: Sequence[ModelInputs], scale_loss: Callable[[torch.Tensor], torch.Tensor], *, training: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's sum of the cross entropy, and those of z-loss and multi-token prediction [2]: float64, zero where another
-        rank counts."""
+        """Run the pipeline schedule over a batch.
+
+        Args:
+            batch: this data rank's microbatches.
+            scale_loss: returns the value from which backward starts, for the sum of the loss over a microbatch.
+            training: whether to run forward and backward; otherwise only forward.
+
+        Returns:
+            this rank's sum of the cross entropy, and a tensor [2] with its sums of z-loss and multi-token prediction loss: float64,
+            zero on ranks that do not count the loss.
+        """
         totals = torch.zeros(3, dtype=torch.float64, device=self.context.device)
-        last = len(self.model.layer_table) - 1
+        last_chunk = len(self.model.layer_table) - 1
 
         def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
             out = self.model.chunks[chunk](batch[microbatch], received.get("hidden"))
-            if chunk < last:
+            if chunk < last_chunk:
                 return {"hidden": out}
-            self.look_at_loss(microbatch, out)
+            self.on_loss(microbatch, out)
             if self._counts_loss:
                 totals[: out.numel()].add_(out.detach())
-            return {"loss": scaled(out)}
+            return {"loss": scale_loss(out)}
 
         self.executor.run(self.schedule(len(batch), training=training), forward)
         return totals[0], totals[1:]
 
     def prepare(self, num_microbatches: int) -> None:
-        """Prove the schedules of training and evaluation, and connect the stages, before the first step. All ranks call it.
+        """Check the pipeline schedules of training and evaluation, and connect the pipeline stages. All ranks call this function
+        before the first step.
 
         Raises:
             ValueError: a schedule is incomplete or would deadlock.
@@ -418,17 +489,20 @@ class TrainStep:
             self.executor.prepare(self.schedule(num_microbatches, training=training))
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """The operations of a step with so many microbatches, or of its forwards alone."""
+        """Return the pipeline schedule of a step with `num_microbatches` microbatches per data rank. If `training` is False, the
+        schedule contains only forwards."""
         key = (num_microbatches, training)
         if key not in self._schedules:
-            stages = self.context.topology.pp
-            table = self.model.layer_table
-            again = recomputed_chunks(table)
-            made = make_schedule(self._pipeline, stages, num_microbatches, len(table) // stages, recomputed=again)
-            self._schedules[key] = made if training else forward_only(made)
+            num_stages = self.context.topology.pp
+            layer_table = self.model.layer_table
+            recomputed = find_recomputed_chunks(layer_table)
+            schedule = build_schedule(
+                self._schedule_settings, num_stages, num_microbatches, len(layer_table) // num_stages, recomputed_chunks=recomputed
+            )
+            self._schedules[key] = schedule if training else extract_forwards(schedule)
         return self._schedules[key]
 
-    def _mask_sum(self, batch: Sequence[ModelInputs]) -> torch.Tensor:
+    def _sum_loss_mask(self, batch: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for inputs in batch:
             if inputs.loss_mask is not None and self._counts_loss:

@@ -1,7 +1,7 @@
-"""A run of training: what its settings make, in the order in which it is made, and its place in the run.
+"""A training run: `Trainer` builds its components from the settings, and runs its steps.
 
-`pretrain_gpt.py` makes one and lets it go on to its end. A program of the user's own may make its steps by hand, watch them, and
-look at the model between them.
+`pretrain_gpt.py` creates a trainer and runs it to the end. User programs can also run single steps, observe them with callbacks,
+and access the model between steps.
 """
 
 from __future__ import annotations
@@ -18,51 +18,52 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron.checkpoint.storage import Place
-from megatron.config.checks.memory import check_backend
+from megatron.checkpoint.storage import PathOrUrl
+from megatron.config.checks.memory import check_attention_backend_on_device
 from megatron.config.cli import LoadedConfig
 from megatron.config.config import Config
-from megatron.config.launcher import launched
+from megatron.config.launcher import read_process_info
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import run_record
-from megatron.data.samples import SamplePiece, SampleSource
-from megatron.model.build import Model, model_of
+from megatron.data.samples import DocumentSpan, SampleSource
+from megatron.model.build import Model, build_model_from_config
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
 from megatron.training.failure import Explanations
-from megatron.training.features import PICTURES, Features, RunParts
+from megatron.training.features import PICTURE_FEATURE, Features, RunComponents
 from megatron.training.inputs import Batches, RunData, open_data
 from megatron.training.loop import Control, Loop, NoSaver, evaluate
-from megatron.training.progress import BatchSizePlan, Progress, Resumed
+from megatron.training.progress import BatchSizePlan, Progress, ResumePoint
 from megatron.training.signals import ExitSignals
-from megatron.training.startup import choose_attention
+from megatron.training.startup import choose_attention_kernel
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 
 if TYPE_CHECKING:
     from megatron.training.saver import Saver
 
 
 class Trainer:
-    """A run on this rank. All ranks make it together, and call each of its methods together.
+    """Training run on this rank. All ranks create the trainer together, and call each of its methods together.
 
-    It is closed at the end of a `with` block, or by `close`. Another one may then be made in the same process.
+    The trainer is closed at the end of a `with` block or by `close`. After that another trainer can be created in the same process.
 
     Args:
-        settings: such as `load` gives them.
-        context: the place of this rank; by default it joins the job that the launcher describes, or is a world of one.
-        data: what to train on; by default what the settings name.
-        model: fresh from `model_of`; by default the one that the settings describe.
-        callbacks: watch every step of `fit` and `step`, on all ranks.
-        quiet: say nothing in the log. Metrics files and curves are written all the same.
-        command: the words of the command line, for the record of the run.
-        started_at: when the job started, by time.monotonic().
-        signals: those that ask the run to exit.
-        explanations: gets the words for errors that only the run can explain.
-        draws: have the record of the run drawn while it goes on, and a report made of it at the end, as the settings say.
+        settings: resolved settings, as `megatron.api.settings` returns them.
+        context: process groups of this rank. By default the trainer joins the job of the launcher, or runs in a single process.
+        data: training and evaluation data. By default the data that the settings describe.
+        model: model that `build_model_from_config` has just built. By default the model that the settings describe.
+        callbacks: callbacks for every step of `fit` and `step`, on all ranks.
+        quiet: print nothing. Metrics files and curves are still written.
+        command: arguments of the command line, for the history file of the run.
+        started_at: start time of the job, by time.monotonic(). By default the current time.
+        signals: handler of the signals that ask the run to exit.
+        explanations: registry in which components explain errors, for the message that the program prints after a failure.
+        draw_record: plot the history of the run during training and write a report at its end, if the settings enable them.
 
     Raises:
-        ValueError: something that the user can fix: files, devices, a checkpoint that does not fit, ranks that do not meet.
+        ValueError: a problem that the user can fix, for example with files, devices, a checkpoint that does not fit, or ranks that
+            do not connect.
     """
 
     def __init__(
@@ -72,22 +73,22 @@ class Trainer:
         context: ParallelContext | None = None,
         data: RunData | None = None,
         model: Model | None = None,
-        callbacks: Sequence[Watcher] = (),
+        callbacks: Sequence[Callback] = (),
         quiet: bool = False,
         command: Sequence[str] = (),
         started_at: float | None = None,
         signals: ExitSignals | None = None,
         explanations: Explanations | None = None,
-        draws: bool = False,
+        draw_record: bool = False,
     ) -> None:
         self.callbacks = list(callbacks)
-        self._stack, self._running, self._joins = ExitStack(), ExitStack(), context is None
-        self._by_hand_stack = ExitStack()
+        self._stack, self._run_stack, self._owns_context = ExitStack(), ExitStack(), context is None
+        self._manual_stack = ExitStack()
         """Watches steps that are made by hand; entered by the first of them."""
-        self._begun = self._steps_by_hand = False
-        self._by_hand: tuple[int, Batches] | None = None
+        self._has_started = self._is_stepping_manually = False
+        self._manual_batches: tuple[int, Batches] | None = None
         try:
-            self._make(
+            self._build(
                 settings,
                 context,
                 data,
@@ -97,13 +98,13 @@ class Trainer:
                 started_at=time.monotonic() if started_at is None else started_at,
                 signals=ExitSignals(settings.config.training.exit_signal_code) if signals is None else signals,
                 explanations=Explanations() if explanations is None else explanations,
-                draws=draws,
+                draw_record=draw_record,
             )
         except BaseException as error:
-            self._leave(type(error), error, error.__traceback__)
+            self._close(type(error), error, error.__traceback__)
             raise
 
-    def _make(
+    def _build(
         self,
         settings: LoadedConfig,
         context: ParallelContext | None,
@@ -115,283 +116,300 @@ class Trainer:
         started_at: float,
         signals: ExitSignals,
         explanations: Explanations,
-        draws: bool,
+        draw_record: bool,
     ) -> None:
-        """The parts of a run, each made of those before."""
+        """Build the components of the run, in the order in which they depend on each other."""
         config = settings.config
-        world_size = launched().world_size if context is None else context.world.size
-        features = Features(config, world_size, explanations, without=() if draws else (PICTURES,))
+        world_size = read_process_info().world_size if context is None else context.world.size
+        features = Features(config, world_size, explanations, excluded=() if draw_record else (PICTURE_FEATURE,))
         self._features = features
         self._stack.callback(startup.set_numerics(config))
         startup.set_compiler_cache(config.speed)
-        features.begin()  # all have forked by now: this asks CUDA, which forks do not survive
+        features.on_forks_done()  # initialises CUDA, so all forks must be done
         self.context = context = connect(config.parallel) if context is None else context
-        features.connected(context, self._stack)
-        check_backend(config, on_cuda=context.device.type == "cuda")
+        features.on_connected(context, self._stack)
+        check_attention_backend_on_device(config, on_cuda=context.device.type == "cuda")
         startup.set_logging(context.rank)
         plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
-        self.config = config = features.adjust_config(startup.with_batch_size(config, plan), context)
+        self.config = config = features.adjust_config(startup.resolve_batch_size(config, plan), context)
         self.data = open_data(config, context) if data is None else data
         record = run_record(config, command)
-        saver = self._saver(config.checkpoint, record)
+        saver = self._build_saver(config.checkpoint, record)
         timers = startup.make_timers(config.logging, context)
 
         startup.check_precision(config.precision, context)
-        kernel_choice, previous_kernels = choose_attention(config, context)
-        self._stack.callback(previous_kernels)
-        model = model_of(config, context, self.data.vocab_size) if model is None else model
+        kernel_choice, restore_kernels = choose_attention_kernel(config, context)
+        self._stack.callback(restore_kernels)
+        model = build_model_from_config(config, context, self.data.vocab_size) if model is None else model
         self.steps = TrainStep.of(config, model, context, count_zeros=config.logging.log_num_zeros_in_grad, timers=timers)
-        features.built(self.steps, self.data.vocab_size)
-        num_parameters = startup.check_parameter_count(config.model, model.vocab_size, self.steps.optimizer.held, context)
+        features.on_built(self.steps, self.data.vocab_size)
+        num_parameters = startup.count_parameters(config.model, model.vocab_size, self.steps.optimizer.checkpoint_shards, context)
 
-        resumed = self._resume(config, plan, in_memory=saver.keeps_in_memory)
-        self.progress = progress = resumed.progress
+        resume_point = self._resume(config, plan, in_memory=saver.saves_to_node_memory)
+        self.progress = progress = resume_point.progress
         plan = plan.resumed_at(progress.iteration, progress.consumed_samples)
-        batches = self.data.at(progress, plan, context)
+        batches = self.data.batches_from(progress, plan, context)
         self.steps.prepare(plan.num_microbatches(progress.consumed_samples))
         reporter = startup.make_reporter(
             *(config, context, model, plan, timers),
-            resumed=resumed.path is not None,
+            resumed=resume_point.path is not None,
             quiet=quiet,
         )
-        control = Control(resumed.checkpoint)
-        self._parts = RunParts(
+        control = Control(resume_point.checkpoint)
+        self._components = RunComponents(
             *(config, context, self.steps, progress, reporter, plan, num_parameters, kernel_choice),
             data=self.data,
-            resumed=resumed,
+            resume_point=resume_point,
             started_at=started_at,
             control=control,
         )
         for line in [
             *settings.notes,
-            *features.start_up_lines(self._parts),
+            *features.startup_lines(self._components),
             *batches.describe(progress.phases),
-            *startup.describe_outputs(config, draws=draws),
-            *resumed.notes,
+            *startup.describe_outputs(config, draw_record=draw_record),
+            *resume_point.notes,
         ]:
-            reporter.say(f"  {line}")
-        if resumed.path is not None:
-            reporter.say(f"resuming from {resumed.path} at iteration {progress.iteration}")
-        self._facts = startup.facts(record, context, model, plan, num_parameters, kernel_choice)
+            reporter.log(f"  {line}")
+        if resume_point.path is not None:
+            reporter.log(f"resuming from {resume_point.path} at iteration {progress.iteration}")
+        self._run_facts = startup.collect_run_facts(record, context, model, plan, num_parameters, kernel_choice)
         self._loop = Loop(
             config,
             context,
             self.steps,
             plan,
-            resumed.schedule,
+            resume_point.schedule,
             saver,
             reporter,
             timers,
-            train_batches=batches.training,
-            valid_batches=batches.validation,
-            test_batches=batches.test,
+            train_batches=batches.training_batches,
+            valid_batches=batches.validation_batches,
+            test_batches=batches.test_batches,
             started_at=started_at,
             signals=signals,
-            feature_watchers=lambda: features.watchers(self._parts),
+            build_feature_callbacks=lambda: features.callbacks(self._components),
             control=control,
         )
 
     @property
     def model(self) -> Model:
-        """This rank's part of the model."""
+        """Part of the model on this rank."""
         return self.steps.model
 
     @property
     def iteration(self) -> int:
-        """Steps made since the start of the run."""
+        """Number of steps since the start of the run."""
         return self.progress.iteration
 
-    def fit(self, iterations: int | None = None, *, callbacks: Sequence[Watcher] = ()) -> bool:
-        """Train to the end of the run, or for so many steps; evaluate and save as the settings say.
+    def fit(self, iterations: int | None = None, *, callbacks: Sequence[Callback] = ()) -> bool:
+        """Train to the end of the run, or for a number of steps. Evaluate and save as the settings say.
 
         Args:
-            callbacks: watch these steps, beside those of the trainer.
+            iterations: number of steps; by default all remaining ones.
+            callbacks: callbacks for these steps, in addition to those of the trainer.
 
         Returns:
-            whether a signal ended it.
+            whether a signal ended the run.
 
         Raises:
             NonFiniteError: loss or gradient is not finite, in a precision without a loss scale.
         """
-        until = None if iterations is None else self.progress.iteration + iterations
-        self._begin()
-        self._stop_watching()
-        return self._loop.run(self.progress, until=until, callbacks=[*self.callbacks, *callbacks])
+        stop_iteration = None if iterations is None else self.progress.iteration + iterations
+        self._start_run()
+        self._detach_callbacks()
+        return self._loop.run(self.progress, stop_iteration=stop_iteration, callbacks=[*self.callbacks, *callbacks])
 
     def step(self, tokens: NDArray[np.int64] | torch.Tensor | None = None) -> StepResult | None:
-        """Make one step: the next of the run, or over tokens of the user's own; it counts as a step of the run in both cases.
+        """Run one step, with the next batch of the run or with given tokens. In both cases it counts as a step of the run.
 
         Args:
-            tokens: ids [global batch, s + 1], the same on all ranks; each row is predicted from its own beginning.
+            tokens: token ids [global batch, s + 1], the same on all ranks. Each row is a separate sequence; its last token is only
+                a label.
 
         Returns:
-            the results, the same on every rank; None for an iteration that the settings skip.
+            the result, the same on every rank; None for an iteration that the settings skip.
 
         Raises:
-            ValueError: the tokens do not make a step.
+            ValueError: the tokens have a wrong shape, or an id is not in the vocabulary.
         """
-        self._begin()
-        if not self._steps_by_hand:
-            self._by_hand_stack.enter_context(self._loop.watching(self.callbacks))
-            self._steps_by_hand = True
+        self._start_run()
+        if not self._is_stepping_manually:
+            self._manual_stack.enter_context(self._loop.attach_callbacks(self.callbacks))
+            self._is_stepping_manually = True
         if tokens is not None:
-            return self._loop.advance(self.progress, next(self._batches_of(tokens)))
+            return self._loop.run_step(self.progress, next(self._batches_from_tokens(tokens)))
         consumed = self.progress.consumed_samples
-        if self._by_hand is None or self._by_hand[0] != consumed:
-            self._end_by_hand()
-            self._by_hand = consumed, self._loop.train_batches(consumed)
-        batches = self._by_hand[1]
-        result = self._loop.advance(self.progress, next(batches))
-        self._by_hand = self.progress.consumed_samples, batches
+        if self._manual_batches is None or self._manual_batches[0] != consumed:
+            self._close_manual_batches()
+            self._manual_batches = consumed, self._loop.train_batches(consumed)
+        batches = self._manual_batches[1]
+        result = self._loop.run_step(self.progress, next(batches))
+        self._manual_batches = self.progress.consumed_samples, batches
         return result
 
     def evaluate(self) -> float:
-        """The mean loss over the validation batches of the settings, always the same ones.
+        """Return the mean loss over the validation batches of the settings. The batches are the same at every call.
 
         Raises:
-            ValueError: the settings have none.
+            ValueError: the settings have no evaluation.
         """
         if self._loop.valid_batches is None:
-            raise ValueError("there is no evaluation in these settings: give --eval-iters above 0")
-        found = evaluate(self.steps, self._loop.valid_batches())
-        assert found is not None, "nobody asks to exit"
-        return found[0]
+            raise ValueError("the settings have no evaluation: set --eval-iters above 0")
+        losses = evaluate(self.steps, self._loop.valid_batches())
+        assert losses is not None, "only an exit signal interrupts an evaluation"
+        return losses[0]
 
-    def save(self, folder: Place | None = None) -> str:
-        """Write a checkpoint of this iteration into a save folder; returns where it lies.
+    def save(self, folder: PathOrUrl | None = None) -> str:
+        """Write a checkpoint of the current iteration into a save folder. Returns the path or URL of the checkpoint.
 
         Args:
-            folder: by default that of --save.
+            folder: save folder; by default that of --save.
 
         Raises:
-            ValueError: no folder is named, or it cannot be written to.
+            ValueError: there is no save folder, or it is not writable.
         """
         checkpoint = self.config.checkpoint
         if folder is None and checkpoint.save is None:
-            raise ValueError("there is no folder to save in: name one, or give --save in the settings")
-        self.steps.finish_publishing()
-        self._begin()
-        loop, say = self._loop, self._loop.reporter.say
-        saver, owns = loop.saver, ExitStack()
+            raise ValueError("there is no save folder: pass `folder`, or set --save")
+        self.steps.finish_param_gather()
+        self._start_run()
+        loop, log = self._loop, self._loop.reporter.log
+        saver, folder_claim = loop.saver, ExitStack()
         if folder is not None and os.fspath(folder) != checkpoint.save:
-            saver = self._saver(dataclasses.replace(checkpoint, save=os.fspath(folder)), run_record(self.config, ()))
-            owns.enter_context(saver.owning())
-        with owns:
-            place = saver.save(self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, say, loop.checkpoint_extras())
-            saver.finish(say)
-        return place or saver.place(self.progress.iteration)
+            saver = self._build_saver(dataclasses.replace(checkpoint, save=os.fspath(folder)), run_record(self.config, ()))
+            folder_claim.enter_context(saver.claim_folder())
+        with folder_claim:
+            path = saver.save(self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, log, loop.checkpoint_extras())
+            saver.finish(log)
+        return path or saver.build_checkpoint_path(self.progress.iteration)
 
-    def load(self, folder: Place, *, weights_only: bool = False) -> None:
-        """Go on from the newest checkpoint in a save folder, as a run with --load does.
+    def load(self, folder: PathOrUrl, *, weights_only: bool = False) -> None:
+        """Continue from the newest checkpoint in a save folder, like a run with --load.
 
         Args:
-            weights_only: take the weights alone, and begin to count anew.
+            weights_only: load only the weights, and count iterations from 0.
 
         Raises:
-            CheckpointError: there is none, or it is of another model or optimizer.
+            CheckpointError: the folder has no checkpoint, or its model or optimizer differs.
         """
         checkpoint = dataclasses.replace(
             self.config.checkpoint, load=os.fspath(folder), finetune=weights_only, exit_on_missing_checkpoint=True, ckpt_step=None
         )
-        self._end_by_hand()
-        self.steps.finish_publishing()
+        self._close_manual_batches()
+        self.steps.finish_param_gather()
         plan = BatchSizePlan(self.config.training, self.context.data_group.size, self.config.model.seq_length)
-        resumed = self._resume(dataclasses.replace(self.config, checkpoint=checkpoint), plan)
-        self._loop.control.checkpoint = resumed.checkpoint
-        vars(self.progress).update(vars(resumed.progress))
+        resume_point = self._resume(dataclasses.replace(self.config, checkpoint=checkpoint), plan)
+        self._loop.control.checkpoint = resume_point.checkpoint
+        vars(self.progress).update(vars(resume_point.progress))
         plan = plan.resumed_at(self.progress.iteration, self.progress.consumed_samples)
-        batches = self.data.at(self.progress, plan, self.context)
-        self._loop.plan, self._loop.schedule, self._loop.train_batches = plan, resumed.schedule, batches.training
-        self._parts = dataclasses.replace(self._parts, resumed=resumed, plan=plan)
+        batches = self.data.batches_from(self.progress, plan, self.context)
+        self._loop.plan, self._loop.schedule, self._loop.train_batches = plan, resume_point.schedule, batches.training_batches
+        self._components = dataclasses.replace(self._components, resume_point=resume_point, plan=plan)
 
     def close(self) -> None:
-        """Close files, and leave the job if this trainer has joined it."""
-        self._leave(None, None, None)
+        """Close all files, and leave the job if this trainer has joined it."""
+        self._close(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._leave(kind, error, trace)
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close(error_type, error, traceback)
 
-    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the run, and close what it has opened; where this rank has failed and others may be in a collective, only the run: to
-        leave them might hang."""
+    def _close(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """End the run and close everything that it has opened.
+
+        After an error in a parallel job only the run is ended, and the process group stays open: the other ranks may be in a
+        collective, and leaving the group could hang.
+        """
         try:
-            self._by_hand_stack.__exit__(kind, error, trace)
-            if error is None and self._begun:
-                self._loop.close(self.callbacks if self._steps_by_hand else ())
-        except BaseException as fault:
-            self._running.__exit__(type(fault), fault, fault.__traceback__)
+            self._manual_stack.__exit__(error_type, error, traceback)
+            if error is None and self._has_started:
+                self._loop.close(self.callbacks if self._is_stepping_manually else ())
+        except BaseException as close_error:
+            self._run_stack.__exit__(type(close_error), close_error, close_error.__traceback__)
             raise
-        self._running.__exit__(kind, error, trace)
-        if error is None or launched().world_size == 1:
-            self._end_by_hand()
+        self._run_stack.__exit__(error_type, error, traceback)
+        if error is None or read_process_info().world_size == 1:
+            self._close_manual_batches()
             self._stack.close()
-            if self._joins:
+            if self._owns_context:
                 disconnect()
 
-    def _stop_watching(self) -> None:
-        """Leave the watching of steps that are made by hand."""
-        self._by_hand_stack.close()
-        self._steps_by_hand = False
+    def _detach_callbacks(self) -> None:
+        """End the block in which callbacks observe the steps that the user runs with `step`."""
+        self._manual_stack.close()
+        self._is_stepping_manually = False
 
-    def _end_by_hand(self) -> None:
-        if self._by_hand is not None:
-            self._by_hand[1].close()  # type: ignore[attr-defined]
-            self._by_hand = None
+    def _close_manual_batches(self) -> None:
+        if self._manual_batches is not None:
+            self._manual_batches[1].close()  # type: ignore[attr-defined]
+            self._manual_batches = None
 
-    def _begin(self) -> None:
-        """Begin the run, unless it is under way: from here on it owns its save folder, and keeps its record."""
-        if not self._begun:
-            self._begun = True
-            self._running.enter_context(self._loop.saver.owning())
+    def _start_run(self) -> None:
+        """Start the run if it has not started: claim the save folder and open the history file."""
+        if not self._has_started:
+            self._has_started = True
+            self._run_stack.enter_context(self._loop.saver.claim_folder())
             for feature in self._features:
-                self._running.enter_context(feature.around_run(self._parts))
-            self._running.enter_context(self._loop.reporter.running(self.progress, self._facts))
+                self._run_stack.enter_context(feature.around_run(self._components))
+            self._run_stack.enter_context(self._loop.reporter.record_run(self.progress, self._run_facts))
 
-    def _saver(self, checkpoint: CheckpointConfig, record: dict[str, Any]) -> Saver | NoSaver:
-        """What saves the run; its modules are imported where there is something to save."""
+    def _build_saver(self, checkpoint: CheckpointConfig, record: dict[str, Any]) -> Saver | NoSaver:
+        """Build the saver of the run. Its modules are imported only if there is a save folder."""
         if checkpoint.save is None:
             return NoSaver()
         from megatron.training.saver import Saver
 
-        patience_s = 60 * self.config.parallel.distributed_timeout_minutes / 2  # before a collective of the other ranks gives up
+        patience_s = (
+            60 * self.config.parallel.distributed_timeout_minutes / 2
+        )  # so that the writer fails before a collective of the other ranks times out
         return Saver(checkpoint, self.context, record, self.data.vocab_size, patience_s=patience_s)
 
-    def _resume(self, config: Config, plan: BatchSizePlan, *, in_memory: bool = False) -> Resumed:
-        """Fill weights and state from a checkpoint, if the settings name one."""
+    def _resume(self, config: Config, plan: BatchSizePlan, *, in_memory: bool = False) -> ResumePoint:
+        """Load weights and state from a checkpoint, if the settings name one.
+
+        Args:
+            in_memory: whether the nodes keep copies of the run's state in memory, which are loaded if they are newer.
+        """
         schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
         optimizer, scaler = self.steps.optimizer, self.steps.scaler
         if config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None:
-            found = Resumed(Progress(), schedule, None)
+            resume_point = ResumePoint(Progress(), schedule, None)
         else:
             from megatron.training.resume import resume
 
-            found = resume(config, self.context, optimizer, scaler, schedule, self.data.vocab_size, in_memory=in_memory)
-        self.steps.finish_publishing()
-        return found
+            resume_point = resume(
+                config, self.context, optimizer, scaler, schedule, self.data.vocab_size, uses_node_memory=in_memory
+            )
+        self.steps.finish_param_gather()
+        return resume_point
 
-    def _batches_of(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:
-        """The one step over these tokens."""
+    def _batches_from_tokens(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:
+        """Return an iterator over a single step with the given tokens."""
         rows = torch.as_tensor(tokens).cpu().numpy().astype(np.int64)
         length = self.config.model.seq_length
         size = self._loop.plan.global_batch_size(self.progress.consumed_samples)
         if rows.shape != (size, length + 1):
             raise ValueError(
-                f"tokens of shape {list(rows.shape)} make no step, which takes [{size}, {length + 1}]: the global batch size, and "
-                "--seq-length and one more"
+                f"tokens have the shape {list(rows.shape)}, but a step takes [global batch size, --seq-length + 1], "
+                f"here [{size}, {length + 1}]"
             )
         if rows.min() < 0 or rows.max() >= self.data.vocab_size:
-            raise ValueError(f"ids from {rows.min()} to {rows.max()}, but the vocabulary has {self.data.vocab_size}")
-        source = _GivenSamples(rows) if self.data.datasets is not None else None
-        return self.data.maker.steps(
+            raise ValueError(
+                f"token ids range from {rows.min()} to {rows.max()}, but the vocabulary has {self.data.vocab_size} ids"
+            )
+        source = _TokenRowSource(rows) if self.data.datasets is not None else None
+        return self.data.batch_builder.batches(
             source, global_batch_size_at=lambda _: len(rows), consumed_samples=0, total_samples=len(rows), num_workers=0
         )
 
 
-class _GivenSamples(SampleSource):
-    """Samples that are given as they are, [count, s + 1]."""
+class _TokenRowSource(SampleSource):
+    """Sample source over the rows of a token array [samples, s + 1], for steps with tokens of the user."""
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
         self.seq_length = rows.shape[1] - 1
@@ -400,7 +418,7 @@ class _GivenSamples(SampleSource):
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
         return self._rows[first : first + count]
 
-    def lineage(self, number: int) -> list[SamplePiece]:
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
         return []
 
     def describe(self, num_samples: int) -> list[str]:
