@@ -1,7 +1,7 @@
-"""Former names of modules: an import by one gives the module of today, and warns with its name.
+"""Former names of modules. An import by a former name returns the current module, and warns with its current name.
 
-`MOVED` lists the modules. A former package of `megatron` is a small file beside this one, since nothing of ours runs before
-it is imported. A package that remains calls `find_moved` in its `__init__.py`, for the modules that it has lost.
+`NEW_NAMES` lists the modules. A former package of `megatron` is a small file next to this one, because no other code of the project
+runs before it is imported. A package that still exists calls `find_moved` in its `__init__.py` for the modules that have left it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-_MODULES = {
+_MOVED_MODULES = {
     ("megatron", "megatron_lab"): "audit flight inference planner proofs resilience verification",
     ("megatron.checkpoint", "megatron_lab.foreign"): (
         "adapters as_used dist_buffers dist_checkpoint distcp_files flat_buffers folded_source huggingface inert_pickle "
@@ -36,10 +36,12 @@ _MODULES = {
     ("megatron.config", "megatron_lab.migration"): "compat",
     ("megatron.checkpoint", "megatron_lab.migration"): "checkpoint_args",
 }
-"""Former and present package of modules that have kept their names, packages among them."""
-_JOINED = {
+"""Modules that kept their names and moved to another package, by (former package, current package). Some of them are
+packages."""
+_MERGED_MODULES = {
     "megatron.config": "lora>model experts>model speed>precision batch_steps>training layer_costs>pipeline_layout "
     "module_start>launcher",
+    "megatron.attention": "parts>range_pairs flash_parts>flash_range_pairs largest>max_logits",
     "megatron.context_parallel": "travel>attention",
     "megatron.checkpoint": "agreement>savers content_sums>manifest",
     "megatron.data": "loss_mask>indexed_dataset mock>samples order>samples pieces>windows packed_dataset>gpt_dataset "
@@ -50,16 +52,17 @@ _JOINED = {
     "megatron.model": "init>build dropout>block treatment>block shared_heads>all_heads_norm",
     "megatron.moe": "capacity>dispatch choice>balance",
     "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan qk_clip>matrices elementwise>rules",
-    "megatron.parallel": "backends>context shards>params scope>params",
+    "megatron.parallel": "backends>context shards>params scope>params boxes>tensor_slice cut>sequence_split meeting>rendezvous",
     "megatron.pipeline_parallel": "returns>executor queues>exchange",
-    "megatron.precision": "formats>fp8_products scaling>fp8_products scaled_product>fp8_products device>products",
+    "megatron.precision": "formats>fp8_gemms scaling>fp8_gemms scaled_product>fp8_gemms device>gemms products>gemms "
+    "fp8_products>fp8_gemms",
     "megatron.spec": "registered>activations",
     "megatron.tensor_parallel": "embedding>layers",
     "megatron.training": "lost_contact>failure effective_model>resume own_metrics>watch attention_kernel>startup "
     "saved_schedule>progress life>signals",
 }
-"""By package the modules that are a part of another one now."""
-MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.items() for name in names.split()} | {
+"""Modules that were merged into other modules or renamed within their package, by package, as `former>current`."""
+NEW_NAMES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MOVED_MODULES.items() for name in names.split()} | {
     "megatron.training.foreign_run": "megatron_lab.foreign.runs",
     "megatron.context_parallel.cost": "megatron_lab.planner.context_cost",
     "megatron.config.help": "megatron_lab.pages.flag_help",
@@ -72,77 +75,79 @@ MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MODULES.item
     "megatron.model.norms": "megatron.tensor_parallel.layers",
     "megatron.model.output_layer": "megatron.tensor_parallel.cross_entropy",
 }
-for _package, _names in _JOINED.items():
-    MOVED |= {f"{_package}.{old}": f"{_package}.{new}" for old, new in (pair.split(">") for pair in _names.split())}
-"""The name of today for each former one. What lies within a package moves with it."""
+"""Current name of each former name. Submodules of a moved package move with it."""
+for _package, _names in _MERGED_MODULES.items():
+    NEW_NAMES |= {f"{_package}.{old}": f"{_package}.{new}" for old, new in (pair.split(">") for pair in _names.split())}
 
 
-def name_today(name: str) -> str | None:
-    """Return the name of today for a former one, and None for all others."""
-    moved = name
-    while moved not in MOVED:
-        moved, dot, _ = moved.rpartition(".")
+def find_new_name(name: str) -> str | None:
+    """Return the current name of a former name, or None for any other name."""
+    prefix = name
+    while prefix not in NEW_NAMES:
+        prefix, dot, _ = prefix.rpartition(".")
         if not dot:
             return None
-    return MOVED[moved] + name.removeprefix(moved)
+    return NEW_NAMES[prefix] + name.removeprefix(prefix)
 
 
 def find_moved() -> None:
-    """Have imports find modules by their former names from now on."""
+    """Install an import hook that finds modules by their former names."""
     if _FINDER not in sys.meta_path:
-        # First: later finders would look in the folder of a package of today, and load a second copy of a module in it.
+        # Insert it first: the standard finders would load a second copy of a module from the folder of a current package.
         sys.meta_path.insert(0, _FINDER)
 
 
 def take_place(name: str) -> None:
-    """Put the module of today in the place of a former one, which is being imported, and warn the file that imports it."""
+    """Replace a module that is imported by its former name with the current module, and warn the importing file."""
     find_moved()
-    today = name_today(name)
-    assert today is not None, name
-    warnings.warn(_words(name, today), DeprecationWarning, stacklevel=3)  # the caller's caller; Python leaves out its own frames
-    sys.modules[name] = importlib.import_module(today)
+    new_name = find_new_name(name)
+    assert new_name is not None, name
+    # Level 3 is the importing file: Python does not count the frames of importlib.
+    warnings.warn(_format_warning(name, new_name), DeprecationWarning, stacklevel=3)
+    sys.modules[name] = importlib.import_module(new_name)
 
 
-def _words(name: str, today: str) -> str:
-    return f"{name} has moved: use {today}"
+def _format_warning(name: str, new_name: str) -> str:
+    return f"{name} has moved: use {new_name}"
 
 
-def _spec_today(name: str) -> ModuleSpec | None:
-    """The spec of the module of today, if there is one for this former name."""
-    today = name_today(name)
-    if today is None:
+def _find_new_spec(name: str) -> ModuleSpec | None:
+    """Return the spec of the current module for a former name, or None for any other name."""
+    new_name = find_new_name(name)
+    if new_name is None:
         return None
-    from importlib.util import find_spec  # here, since a normal start needs none of it
+    from importlib.util import find_spec  # imported here, because a normal start does not need it
 
-    return find_spec(today)
+    return find_spec(new_name)
 
 
 class _Finder:
-    """Finds and loads modules by their former names: `importlib.abc.MetaPathFinder` and `Loader`, whose import takes 5 ms."""
+    """Finder and loader of modules by their former names. It implements `importlib.abc.MetaPathFinder` and `Loader`, whose import
+    would take 5 ms."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return how to import a former name, and None for all others and for modules that never were."""
-        today = _spec_today(name)
-        if today is None:
+        """Return the spec that imports a former name; None for other names and for modules that never existed."""
+        new_spec = _find_new_spec(name)
+        if new_spec is None:
             return None
-        spec = ModuleSpec(name, self, origin=today.origin)  # type: ignore[arg-type]
-        spec.submodule_search_locations = today.submodule_search_locations
+        spec = ModuleSpec(name, self, origin=new_spec.origin)  # type: ignore[arg-type]
+        spec.submodule_search_locations = new_spec.submodule_search_locations
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to Python to make an empty module, which `exec_module` replaces."""
+        """Let Python create an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the module of today in place of `module`."""
+        """Import the current module in place of `module`."""
         take_place(module.__name__)
 
     def get_code(self, name: str) -> CodeType | None:
-        """Return the code of the module of today, for `python -m`, and warn whoever has typed that."""
-        today = _spec_today(name)
-        if today is None or today.loader is None:
+        """Return the code of the current module for `python -m`, and warn about the former name."""
+        new_spec = _find_new_spec(name)
+        if new_spec is None or new_spec.loader is None:
             raise ImportError(f"there is no code of {name}")
-        warnings.warn_explicit(_words(name, today.name), DeprecationWarning, f"python -m {name}", 1, "__main__")
-        code: CodeType | None = today.loader.get_code(today.name)  # type: ignore[attr-defined]
+        warnings.warn_explicit(_format_warning(name, new_spec.name), DeprecationWarning, f"python -m {name}", 1, "__main__")
+        code: CodeType | None = new_spec.loader.get_code(new_spec.name)  # type: ignore[attr-defined]
         return code
 
 
