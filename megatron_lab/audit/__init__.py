@@ -1,1 +1,1 @@
-"""Checks that a run makes of itself while it trains: replicas must be equal, and sums must have been made."""
+"""Checks that a run makes on itself during training: replicas of weights are equal, and gradients are summed over all ranks."""

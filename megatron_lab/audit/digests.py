@@ -1,10 +1,12 @@
-"""Digests of a tensor, computed where it is without a wait of the host: of its bits, and of its values up to rounding.
+"""Digests of a tensor, computed on its device without a wait of the host. A digest describes either the bits of the tensor, or its
+values up to rounding.
 
-A digest of bits is a wrapping 64-bit sum of the tensor's words, each times an odd weight. One changed word always changes it, since
-an odd weight times a difference is not 0. Other changes are missed once in about 2^63.
+A bit digest is a wrapping 64-bit sum of the tensor's 64-bit integers, each multiplied by an odd weight. A single changed integer
+always changes the digest, because the product of an odd weight and a nonzero difference is not 0. Other changes are missed with a
+probability of about 2^-63.
 
-A sketch has four signed sums of all elements, with random signs, and the sum of squares. The mean square of the differences of two
-sketches' signed sums is an unbiased estimate of the square of the tensors' distance (Alon, Matias and Szegedy 1996, section 2.2).
+A sketch consists of four sums of all elements with random signs, and the sum of squares. The mean squared difference of the signed
+sums of two sketches is an unbiased estimate of the squared distance of the tensors (Alon, Matias and Szegedy 1996, section 2.2).
 """
 
 from __future__ import annotations
@@ -17,89 +19,97 @@ import torch
 
 from megatron.parallel.random import stable_seed
 
-_ROW = 1 << 14
-"""Words, or elements, in a row. Each of a row has a weight, and each row has a further weight."""
-_ROWS_AT_ONCE = 64
+_ROW_LENGTH = 1 << 14
+"""Integers or elements per row. Each position of a row has a weight, and each row has another weight."""
+_ROWS_PER_BLOCK = 64
 _NUM_SIGNS = 4
-_LEAST = 1e-3
-"""Part of the norm of all gradients. One that is smaller, as that of a key's bias, is zero but for rounding."""
+_MIN_RELATIVE_NORM = 1e-3
+"""Smallest norm that counts as different from zero, relative to the norm of all gradients. Gradients below it, such as that of
+a key bias, are zero except for rounding."""
 
 
-def bit_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar on the tensor's device: the same for the same bytes in the same order, at any address."""
-    words = _words(tensor)
-    count = -(-len(words) // _ROW)
-    weights, row_weights = _weights(tensor.device), _row_weights(tensor.device, count.bit_length())
+def compute_bit_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Compute the digest of a tensor's bits: an int64 scalar on its device. Equal bytes in equal order have equal digests, at any
+    address."""
+    integers = _view_as_int64(tensor)
+    num_rows = -(-len(integers) // _ROW_LENGTH)
+    weights, row_weights = _get_weights(tensor.device), _get_row_weights(tensor.device, num_rows.bit_length())
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    whole = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
-    for start in range(0, len(whole), _ROWS_AT_ONCE):
-        rows = (whole[start : start + _ROWS_AT_ONCE] * weights).sum(1)
+    full_rows = integers[: len(integers) // _ROW_LENGTH * _ROW_LENGTH].view(-1, _ROW_LENGTH)
+    for start in range(0, len(full_rows), _ROWS_PER_BLOCK):
+        rows = (full_rows[start : start + _ROWS_PER_BLOCK] * weights).sum(1)
         total += (rows * row_weights[start : start + len(rows)]).sum()
-    rest = words[whole.numel() :]
-    if len(rest):
-        total += (rest * weights[: len(rest)]).sum() * row_weights[count - 1]
+    remainder = integers[full_rows.numel() :]
+    if len(remainder):
+        total += (remainder * weights[: len(remainder)]).sum() * row_weights[num_rows - 1]
     return total
 
 
-def sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """The sketch of a tensor of any floating-point dtype: float64 [5] on its device."""
+def compute_sketch(tensor: torch.Tensor) -> torch.Tensor:
+    """Compute the sketch of a tensor of any floating-point dtype (the sums with random signs and the sum of squares that the module
+    docstring defines): float64 [5] on the tensor's device."""
     flat = tensor.detach().reshape(-1)
     total = torch.zeros(_NUM_SIGNS + 1, dtype=torch.float64, device=tensor.device)
-    signs = _signs(_weights(tensor.device))
-    row_signs = _signs(_row_weights(tensor.device, (-(-len(flat) // _ROW)).bit_length()))
-    for number, start in enumerate(range(0, len(flat), _ROW * _ROWS_AT_ONCE)):
-        block = flat[start : start + _ROW * _ROWS_AT_ONCE].to(torch.float64)
-        whole = len(block) // _ROW
-        sums = block[: whole * _ROW].view(whole, _ROW) @ signs
-        first = number * _ROWS_AT_ONCE
-        total[:_NUM_SIGNS] += (sums * row_signs[first : first + whole]).sum(0)
-        rest = block[whole * _ROW :]
-        if len(rest):
-            total[:_NUM_SIGNS] += (rest @ signs[: len(rest)]) * row_signs[first + whole]
+    signs = _get_signs(_get_weights(tensor.device))
+    row_signs = _get_signs(_get_row_weights(tensor.device, (-(-len(flat) // _ROW_LENGTH)).bit_length()))
+    for block_index, start in enumerate(range(0, len(flat), _ROW_LENGTH * _ROWS_PER_BLOCK)):
+        block = flat[start : start + _ROW_LENGTH * _ROWS_PER_BLOCK].to(torch.float64)
+        num_full_rows = len(block) // _ROW_LENGTH
+        row_sums = block[: num_full_rows * _ROW_LENGTH].view(num_full_rows, _ROW_LENGTH) @ signs
+        first_row = block_index * _ROWS_PER_BLOCK
+        total[:_NUM_SIGNS] += (row_sums * row_signs[first_row : first_row + num_full_rows]).sum(0)
+        remainder = block[num_full_rows * _ROW_LENGTH :]
+        if len(remainder):
+            total[:_NUM_SIGNS] += (remainder @ signs[: len(remainder)]) * row_signs[first_row + num_full_rows]
         total[_NUM_SIGNS] += torch.linalg.vector_norm(block).square()
     return total
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """How tensors that were computed twice are compared.
+class DigestComparer:
+    """Computes and compares digests of tensors that two ranks, or two forward-backward passes, should have computed equally.
 
     Args:
-        band: how far two may be apart, as a part of their norm; None where kernels give the same bits.
+        tolerance: largest difference of two tensors that counts as rounding, relative to the norm of the tensor. None compares bit
+            digests instead of sketches, which requires deterministic kernels.
     """
 
-    band: float | None = None
+    tolerance: float | None = None
 
     def empty(self, rows: int, device: torch.device) -> torch.Tensor:
-        """Room for the digests of so many tensors: [rows, 1], or [rows, 5] of sketches."""
-        if self.band is None:
+        """Allocate zeros for the digests of `rows` tensors: int64 [rows, 1] for bit digests, float64 [rows, 5] for sketches."""
+        if self.tolerance is None:
             return torch.zeros(rows, 1, dtype=torch.int64, device=device)
         return torch.zeros(rows, _NUM_SIGNS + 1, dtype=torch.float64, device=device)
 
-    def digest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One row."""
-        return bit_digest(tensor) if self.band is None else sketch(tensor)
+    def compute(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Compute the digest of one tensor: int64 [1] or float64 [5]."""
+        return compute_bit_digest(tensor) if self.tolerance is None else compute_sketch(tensor)
 
-    def apart(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Which tensors differ, bool [rows], by the digests of both; the last row is the loss, which has no part in the norm of
-        all."""
-        if self.band is None:
-            return (one != other).any(1)
-        distance = (one - other)[:, :_NUM_SIGNS].square().mean(1).sqrt()
-        norms = torch.maximum(one[:, _NUM_SIGNS], other[:, _NUM_SIGNS]).sqrt()
-        least = _LEAST * torch.linalg.vector_norm(norms[:-1])
-        sizes = torch.cat([norms[:-1].clamp(min=least), norms[-1:]])
-        return (distance <= self.band * sizes).logical_not()  # so that NaN is apart
+    def find_differences(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Compare two sets of digests row by row, and return which rows differ: bool [rows].
 
-
-def rounding_band(dtype: torch.dtype) -> float:
-    """How far the same gradient computed twice may be apart by the rounding of a model in this dtype, as a part of its norm."""
-    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return max(1e4 * wide, 4 * torch.finfo(dtype).eps)
+        Each row is the digest of one parameter's gradient. The last row is the digest of the loss. The tolerance is relative to the
+        norm of the row's gradient, or to `_MIN_RELATIVE_NORM` times the norm of all gradients if that is larger.
+        """
+        if self.tolerance is None:
+            return (a != b).any(1)
+        distance = (a - b)[:, :_NUM_SIGNS].square().mean(1).sqrt()
+        norms = torch.maximum(a[:, _NUM_SIGNS], b[:, _NUM_SIGNS]).sqrt()
+        min_norm = _MIN_RELATIVE_NORM * torch.linalg.vector_norm(norms[:-1])
+        scales = torch.cat([norms[:-1].clamp(min=min_norm), norms[-1:]])
+        return (distance <= self.tolerance * scales).logical_not()  # NaN counts as a difference
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes as 64-bit words, padded with zeros."""
+def get_rounding_tolerance(dtype: torch.dtype) -> float:
+    """Return the tolerance for comparing a gradient that is computed twice with a model of this dtype: the largest difference that
+    rounding can cause, relative to the norm of the gradient."""
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return max(1e4 * eps, 4 * torch.finfo(dtype).eps)
+
+
+def _view_as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bytes of a tensor as 64-bit integers, padded with zeros."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.numel() % 8 or raw.storage_offset() % 8:
         padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
@@ -109,24 +119,25 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _weights(device: torch.device) -> torch.Tensor:
-    """Weights of the words of a row: int64 [16384]."""
-    return _odd_numbers(_ROW).to(device)
+def _get_weights(device: torch.device) -> torch.Tensor:
+    """Return the random odd weights of the columns when a tensor is viewed as rows of 16384 elements: int64 [16384]."""
+    return _draw_odd_integers(_ROW_LENGTH).to(device)
 
 
 @functools.lru_cache(maxsize=64)
-def _row_weights(device: torch.device, bits: int) -> torch.Tensor:
-    """Weights of rows whose number has so many bits: int64 [2^bits]."""
-    return _odd_numbers(1 << bits).to(device)
+def _get_row_weights(device: torch.device, bits: int) -> torch.Tensor:
+    """Return the random odd weights of the rows of 16384 elements, for row indices of at most `bits` bits: int64 [2^bits]."""
+    return _draw_odd_integers(1 << bits).to(device)
 
 
-def _odd_numbers(count: int) -> torch.Tensor:
-    """Fixed random odd numbers: int64 [count], in host memory. A longer list begins with a shorter one."""
-    drawn = np.random.Generator(np.random.Philox(stable_seed("bits"))).bytes(8 * count)
-    return torch.from_numpy(np.frombuffer(drawn, dtype=np.int64) | 1)
+def _draw_odd_integers(count: int) -> torch.Tensor:
+    """Draw random odd integers with a fixed seed: int64 [count], in host memory. A longer result starts with the values of a
+    shorter one."""
+    data = np.random.Generator(np.random.Philox(stable_seed("bits"))).bytes(8 * count)
+    return torch.from_numpy(np.frombuffer(data, dtype=np.int64) | 1)
 
 
-def _signs(numbers: torch.Tensor) -> torch.Tensor:
-    """Signs by four of the bits of random numbers [n]: float64 [n, 4]."""
-    bits = torch.stack([(numbers >> (32 + k)) & 1 for k in range(_NUM_SIGNS)], 1)
+def _get_signs(integers: torch.Tensor) -> torch.Tensor:
+    """Convert random integers [n] to four signs each, from four of their bits: float64 [n, 4] of 1 and -1."""
+    bits = torch.stack([(integers >> (32 + k)) & 1 for k in range(_NUM_SIGNS)], 1)
     return 1.0 - 2.0 * bits.to(torch.float64)

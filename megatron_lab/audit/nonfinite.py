@@ -1,7 +1,8 @@
-"""A loss or gradient that is not finite: where it began, and whether the data or a device is to blame, told before the run ends.
+"""Diagnosis of a loss or gradient that is not finite: which tensors are affected, and whether the data or a device is the likely
+cause.
 
-The step is run again, since it is a function of its inputs, dropout included; and if it fails again, once more with the
-microbatches of another data rank. docs/spikes.md says what follows from what.
+A step is a deterministic function of its inputs, including dropout, so it is run again. If it fails again, it is run a third time
+with the microbatches of another data rank. docs/spikes.md explains the conclusions.
 """
 
 from __future__ import annotations
@@ -15,189 +16,226 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from megatron.attention.documents import Documents
-from megatron.checkpoint.errors import listed
-from megatron.data_parallel.provider import Inspect, Provider
+from megatron.checkpoint.errors import format_list
+from megatron.data_parallel.provider import GradInspector, ShardProvider
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.training.failure import NonFiniteError, ranks_in_words
+from megatron.training.failure import NonFiniteError, format_ranks
 
 
 class RepeatableStep(Protocol):
-    """A training step as far as it is run again here (`megatron.training.step.TrainStep`)."""
+    """Interface of a training step that can be run again (`megatron.training.step.TrainStep`)."""
 
     context: ParallelContext
-    providers: list[Provider]
-    look_at_loss: Callable[[int, torch.Tensor], None]
-    """Receives the number of each microbatch, from 0 on, and its loss, on the last stage."""
+    providers: list[ShardProvider]
+    on_loss: Callable[[int, torch.Tensor], None]
+    """Callback for each microbatch, called on the last stage with the index of the microbatch (from 0 on) and its loss."""
 
-    def gradients(
-        self, batch: Sequence[ModelInputs], *, inspect: Inspect | None = None, again: bool = False
+    def compute_gradients(
+        self, batch: Sequence[ModelInputs], *, inspect: GradInspector | None = None, reuse_token_count: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill the gradients; `inspect` receives this rank's own as they are written."""
+        """Compute the gradients of a batch. `inspect` is called with each local gradient of this rank when backward writes it."""
 
 
-class _Repeated(NamedTuple):
-    """What this rank finds when it runs a step again, before any sum over ranks."""
+class _RerunResult(NamedTuple):
+    """Parameters and microbatches of this rank that are not finite when the step is run again, before any sum over ranks."""
 
     names: list[str]
     """Parameters whose gradient is not finite."""
     microbatches: list[int]
-    """Numbers of the microbatches whose loss is not finite, where this rank computes it."""
+    """Indices of the microbatches whose loss is not finite; empty on ranks that do not compute the loss."""
 
     @property
-    def bad(self) -> bool:
-        """Whether anything is not finite."""
+    def has_nonfinite(self) -> bool:
+        """Whether any loss or gradient is not finite."""
         return bool(self.names or self.microbatches)
 
 
-class _Place(NamedTuple):
-    """A rank, and the samples that it was given."""
+class _RankSamples(NamedTuple):
+    """Location of a rank and of its data: its node, and the samples of its batch."""
 
     host: str
     samples: list[range]
-    """Their numbers, for each microbatch; empty where they are not known."""
+    """Indices of the samples, for each microbatch; empty if unknown."""
 
 
 def raise_nonfinite(step: RepeatableStep, batch: Sequence[ModelInputs], iteration: int, loss_sum: float) -> NoReturn:
-    """Find where it began, and raise the same error everywhere. All ranks call it together.
+    """Run the step again to find the source of a nonfinite loss or gradient, and raise an error with the explanation. All ranks
+    call it together.
 
     Args:
-        batch: this data rank's microbatches.
-        loss_sum: this rank's share of the loss.
+        batch: microbatches of this data rank.
+        iteration: iteration of the step, for the message.
+        loss_sum: summand of the loss on this rank.
 
     Raises:
         NonFiniteError: always.
     """
     context = step.context
-    summed = sorted(set().union(*(provider.nonfinite() for provider in step.providers)))
-    seen = gather_objects((math.isfinite(loss_sum), summed), context.world)
-    here = gather_objects(_run_again(step, batch), context.world)
-    again = any(found.bad for found in here)
+    nonfinite_params = sorted(set().union(*(provider.find_nonfinite_params() for provider in step.providers)))
+    initial_states = gather_objects((math.isfinite(loss_sum), nonfinite_params), context.world)
+    results = gather_objects(_rerun_step(step, batch), context.world)
+    is_repeated = any(result.has_nonfinite for result in results)
     lines = [f"iteration {iteration}: the loss or the gradient is not finite, so training stops before the update."]
-    lossy = [rank for rank, (finite, _) in enumerate(seen) if not finite]
-    if lossy:
-        lines.append(f"  loss not finite on {ranks_in_words(lossy)}")
-    named: dict[str, list[int]] = {}
-    for rank, (_, names) in enumerate(seen):
-        for name in here[rank].names if again else names:
-            named.setdefault(name, []).append(rank)
-    if named:
-        words = [f"gradient of {name} not finite on {ranks_in_words(ranks)}" for name, ranks in named.items()]
-        lines.append("  " + listed(words, "\n  "))
-    if named and not again:
-        lines.append("  (after the sums over ranks; the step run again is finite: a passing fault, as of hardware)")
-    if not named and not lossy:
-        lines.append("  every gradient is finite by itself, but their squares overflow: the norm exceeds the range of the dtype")
-    if again:
-        lines.append(f"  {_on_other_ranks(step, batch, here)}")
-    lines.append("  Resume from the last checkpoint with a lower --lr or a smaller --clip-grad, or leave the batch out with")
+    bad_loss_ranks = [rank for rank, (finite, _) in enumerate(initial_states) if not finite]
+    if bad_loss_ranks:
+        lines.append(f"  loss not finite on {format_ranks(bad_loss_ranks)}")
+    ranks_by_param: dict[str, list[int]] = {}
+    for rank, (_, names) in enumerate(initial_states):
+        for name in results[rank].names if is_repeated else names:
+            ranks_by_param.setdefault(name, []).append(rank)
+    if ranks_by_param:
+        messages = [f"gradient of {name} not finite on {format_ranks(ranks)}" for name, ranks in ranks_by_param.items()]
+        lines.append("  " + format_list(messages, "\n  "))
+    if ranks_by_param and not is_repeated:
+        lines.append("  (after the sums over ranks. The repeated step is finite: probably a transient hardware fault)")
+    if not ranks_by_param and not bad_loss_ranks:
+        lines.append("  every gradient is finite, but the sum of their squares overflows: the norm exceeds the range of its dtype")
+    if is_repeated:
+        lines.append(f"  {_diagnose_with_shifted_data(step, batch, results)}")
+    lines.append("  Resume from the last checkpoint with a lower --lr or a smaller --clip-grad, or skip the batch with")
     lines.append(f"  --iterations-to-skip {iteration}.")
     raise NonFiniteError("\n".join(lines))
 
 
-def _on_other_ranks(step: RepeatableStep, batch: Sequence[ModelInputs], here: Sequence[_Repeated]) -> str:
-    """Run the step with the microbatches of the data rank before, and say what follows. All ranks call it together."""
+def _diagnose_with_shifted_data(step: RepeatableStep, batch: Sequence[ModelInputs], results: Sequence[_RerunResult]) -> str:
+    """Run the step with the microbatches of the previous data rank, and return a message that names the likely cause. All ranks
+    call it together."""
     context, group = step.context, step.context.data_group
     if group.size == 1:
-        return "whether the data or a device is to blame cannot be told with one data rank"
-    there = gather_objects(_run_again(step, _passed_on(batch, group, context.device)), context.world)
+        return "with a single data rank it cannot be decided whether the data or a device is the cause"
+    shifted_results = gather_objects(_rerun_step(step, _shift_batch(batch, group, context.device)), context.world)
     keys = [inputs.dropout_key for inputs in batch]
     size = batch[0].positions.shape[1]
     samples = [range(key.first_sample, key.first_sample + size) for key in keys if key is not None]
-    places = gather_objects(_Place(socket.gethostname(), samples), context.world)
-    data_rank = [context.topology.coordinates(rank)["dp"] for rank in range(context.world.size)]
-    by_loss = any(found.microbatches for found in here)  # gradients may go wrong on more ranks, by way of their experts
-    bad_here, bad_there = (
-        {data_rank[rank] for rank, found in enumerate(ranks) if (found.microbatches if by_loss else found.bad)}
-        for ranks in (here, there)
+    rank_samples = gather_objects(_RankSamples(socket.gethostname(), samples), context.world)
+    data_ranks = [context.topology.coordinates(rank)["dp"] for rank in range(context.world.size)]
+    by_loss = any(result.microbatches for result in results)  # experts can spread nonfinite gradients to other ranks
+    bad_data_ranks, bad_shifted_data_ranks = (
+        {data_ranks[rank] for rank, result in enumerate(ranks) if (result.microbatches if by_loss else result.has_nonfinite)}
+        for ranks in (results, shifted_results)
     )
-    verdicts = judged(bad_here, bad_there, group.size)
-    if not verdicts:
-        return "the same with the data of another data rank, on all of them: the weights, or what the data has in common" + (
-            "; or one rank, from which experts have spread it" if context.topology.ep > 1 else ""
+    causes = determine_causes(bad_data_ranks, bad_shifted_data_ranks, group.size)
+    if not causes:
+        return (
+            "every data rank also fails with the data of another data rank: the cause is the weights, or a property of all data"
+            + ("; or one rank, whose values the experts have spread" if context.topology.ep > 1 else "")
         )
-    words = []
-    for number, verdict in verdicts.items():
-        ranks = [rank for rank, found in enumerate(here) if found.bad and data_rank[rank] == number]
-        words.append(_words(number, verdict, ranks, here, places))
-    return listed(words, "\n  ")
+    messages = []
+    for data_rank, cause in causes.items():
+        ranks = [rank for rank, result in enumerate(results) if result.has_nonfinite and data_ranks[rank] == data_rank]
+        messages.append(_format_cause(data_rank, cause, ranks, results, rank_samples))
+    return format_list(messages, "\n  ")
 
 
-def judged(here: Collection[int], there: Collection[int], size: int) -> Mapping[int, str]:
-    """What is to blame for what is not finite, for each data rank where it is: "data", "device", "both together" or "unknown".
+def determine_causes(bad_ranks: Collection[int], bad_shifted_ranks: Collection[int], num_data_ranks: int) -> Mapping[int, str]:
+    """Return the likely cause on each data rank with nonfinite results: "data", "device", "both together" or "unknown".
 
     Args:
-        here: data ranks that are not finite with their own data.
-        there: those that are not with the data of the rank before, where the first follows the last.
-        size: how many there are.
+        bad_ranks: data ranks whose results are not finite with their own data.
+        bad_shifted_ranks: data ranks whose results are not finite with the data of the previous data rank. Data rank 0 uses the
+            data of the last data rank.
+        num_data_ranks: number of data ranks.
 
     Returns:
-        nothing where all ranks are bad both times.
+        cause by data rank; empty if all data ranks are bad with both data.
     """
-    if len(set(here)) == len(set(there)) == size:
+    if len(set(bad_ranks)) == len(set(bad_shifted_ranks)) == num_data_ranks:
         return {}
-    moved = {(rank + 1) % size for rank in here}
-    if set(there) == moved:
-        return dict.fromkeys(sorted(here), "data")
-    if set(there) == set(here):
-        return dict.fromkeys(sorted(here), "device")
-    found = {}
-    for rank in sorted(here):
-        data, device = (rank + 1) % size in there, rank in there
-        found[rank] = "unknown" if data and device else "data" if data else "device" if device else "both together"
-    return found
+    next_ranks = {(rank + 1) % num_data_ranks for rank in bad_ranks}
+    if set(bad_shifted_ranks) == next_ranks:
+        return dict.fromkeys(sorted(bad_ranks), "data")
+    if set(bad_shifted_ranks) == set(bad_ranks):
+        return dict.fromkeys(sorted(bad_ranks), "device")
+    causes = {}
+    for rank in sorted(bad_ranks):
+        follows_data, stays_on_device = (rank + 1) % num_data_ranks in bad_shifted_ranks, rank in bad_shifted_ranks
+        causes[rank] = (
+            "unknown"
+            if follows_data and stays_on_device
+            else "data"
+            if follows_data
+            else "device"
+            if stays_on_device
+            else "both together"
+        )
+    return causes
 
 
-def _words(number: int, verdict: str, ranks: Sequence[int], here: Sequence[_Repeated], places: Sequence[_Place]) -> str:
-    """A sentence on one data rank."""
-    hosts = listed(list(dict.fromkeys(places[rank].host for rank in ranks)))
-    device = f"{'the device' if len(ranks) == 1 else 'one of the devices'} of {ranks_in_words(list(ranks))} on node {hosts}"
-    lossy = sorted({microbatch for rank in ranks for microbatch in here[rank].microbatches})
-    given = places[ranks[0]].samples
-    known = [given[microbatch] for microbatch in lossy if given] or given
-    samples = listed([f"{each.start:,} to {each.stop - 1:,}" if len(each) > 1 else f"{each.start:,}" for each in known])
-    numbers = f", microbatch {listed([str(microbatch + 1) for microbatch in lossy])}" if lossy else ""
-    data = f"samples {samples} (data rank {number}{numbers})" if given else f"the batch of data rank {number}"
+def _format_cause(
+    data_rank: int, cause: str, ranks: Sequence[int], results: Sequence[_RerunResult], rank_samples: Sequence[_RankSamples]
+) -> str:
+    """Format the cause on one data rank as a sentence."""
+    nodes = format_list(list(dict.fromkeys(rank_samples[rank].host for rank in ranks)))
+    device_text = f"{'the device' if len(ranks) == 1 else 'one of the devices'} of {format_ranks(list(ranks))} on node {nodes}"
+    bad_microbatches = sorted({microbatch for rank in ranks for microbatch in results[rank].microbatches})
+    samples = rank_samples[ranks[0]].samples
+    reported_samples = [samples[microbatch] for microbatch in bad_microbatches if samples] or samples
+    samples_text = format_list(
+        [
+            f"{sample_range.start:,} to {sample_range.stop - 1:,}" if len(sample_range) > 1 else f"{sample_range.start:,}"
+            for sample_range in reported_samples
+        ]
+    )
+    microbatch_text = (
+        f", microbatch {format_list([str(microbatch + 1) for microbatch in bad_microbatches])}" if bad_microbatches else ""
+    )
+    data_text = (
+        f"samples {samples_text} (data rank {data_rank}{microbatch_text})" if samples else f"the batch of data rank {data_rank}"
+    )
     return {
-        "data": f"not finite again with the same data on another data rank: the data, {data}, or the weights that it meets",
-        "device": f"not finite again there with other data, and finite elsewhere with the same: {device}, or the weights it holds",
-        "both together": f"finite with other data there, and with {data} elsewhere: a passing fault of {device}, or both together",
-        "unknown": f"not finite again with {data} elsewhere, nor with other data there: cannot be told apart from {device}",
-    }[verdict]
+        "data": (
+            f"also not finite with this data on another data rank: the cause is the data, {data_text}, or the weights that it uses"
+        ),
+        "device": (
+            f"also not finite on this data rank with other data, but finite with this data on another data rank: "
+            f"the cause is {device_text}, or the weights on it"
+        ),
+        "both together": (
+            f"finite on this data rank with other data, and with {data_text} on another data rank: "
+            f"a transient fault of {device_text}, or both together"
+        ),
+        "unknown": (
+            f"also not finite with {data_text} on another data rank, and on this data rank with other data: "
+            f"it cannot be decided whether the data or {device_text} is the cause"
+        ),
+    }[cause]
 
 
-def _run_again(step: RepeatableStep, batch: Sequence[ModelInputs]) -> _Repeated:
+def _rerun_step(step: RepeatableStep, batch: Sequence[ModelInputs]) -> _RerunResult:
     names: set[str] = set()
-    lossy: list[int] = []
+    bad_microbatches: list[int] = []
 
-    def look(entry: ParamEntry, grad: torch.Tensor) -> None:
+    def inspect_grad(entry: ParamEntry, grad: torch.Tensor) -> None:
         if not torch.isfinite(grad).all():
             names.add(entry.record.name)
 
-    def look_at_loss(microbatch: int, loss: torch.Tensor) -> None:
+    def inspect_loss(microbatch: int, loss: torch.Tensor) -> None:
         if not torch.isfinite(loss).all():
-            lossy.append(microbatch)
+            bad_microbatches.append(microbatch)
 
-    ignored, step.look_at_loss = step.look_at_loss, look_at_loss
-    step.gradients(batch, inspect=look)
-    step.look_at_loss = ignored
-    return _Repeated(sorted(names), lossy)
-
-
-def _passed_on(batch: Sequence[ModelInputs], group: Group, device: torch.device) -> list[ModelInputs]:
-    """The microbatches of the rank before in the group, the first following the last; they travel in host memory."""
-    batches: list[list[ModelInputs]] = gather_objects([_moved(inputs, torch.Tensor.cpu) for inputs in batch], group)
-    return [_moved(inputs, lambda tensor: tensor.to(device)) for inputs in batches[group.index - 1]]
+    original_on_loss, step.on_loss = step.on_loss, inspect_loss
+    step.compute_gradients(batch, inspect=inspect_grad)
+    step.on_loss = original_on_loss
+    return _RerunResult(sorted(names), bad_microbatches)
 
 
-def _moved(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelInputs:
+def _shift_batch(batch: Sequence[ModelInputs], group: Group, device: torch.device) -> list[ModelInputs]:
+    """Send the microbatches of this rank to the next rank of the group, and return those of the previous rank. The ranks form a
+    ring. The microbatches are sent through host memory."""
+    batches: list[list[ModelInputs]] = gather_objects([_move_inputs(inputs, torch.Tensor.cpu) for inputs in batch], group)
+    return [_move_inputs(inputs, lambda tensor: tensor.to(device)) for inputs in batches[group.rank - 1]]
+
+
+def _move_inputs(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelInputs:
     documents = inputs.documents
     tensors: dict[str, Any] = {name: move(value) for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
     return dataclasses.replace(
         inputs,
         **tensors,
-        documents=documents and Documents(documents.bounds, move(documents.on_device), documents.batch, documents.cut),
-        ahead=[(move(labels), move(mask)) for labels, mask in inputs.ahead],
+        documents=documents
+        and Documents(documents.cu_seqlens, move(documents.cu_seqlens_device), documents.batch_size, documents.sequence_split),
+        mtp_targets=[(move(labels), move(mask)) for labels, mask in inputs.mtp_targets],
     )

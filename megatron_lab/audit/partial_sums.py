@@ -1,8 +1,9 @@
-"""What the optimizer would get if a gradient were not summed over some of its axes: so the audit can say which were left out.
+"""Signatures that gradients would have if some axes were left out of their sum over ranks. The audit compares them with the actual
+signatures to name the axes that were left out.
 
-A rank's shard then has the sum over the other axes alone, of ranks that have the same place as it along those left out. So each
-rank takes the signatures of its own gradients on just the pieces that such ranks count. Their sum over the world is what the
-signatures of all shards would be.
+If axes are left out, the shard of a rank contains only the sum over the remaining axes: the sum over those ranks that have equal
+coordinates along the omitted axes. Each rank therefore computes the signatures of its local gradients, restricted to the ranges
+that these ranks count in the norm. The sum of these signatures over all ranks is the signature that the shards would have together.
 """
 
 from __future__ import annotations
@@ -12,59 +13,73 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from megatron.parallel.boxes import FlatPiece, PlacedBox
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord, Shard
+from megatron.parallel.tensor_slice import BufferSlice, FlatRange
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron_lab.audit.signature import placed_signature
+from megatron_lab.audit.signature import compute_buffer_signature
 from megatron_lab.audit.trace_file import SIGNATURE_SIZE
 
 _AXES = ("tp", *GRADIENT_AXES)
-LEFT_OUT = tuple(axes for count in range(1, len(_AXES)) for axes in itertools.combinations(_AXES, count))
-"""Axes that may be left out of a sum over more of them. (Where all are, a rank sees by itself that it has its own gradient.)"""
+OMITTED_AXES = tuple(axes for count in range(1, len(_AXES)) for axes in itertools.combinations(_AXES, count))
+"""Sets of axes that may be missing in a sum over more axes. The set of all axes is not included: if all are missing, a rank
+notices by itself that its shard contains its local gradient."""
 
 
-def summed_axes(record: ParamRecord, topology: Topology) -> tuple[str, ...]:
-    """Axes of several ranks over which a gradient is summed."""
-    return tuple(axis for axis in record.partial_over if topology.size(axis) > 1)
+def get_summed_axes(record: ParamRecord, topology: Topology) -> tuple[str, ...]:
+    """Return the axes of size greater than 1 over which the gradient of a parameter is summed."""
+    return tuple(axis for axis in record.partial_axes if topology.size(axis) > 1)
 
 
-class PartialSums:
-    """Takes in the gradients of one step on this rank.
+class PartialSumSignatures:
+    """Computes, from the local gradients of one step, the signatures that the shards would have if some axes were left out of the
+    sum.
 
     Args:
-        shards: this rank's shards.
-        row_of: the rows of parameters in signatures.
+        shards: shards of this rank.
+        row_of: row of each parameter in the signatures.
     """
 
     def __init__(self, shards: Sequence[Shard], row_of: Mapping[str, int], context: ParallelContext) -> None:
         self._row_of, self._context, topology = row_of, context, context.topology
-        self.signatures = torch.zeros(len(LEFT_OUT), len(row_of), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
-        """By the axes that are left out: what this rank adds to the signatures of all shards."""
-        several = [shard for shard in shards if len(summed_axes(shard.record, topology)) > 1 and not shard.record.tied]
-        pieces = {shard.record.name: (shard.piece.start + shard.counted.start, len(shard.counted)) for shard in several}
-        stage = context.group(*_AXES)
-        self._counted = dict(zip(stage.ranks, gather_objects(pieces, stage), strict=True))
-        self._boxes: dict[str, list[tuple[int, FlatPiece, list[PlacedBox]]]] = {}
+        self.signatures = torch.zeros(len(OMITTED_AXES), len(row_of), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
+        """This rank's summands of the signatures of all shards: float64 [len(OMITTED_AXES), number of parameters, 5]."""
+        multi_axis_shards = [
+            shard for shard in shards if len(get_summed_axes(shard.record, topology)) > 1 and not shard.record.tied
+        ]
+        counted_ranges = {
+            shard.record.name: (shard.flat_range.start + shard.norm_range.start, len(shard.norm_range))
+            for shard in multi_axis_shards
+        }
+        stage_group = context.group(*_AXES)
+        self._counted_ranges = dict(zip(stage_group.ranks, gather_objects(counted_ranges, stage_group), strict=True))
+        self._ranges: dict[str, list[tuple[int, FlatRange, list[BufferSlice]]]] = {}
 
-    def look(self, record: ParamRecord, grad: torch.Tensor) -> None:
-        """Take in one gradient of a parameter, [local shape]."""
-        if record.name not in self._boxes:
-            self._boxes[record.name] = [*self._find(record)]
-        for number, piece, boxes in self._boxes[record.name]:
-            part = grad.view(-1)[piece.start : piece.stop]
-            self.signatures[number, self._row_of[record.name]] += placed_signature(record.name, boxes, part)
+    def add_grad(self, record: ParamRecord, grad: torch.Tensor) -> None:
+        """Add one local gradient of a parameter, in the shape of the local parameter, to the signatures."""
+        if record.name not in self._ranges:
+            self._ranges[record.name] = [*self._find_ranges(record)]
+        for omitted_index, flat_range, buffer_slices in self._ranges[record.name]:
+            elements = grad.view(-1)[flat_range.start : flat_range.stop]
+            self.signatures[omitted_index, self._row_of[record.name]] += compute_buffer_signature(
+                record.name, buffer_slices, elements
+            )
 
-    def _find(self, record: ParamRecord) -> Iterator[tuple[int, FlatPiece, list[PlacedBox]]]:
-        """Pieces of a parameter, by the axes without which this rank would be in the sum that they get."""
+    def _find_ranges(self, record: ParamRecord) -> Iterator[tuple[int, FlatRange, list[BufferSlice]]]:
+        """Find the elements of the local gradient that this rank would contribute to the shards of other ranks if axes were left
+        out of the sum.
+
+        Yields:
+            index into `OMITTED_AXES`, range of the flattened local gradient, and slices of the global parameter in this range.
+        """
         context = self._context
-        over = summed_axes(record, context.topology)
-        for number, left_out in enumerate(LEFT_OUT):
-            rest = [axis for axis in over if axis not in left_out]
-            if rest and {*left_out} < {*over}:
-                for rank in context.topology.group(context.rank, *rest):
-                    start, size = self._counted[rank].get(record.name, (0, 0))
+        summed_axes = get_summed_axes(record, context.topology)
+        for omitted_index, omitted_axes in enumerate(OMITTED_AXES):
+            remaining_axes = [axis for axis in summed_axes if axis not in omitted_axes]
+            if remaining_axes and {*omitted_axes} < {*summed_axes}:
+                for rank in context.topology.group(context.rank, *remaining_axes):
+                    start, size = self._counted_ranges[rank].get(record.name, (0, 0))
                     if size:
-                        piece = FlatPiece(start, start + size)
-                        yield number, piece, record.boxes(piece, context)
+                        flat_range = FlatRange(start, start + size)
+                        yield omitted_index, flat_range, record.slices(flat_range, context)

@@ -1,10 +1,16 @@
-"""The audit of a step: the optimizer must be about to use the sum of what all ranks computed, with each element counted once.
+"""Audit of a step: check that the optimizer uses the sum of the gradients that all ranks computed, with each element counted once
+in the norm.
 
-`OwnGradients` records what each rank's backward gave by itself, before any sum over ranks: how often each gradient was written, and
-its signature. The signed sums of a signature are linear, so those of all microbatches and uses add up to those of the whole
-gradient. For every parameter there are two checks. The signatures of the ranks' own gradients, summed over the ranks that its
-record names, must be the signature of the gradients in the shards. And the boxes that the ranks count in the global norm must make
-up the whole parameter, and the norm be that of what is counted.
+`LocalGradients` receives each gradient that the rank's backward computes, before any sum over ranks. It counts the gradients and
+adds up their signatures (`signature.py`). The signed sums of a signature are linear, so the signatures of all microbatches and uses
+of a parameter add up to the signature of its complete gradient.
+
+There are two checks for every parameter:
+
+- The signatures of the local gradients, summed over the ranks over which the gradient must be summed, must equal the signature of
+  the gradients in the shards.
+- The slices that the ranks count in the global norm must cover each element of the parameter exactly once, and the norm must be
+  that of the counted elements.
 """
 
 from __future__ import annotations
@@ -15,33 +21,36 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.manifest import tiles
-from megatron.parallel.boxes import Box
+from megatron.checkpoint.manifest import is_partition
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Shard
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
-from megatron_lab.audit.digests import rounding_band
-from megatron_lab.audit.partial_sums import LEFT_OUT, PartialSums, summed_axes
-from megatron_lab.audit.replicas import MOST_LINES, ranks_in_words
-from megatron_lab.audit.signature import box_signature, placed_signature, shard_signatures
+from megatron_lab.audit.digests import get_rounding_tolerance
+from megatron_lab.audit.partial_sums import OMITTED_AXES, PartialSumSignatures, get_summed_axes
+from megatron_lab.audit.replicas import MAX_LINES, format_rank_list
+from megatron_lab.audit.signature import compute_buffer_signature, compute_shard_signatures, compute_slice_signature
 from megatron_lab.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 
 
-def whole_over(record: ParamRecord) -> tuple[str, ...]:
-    """Axes along which every rank should have the same gradient, so that it is not summed over them."""
+def get_replicated_axes(record: ParamRecord) -> tuple[str, ...]:
+    """Return the axes along which the gradient of a parameter is not summed, because every rank should compute an equal
+    gradient."""
     split = {split.axis for split in record.splits}
-    grid = EXPERT_AXES if record.of_experts else ("tp", *GRADIENT_AXES)
-    return tuple(axis for axis in grid if axis not in split and axis not in record.partial_over)
+    grid = EXPERT_AXES if record.is_expert else ("tp", *GRADIENT_AXES)
+    return tuple(axis for axis in grid if axis not in split and axis not in record.partial_axes)
 
 
-class OwnGradients:
-    """Receives every gradient of one step on this rank (`look`).
+class LocalGradients:
+    """Signatures of all gradients that this rank computes in one step, before any sum over ranks. `add_grad` is called for every
+    gradient.
 
     Args:
-        params: this rank's parameters that have a gradient.
-        shards: this rank's shards.
-        records: those of the whole model with a gradient; the rows of all signatures are in their order.
+        params: parameters of this rank that have a gradient.
+        shards: shards of this rank.
+        records: properties of all parameters of the unsharded model that have a gradient, by name. Row i of all signatures belongs
+            to the i-th of them.
     """
 
     def __init__(
@@ -50,222 +59,261 @@ class OwnGradients:
         self._params, self._context = params, context
         self._shards = {shard.record.name: shard for shard in shards}
         self._row_of = {name: row for row, name in enumerate(records)}
-        self._writes = dict.fromkeys((entry.record.name for entry in params), 0)
+        self._num_writes = dict.fromkeys((entry.record.name for entry in params), 0)
         self.signatures = torch.zeros(len(records), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
-        """Signatures of the parameters' gradients. The sum of squares is that of the single writes: it bounds the rounding."""
-        self._of_shards = torch.zeros_like(self.signatures)
-        """Signatures of the parts that this rank updates."""
-        self.partial_sums = PartialSums(shards, self._row_of, context)
+        """Signatures of the local gradients. Their sum of squares adds up all uses and microbatches, to bound the rounding."""
+        self._shard_signatures = torch.zeros_like(self.signatures)
+        """Signatures of the local gradients, restricted to the elements that this rank updates."""
+        self.partial_sums = PartialSumSignatures(shards, self._row_of, context)
 
-    def look(self, entry: ParamEntry, grad: torch.Tensor) -> None:
-        """Take in one gradient of a parameter: that of one use in one microbatch."""
+    def add_grad(self, entry: ParamEntry, grad: torch.Tensor) -> None:
+        """Add the gradient of one use of a parameter in one microbatch."""
         name = entry.record.name
         row, shard = self._row_of[name], self._shards.get(name)
-        held = entry.record.held_box(self._context.axis_sizes, self._context.coordinates)
-        self._writes[name] += 1
-        self.signatures[row] += box_signature(name, held, grad[tuple(slice(size) for size in held.sizes)])
+        local_slice = entry.record.local_slice(self._context.axis_sizes, self._context.coordinates)
+        self._num_writes[name] += 1
+        self.signatures[row] += compute_slice_signature(name, local_slice, grad[tuple(slice(size) for size in local_slice.sizes)])
         if shard is not None:
-            part = grad.view(-1)[shard.piece.start : shard.piece.stop]
-            self._of_shards[row] += placed_signature(name, shard.boxes(self._context), part)
-        self.partial_sums.look(entry.record, grad)
+            shard_grad = grad.view(-1)[shard.flat_range.start : shard.flat_range.stop]
+            self._shard_signatures[row] += compute_buffer_signature(name, shard.slices(self._context), shard_grad)
+        self.partial_sums.add_grad(entry.record, grad)
 
-    def missing(self, num_microbatches: int) -> list[str]:
-        """Messages on wrong numbers of gradients that reached the parameters, on any rank. All ranks call it together."""
-        wrong = {}
+    def find_missing_grads(self, num_microbatches: int) -> list[str]:
+        """Return an error message for each parameter that received too few or too many gradients on any rank. All ranks call it
+        together."""
+        problems = {}
         for entry in self._params:
-            name, wanted = entry.record.name, entry.uses_per_microbatch * num_microbatches
-            if self._writes[name] != wanted:
-                wrong[name] = f"{self._writes[name] or 'none'} of {wanted} gradients reached it"
-        found: dict[tuple[str, str], list[int]] = {}
-        for rank, theirs in enumerate(gather_objects(wrong, self._context.world)):
-            for name, words in theirs.items():
-                found.setdefault((name, words), []).append(rank)
-        return [f"{name}: {words} on {ranks_in_words(ranks)}" for (name, words), ranks in found.items()]
+            name, expected = entry.record.name, entry.uses_per_microbatch * num_microbatches
+            if self._num_writes[name] != expected:
+                problems[name] = f"{self._num_writes[name] or 'none'} of {expected} gradients received"
+        ranks_by_problem: dict[tuple[str, str], list[int]] = {}
+        for rank, rank_problems in enumerate(gather_objects(problems, self._context.world)):
+            for name, message in rank_problems.items():
+                ranks_by_problem.setdefault((name, message), []).append(rank)
+        return [f"{name}: {message} on {format_rank_list(ranks)}" for (name, message), ranks in ranks_by_problem.items()]
 
-    def addends(self) -> torch.Tensor:
-        """This rank's summand of what the sums over ranks should give: its signatures, but 0 where another rank has the same."""
-        at = self._context.coordinates
-        part = torch.zeros_like(self.signatures)
+    def get_summands(self) -> torch.Tensor:
+        """Return this rank's summands of the expected signatures: summed over all ranks, they are the signatures of the complete
+        gradients.
+
+        If several ranks compute an equal gradient, only the first of these ranks has a nonzero summand.
+        """
+        coordinates = self._context.coordinates
+        summands = torch.zeros_like(self.signatures)
         for entry in self._params:
-            if all(at[axis] == 0 for axis in whole_over(entry.record)):
+            if all(coordinates[axis] == 0 for axis in get_replicated_axes(entry.record)):
                 row = self._row_of[entry.record.name]
-                part[row] = self.signatures[row]
-        return part
+                summands[row] = self.signatures[row]
+        return summands
 
-    def spread_over_tensor_ranks(self) -> torch.Tensor:
-        """The largest difference of the signed sums on tensor ranks that should each have a whole gradient: [parameters]."""
-        ends = torch.zeros(2, len(self._row_of), NUM_SIGNS, dtype=torch.float64, device=self._context.device)
+    def compute_tensor_rank_spread(self) -> torch.Tensor:
+        """For parameters whose complete gradient every tensor rank should compute, return the largest difference of the signed sums
+        between tensor ranks: float64 [number of parameters]."""
+        extremes = torch.zeros(2, len(self._row_of), NUM_SIGNS, dtype=torch.float64, device=self._context.device)
         for entry in self._params:
-            if "tp" in whole_over(entry.record):
+            if "tp" in get_replicated_axes(entry.record):
                 row = self._row_of[entry.record.name]
-                ends[0, row], ends[1, row] = self.signatures[row, :NUM_SIGNS], -self.signatures[row, :NUM_SIGNS]
-        most = all_reduce(ends, self._context.group("tp"), dist.ReduceOp.MAX)
-        return all_reduce((most[0] + most[1]).amax(1), self._context.world, dist.ReduceOp.MAX)
+                extremes[0, row], extremes[1, row] = self.signatures[row, :NUM_SIGNS], -self.signatures[row, :NUM_SIGNS]
+        maxima = all_reduce(extremes, self._context.group("tp"), dist.ReduceOp.MAX)
+        return all_reduce((maxima[0] + maxima[1]).amax(1), self._context.world, dist.ReduceOp.MAX)
 
-    def seen(self, name: str, band: float) -> tuple[ParamRecord, bool] | None:
-        """This rank's record of a parameter (which names the axes of the sum), and whether its shard has what this rank alone
-        computed. None if it has no shard of it."""
-        shard, own = self._shards.get(name), self._of_shards[self._row_of[name]]
+    def inspect_shard(self, name: str, tolerance: float) -> tuple[ParamRecord, bool] | None:
+        """Check whether this rank's shard of a parameter contains only the local gradient of this rank, that is, was not summed
+        over ranks.
+
+        Args:
+            tolerance: largest difference of the signed sums that counts as rounding, relative to the norm of the local gradient.
+
+        Returns:
+            record of the parameter, which names the axes of its sum, and the result of the check. None if this rank has no shard of
+            the parameter.
+        """
+        shard, local_signature = self._shards.get(name), self._shard_signatures[self._row_of[name]]
         if shard is None or not shard.grad.numel():
             return None
-        here = placed_signature(name, shard.boxes(self._context), shard.grad)
-        near = (here - own)[:NUM_SIGNS].abs().max() <= band * own[NUM_SIGNS].sqrt()
-        return shard.record, bool(near and own[NUM_SIGNS] > 0)
+        shard_signature = compute_buffer_signature(name, shard.slices(self._context), shard.grad)
+        is_near = (shard_signature - local_signature)[:NUM_SIGNS].abs().max() <= tolerance * local_signature[NUM_SIGNS].sqrt()
+        return shard.record, bool(is_near and local_signature[NUM_SIGNS] > 0)
 
 
 def audit(
-    own: OwnGradients,
+    local_gradients: LocalGradients,
     shards: Sequence[Shard],
     records: Mapping[str, ParamRecord],
     context: ParallelContext,
     *,
     norm: float,
-    squares: torch.Tensor,
+    squared_norms: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[list[str], list[str]]:
-    """Compare what the ranks computed with what they are about to use. All ranks call it together, before the update.
+    """Compare the gradients that the ranks computed with the gradients that the optimizer is about to use. All ranks call it
+    together, before the update.
 
     Args:
-        own: gradients of the same step, run without sums.
-        shards: those that the step counts in the norm, their gradients complete.
-        norm: the step's global norm of the gradients as they are (with the loss scale).
-        squares: this rank's terms of its square.
-        dtype: the model's. Gradients of the same step computed twice may differ by as much as its rounding.
+        local_gradients: gradients of the step, computed a second time without sums over ranks.
+        shards: shards whose elements this rank counts in the global norm. Their gradients are complete.
+        norm: global norm that the step computed for the gradients, which are still multiplied by the loss scale.
+        squared_norms: this rank's summands of the squared norm.
+        dtype: dtype of the model. Its rounding bounds the difference between gradients that are computed twice.
 
     Returns:
-        the problems, and the parameters whose gradient is zero in every element; the same on every rank.
+        messages about the problems, and names of the parameters whose gradient is zero in every element. Both are identical on
+        every rank.
     """
-    uncounted = _not_counted_once(shards, records, context)
-    found = shard_signatures(shards, records, context, lambda shard: shard.counted_grad)
-    sums = all_reduce(torch.stack([own.addends(), found, *own.partial_sums.signatures]), context.world).cpu()
-    spread = own.spread_over_tensor_ranks().tolist()
-    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    band = rounding_band(dtype)
-    # A gradient that is zero but for rounding (of the bias of a norm of the keys) is not the same twice.
-    least = 1e-3 * math.sqrt(float(sums[0, :, NUM_SIGNS].sum()))
-    problems = dict(uncounted)
+    miscounted = _find_miscounted_params(shards, records, context)
+    shard_signatures = compute_shard_signatures(shards, records, context, lambda shard: shard.norm_grad)
+    totals = all_reduce(
+        torch.stack([local_gradients.get_summands(), shard_signatures, *local_gradients.partial_sums.signatures]), context.world
+    ).cpu()
+    tensor_rank_spread = local_gradients.compute_tensor_rank_spread().tolist()
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    tolerance = get_rounding_tolerance(dtype)
+    # A gradient that is zero except for rounding, such as that of the bias of a key norm, is not reproducible.
+    min_size = 1e-3 * math.sqrt(float(totals[0, :, NUM_SIGNS].sum()))
+    problems = dict(miscounted)
     for row, name in enumerate(records):
-        expected, here, partial_sums = sums[0, row], sums[1, row], sums[2:, row]
-        size = max(math.sqrt(max(expected[NUM_SIGNS], here[NUM_SIGNS])), least)
-        if spread[row] > band * size:
-            problems[name] = "its gradient differs between tensor ranks, though its record says that each has the whole of it"
-        elif name not in problems and (expected - here)[:NUM_SIGNS].abs().max() > band * size:
-            problems[name] = "the optimizer gets something else than the sum of its gradients"
-            if len(problems) <= MOST_LINES:  # what is shown
-                seen = gather_objects(own.seen(name, band), context.world)
-                held = {rank: state for rank, state in enumerate(seen) if state is not None}
-                left_out = [
+        expected, actual, partial_signatures = totals[0, row], totals[1, row], totals[2:, row]
+        size = max(math.sqrt(max(expected[NUM_SIGNS], actual[NUM_SIGNS])), min_size)
+        if tensor_rank_spread[row] > tolerance * size:
+            problems[name] = "its gradient differs between tensor ranks, although each of them should have the complete gradient"
+        elif name not in problems and (expected - actual)[:NUM_SIGNS].abs().max() > tolerance * size:
+            problems[name] = "the optimizer does not get the sum of its gradients"
+            if len(problems) <= MAX_LINES:  # later problems are not shown, so the collective is not needed
+                inspections = gather_objects(local_gradients.inspect_shard(name, tolerance), context.world)
+                inspected = {rank: state for rank, state in enumerate(inspections) if state is not None}
+                omitted_axes = [
                     axes
-                    for axes, partial in zip(LEFT_OUT, partial_sums, strict=True)
-                    if partial.any() and (partial - here)[:NUM_SIGNS].abs().max() <= band * size
+                    for axes, partial_signature in zip(OMITTED_AXES, partial_signatures, strict=True)
+                    if partial_signature.any() and (partial_signature - actual)[:NUM_SIGNS].abs().max() <= tolerance * size
                 ]
-                problems[name] = _wrong_sum(expected, here, held, left_out, context.topology)
-    total = float(sums[1, :, NUM_SIGNS].sum())
-    if not uncounted and not math.isclose(norm * norm, total, rel_tol=1e3 * wide):
-        words = f"it is {norm:.6g}, and that of the gradients {math.sqrt(total):.6g}"
-        counted = dict(zip(records, found[:, NUM_SIGNS].tolist(), strict=True))
-        odd = gather_objects(_wrongly_counted(float(squares.sum()), counted, 1e3 * wide), context.world)
-        problems["the norm"] = "; ".join([words, *(f"{what} on rank {rank}" for rank, what in enumerate(odd) if what)])
-    zero = [name for row, name in enumerate(records) if not sums[1, row, NUM_SIGNS] and name not in problems]
-    return [f"{name}: {words}" for name, words in problems.items()], zero
+                problems[name] = _describe_wrong_sum(expected, actual, inspected, omitted_axes, context.topology)
+    total = float(totals[1, :, NUM_SIGNS].sum())
+    if not miscounted and not math.isclose(norm * norm, total, rel_tol=1e3 * eps):
+        message = f"the step computed {norm:.6g}, but the norm of the gradients is {math.sqrt(total):.6g}"
+        counted_sq_norms = dict(zip(records, shard_signatures[:, NUM_SIGNS].tolist(), strict=True))
+        rank_problems = gather_objects(_find_norm_error(float(squared_norms.sum()), counted_sq_norms, 1e3 * eps), context.world)
+        problems["the norm"] = "; ".join(
+            [message, *(f"{problem} on rank {rank}" for rank, problem in enumerate(rank_problems) if problem)]
+        )
+    zero = [name for row, name in enumerate(records) if not totals[1, row, NUM_SIGNS] and name not in problems]
+    return [f"{name}: {message}" for name, message in problems.items()], zero
 
 
-def _not_counted_once(shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext) -> dict[str, str]:
-    """Parameters with elements that no rank counts in the norm, or several do; with the reason in words."""
-    mine = [(shard.record.name, placed.box) for shard in shards for placed in shard.counted_boxes(context)]
-    boxes: dict[str, list[tuple[int, Box]]] = {name: [] for name in records}
-    for rank, theirs in enumerate(gather_objects(mine, context.world)):
-        for name, box in theirs:
-            boxes[name].append((rank, box))
+def _find_miscounted_params(
+    shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext
+) -> dict[str, str]:
+    """Find parameters with elements that no rank or several ranks count in the global norm. Return a message for each of them, by
+    name."""
+    local_slices = [(shard.record.name, buffer_slice.slice) for shard in shards for buffer_slice in shard.norm_slices(context)]
+    slices_by_name: dict[str, list[tuple[int, TensorSlice]]] = {name: [] for name in records}
+    for rank, rank_slices in enumerate(gather_objects(local_slices, context.world)):
+        for name, tensor_slice in rank_slices:
+            slices_by_name[name].append((rank, tensor_slice))
     return {
-        name: _counted_in_words(records[name], held)
-        for name, held in boxes.items()
-        if not tiles(records[name].shape, [box for _, box in held])
+        name: _describe_miscount(records[name], ranked_slices)
+        for name, ranked_slices in slices_by_name.items()
+        if not is_partition(records[name].shape, [tensor_slice for _, tensor_slice in ranked_slices])
     }
 
 
-def _counted_in_words(record: ParamRecord, held: Sequence[tuple[int, Box]]) -> str:
-    """Which ranks count the same elements, or how many elements no rank counts."""
-    for at, (rank, box) in enumerate(held):
-        for other, second in held[at + 1 :]:
-            common = box.intersect(second)
+def _describe_miscount(record: ParamRecord, ranked_slices: Sequence[tuple[int, TensorSlice]]) -> str:
+    """Describe which ranks count an element twice, or how many elements no rank counts."""
+    for i, (rank, tensor_slice) in enumerate(ranked_slices):
+        for second_rank, second_slice in ranked_slices[i + 1 :]:
+            common = tensor_slice.intersect(second_slice)
             if common is not None:
-                both = [rank] if rank == other else [rank, other]
-                where = (
+                ranks = [rank] if rank == second_rank else [rank, second_rank]
+                location = (
                     f"an element at {common.offsets}"
                     if common.numel == 1
                     else f"{common.numel:,} elements from {common.offsets} on"
                 )
-                return f"counted twice in the norm by {ranks_in_words(both)}: {where}"
-    missing = math.prod(record.shape) - sum(box.numel for _, box in held)
+                return f"counted twice in the norm by {format_rank_list(ranks)}: {location}"
+    missing = math.prod(record.shape) - sum(tensor_slice.numel for _, tensor_slice in ranked_slices)
     return f"{missing:,} of {math.prod(record.shape):,} elements are counted in the norm by no rank"
 
 
-def _wrong_sum(
+def _describe_wrong_sum(
     expected: torch.Tensor,
-    here: torch.Tensor,
-    held: Mapping[int, tuple[ParamRecord, bool]],
-    left_out: Sequence[tuple[str, ...]],
+    actual: torch.Tensor,
+    inspected: Mapping[int, tuple[ParamRecord, bool]],
+    omitted_axes: Sequence[tuple[str, ...]],
     topology: Topology,
 ) -> str:
-    """How the gradients in the shards differ from the sum of the ranks' own, in words.
+    """Describe how the gradients in the shards of one parameter differ from the sum of the local gradients.
 
     Args:
-        expected: signature of the sum.
-        here: signature of what is in the shards.
-        held: what each rank that has a shard of it has seen.
-        left_out: axes without which the sum is what is in the shards.
+        expected: signature of the sum of the local gradients.
+        actual: signature of the gradients in the shards.
+        inspected: result of `LocalGradients.inspect_shard` of each rank that has a shard of the parameter.
+        omitted_axes: sets of axes that explain the difference if they are left out of the sum.
     """
-    record, _ = next(iter(held.values()))
-    axes = summed_axes(record, topology)
-    parts = [*(_RANKS[axis] for axis in axes), *(["the stages that share it"] if record.tied and topology.pp > 1 else [])]
-    over, where = " and ".join(parts), f"; it is held by {ranks_in_words(list(held))}"
-    signed, wanted = here[:NUM_SIGNS], expected[:NUM_SIGNS]
-    factor = float(signed @ wanted / (wanted @ wanted)) if wanted.any() else math.nan
-    if not math.isclose(factor, 1.0, rel_tol=1e-3) and (signed - factor * wanted).abs().max() < 1e-3 * wanted.abs().max():
-        return f"the optimizer gets {factor:.4g} x the sum of its gradients{_fact(factor, topology)}{where}"
-    alone = [rank for rank, (_, only_own) in held.items() if only_own]
-    if over and alone:
-        named = _groups_in_words(alone, axes, topology) if axes else ""
-        return f"not summed over {over}: {ranks_in_words(alone)} would use the own gradient alone{named}"
-    if left_out:
-        missing, rest = (" and ".join(_RANKS[axis] for axis in axes if (axis in left_out[0]) == out) for out in (True, False))
-        return f"not summed over {missing}, but over {rest} alone{_groups_in_words(list(held), left_out[0], topology)}"
-    off = float((signed - wanted).square().mean().sqrt()) / math.sqrt(max(float(expected[NUM_SIGNS]), 1e-300))
-    return f"the optimizer gets something else than the sum over {over or 'microbatches'} (off by about {off:.0%} of it){where}"
+    record, _ = next(iter(inspected.values()))
+    axes = get_summed_axes(record, topology)
+    axis_names = [*(_RANK_NAMES[axis] for axis in axes), *(["the stages that share it"] if record.tied and topology.pp > 1 else [])]
+    summed_over, holders = " and ".join(axis_names), f"; its shards are on {format_rank_list(list(inspected))}"
+    actual_sums, expected_sums = actual[:NUM_SIGNS], expected[:NUM_SIGNS]
+    factor = float(actual_sums @ expected_sums / (expected_sums @ expected_sums)) if expected_sums.any() else math.nan
+    if (
+        not math.isclose(factor, 1.0, rel_tol=1e-3)
+        and (actual_sums - factor * expected_sums).abs().max() < 1e-3 * expected_sums.abs().max()
+    ):
+        return f"the optimizer gets {factor:.4g} x the sum of its gradients{_explain_factor(factor, topology)}{holders}"
+    unsummed_ranks = [rank for rank, (_, is_unsummed) in inspected.items() if is_unsummed]
+    if summed_over and unsummed_ranks:
+        groups_text = _format_groups(unsummed_ranks, axes, topology) if axes else ""
+        return (
+            f"not summed over {summed_over}: {format_rank_list(unsummed_ranks)} would use only their local gradients{groups_text}"
+        )
+    if omitted_axes:
+        missing, remaining = (
+            " and ".join(_RANK_NAMES[axis] for axis in axes if (axis in omitted_axes[0]) == is_omitted)
+            for is_omitted in (True, False)
+        )
+        return f"not summed over {missing}, but only over {remaining}{_format_groups(list(inspected), omitted_axes[0], topology)}"
+    relative_error = float((actual_sums - expected_sums).square().mean().sqrt()) / math.sqrt(
+        max(float(expected[NUM_SIGNS]), 1e-300)
+    )
+    return (
+        f"the optimizer does not get the sum over {summed_over or 'microbatches'} "
+        f"(off by about {relative_error:.0%} of it){holders}"
+    )
 
 
-def _groups_in_words(ranks: Iterable[int], axes: Sequence[str], topology: Topology) -> str:
-    """The groups of these ranks along some axes, the first of them."""
+def _format_groups(ranks: Iterable[int], axes: Sequence[str], topology: Topology) -> str:
+    """Format the process groups of these ranks along some axes as text, at most four of them."""
     groups = sorted({topology.group(rank, *axes) for rank in ranks})
     return f" (group {', '.join(str(list(ranks)) for ranks in groups[:4])})"
 
 
-_RANKS = {"tp": "tensor ranks", "cp": "context ranks", "dp": "data ranks"}
+_RANK_NAMES = {"tp": "tensor ranks", "cp": "context ranks", "dp": "data ranks"}
 
 
-def _fact(factor: float, topology: Topology) -> str:
-    """Sizes of the layout that equal the factor, or its inverse."""
+def _explain_factor(factor: float, topology: Topology) -> str:
+    """Return text that explains why a sum is wrong by `factor`: the parallel sizes that equal `factor` or 1 / `factor`.
+
+    For example, " (the tensor size)". The text is empty if no parallel size fits.
+    """
     sizes = {"tensor": topology.tp, "context": topology.cp, "data": topology.dp, "pipeline": topology.pp}
-    for words, number in (("", factor), ("one over ", 1 / factor if factor else 0.0)):
-        same = [f"the {axis} size" for axis, size in sizes.items() if size > 1 and math.isclose(number, size, rel_tol=1e-3)]
-        if same:
-            return f" ({words}{' or '.join(same)})"
+    for prefix, value in (("", factor), ("one over ", 1 / factor if factor else 0.0)):
+        matches = [f"the {axis} size" for axis, size in sizes.items() if size > 1 and math.isclose(value, size, rel_tol=1e-3)]
+        if matches:
+            return f" ({prefix}{' or '.join(matches)})"
     return ""
 
 
-def _wrongly_counted(terms: float, counted: Mapping[str, float], band: float) -> str | None:
-    """What is wrong with this rank's part of the square of the norm, if anything.
+def _find_norm_error(sq_sum: float, counted_sq_norms: Mapping[str, float], tolerance: float) -> str | None:
+    """Check this rank's summand of the squared norm. Return a message about the error, or None if the summand is correct.
 
     Args:
-        terms: the sum of its terms.
-        counted: square of the norm of what it should count, by parameter.
+        sq_sum: summand of this rank.
+        counted_sq_norms: squared norm of the elements that this rank should count, by parameter.
     """
-    total = sum(counted.values())
-    excess = terms - total
-    if math.isclose(terms, total, rel_tol=band):
+    total = sum(counted_sq_norms.values())
+    excess = sq_sum - total
+    if math.isclose(sq_sum, total, rel_tol=tolerance):
         return None
-    for name, square in counted.items():
+    for name, square in counted_sq_norms.items():
         if math.isclose(abs(excess), square, rel_tol=1e-3):
             return f"{name} is counted {'twice' if excess > 0 else 'not at all'}"
-    return f"{'too much' if excess > 0 else 'too little'} is counted"
+    return f"the sum of squares is too {'large' if excess > 0 else 'small'}"

@@ -1,6 +1,8 @@
-"""Checks that weights on several ranks are equal in every bit: on tensor ranks, data ranks, and both holders of a tied embedding.
+"""Checks that copies of weights on several ranks are bitwise equal: on tensor ranks, on data ranks, and on the first and last stage
+for a tied embedding.
 
-One small reduction for each group compares digests. If one differs, ranks tell each other what they have, then all raise one error.
+Each process group compares digests of its copies with one small all-reduce. If a digest differs, the ranks exchange their digests,
+and all ranks raise an error that names the differing ranks.
 """
 
 from __future__ import annotations
@@ -12,184 +14,208 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.boxes import Box
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamTable, Shard
 from megatron.parallel.random import stable_seed
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 from megatron.training.failure import AuditError
-from megatron_lab.audit.digests import bit_digest
+from megatron_lab.audit.digests import compute_bit_digest
 
-MOST_LINES = 8
-"""The most findings that an error shows in full."""
+MAX_LINES = 8
+"""Maximum number of problems that an error shows in full."""
 
 
-def raise_audit(head: str, findings: Sequence[str], advice: str) -> None:
-    """Raise an error with the findings, if there are any.
+def raise_audit(summary: str, problems: Sequence[str], advice: str) -> None:
+    """Raise an error that lists the problems. Do nothing if there are no problems. Every rank must call it with the same arguments.
+
+    Args:
+        summary: first line of the message.
+        problems: one line for each problem.
+        advice: last line of the message, which says what the user can do.
 
     Raises:
-        AuditError: there are findings. Every rank must come here with the same ones.
+        AuditError: there are problems.
     """
-    if not findings:
+    if not problems:
         return
-    more = [f"and {len(findings) - MOST_LINES} more"] if len(findings) > MOST_LINES else []
-    raise AuditError("\n  ".join([head, *findings[:MOST_LINES], *more, advice]))
+    remainder = [f"and {len(problems) - MAX_LINES} more"] if len(problems) > MAX_LINES else []
+    raise AuditError("\n  ".join([summary, *problems[:MAX_LINES], *remainder, advice]))
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1 and 2`."""
-    shown = [str(rank) for rank in ranks[:MOST_LINES]]
-    if len(ranks) > MOST_LINES:
-        return f"ranks {', '.join(shown)} and {len(ranks) - MOST_LINES} more"
-    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+def format_rank_list(ranks: Sequence[int]) -> str:
+    """Format ranks as text: `rank 3`, or `ranks 0, 1 and 2`."""
+    names = [str(rank) for rank in ranks[:MAX_LINES]]
+    if len(ranks) > MAX_LINES:
+        return f"ranks {', '.join(names)} and {len(ranks) - MAX_LINES} more"
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
 @dataclass(frozen=True)
-class ReplicatedPart:
-    """Boxes of a parameter that this rank holds, and that others may hold too."""
+class ReplicatedTensor:
+    """Tensor of this rank (a parameter or a main parameter, or some slices of it) of which other ranks may have copies."""
 
     name: str
-    what: str
-    """`weights`, or `main weights` where main parameters are separate."""
-    boxes: tuple[Box, ...]
-    tensor: Callable[[], torch.Tensor]
+    weight_type: str
+    """`weights`, or `main weights` for separate main parameters."""
+    slices: tuple[TensorSlice, ...]
+    get_tensor: Callable[[], torch.Tensor]
 
     @property
     def key(self) -> int:
-        """The same for the same part of the model, on every rank."""
-        return stable_seed(self.what, self.name, repr(self.boxes))
+        """Key by which ranks recognize copies: it is equal on all ranks for equal slices of the same parameter."""
+        return stable_seed(self.weight_type, self.name, repr(self.slices))
 
     def __str__(self) -> str:
-        return self.name if self.what == "weights" else f"{self.name} ({self.what})"
+        return self.name if self.weight_type == "weights" else f"{self.name} ({self.weight_type})"
 
 
-def copies_held(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[ReplicatedPart]:
-    """What this rank holds that another may hold too: its parameters (if sharded, its part), and separate main parameters."""
-    shared_out = {shard.record.name for shard in shards if shard.alone}
-    copies = [_whole(entry, context) for entry in params if entry.record.name not in shared_out]
+def find_replicated_tensors(params: ParamTable, shards: Sequence[Shard], context: ParallelContext) -> list[ReplicatedTensor]:
+    """Return the tensors of this rank of which other ranks may have copies: its parameters, its shards of fully sharded parameters,
+    and its main parameters if these are separate tensors."""
+    fully_sharded_names = {shard.record.name for shard in shards if shard.is_fully_sharded}
+    tensors = [_build_local_param(entry, context) for entry in params if entry.record.name not in fully_sharded_names]
     for shard in shards:
-        boxes = tuple(placed.box for placed in shard.boxes(context))
-        if shard.record.name in shared_out:
-            copies.append(ReplicatedPart(shard.record.name, "weights", boxes, lambda shard=shard: shard.weights))  # type: ignore[misc]
-        if shard.main.data_ptr() != shard.weights.data_ptr():
-            copies.append(ReplicatedPart(shard.record.name, "main weights", boxes, lambda shard=shard: shard.main))  # type: ignore[misc]
-    return [copy for copy in copies if any(box.numel for box in copy.boxes)]
+        slices = tuple(buffer_slice.slice for buffer_slice in shard.slices(context))
+        if shard.record.name in fully_sharded_names:
+            tensors.append(ReplicatedTensor(shard.record.name, "weights", slices, lambda shard=shard: shard.weights))  # type: ignore[misc]
+        if shard.main_param.data_ptr() != shard.weights.data_ptr():
+            tensors.append(ReplicatedTensor(shard.record.name, "main weights", slices, lambda shard=shard: shard.main_param))  # type: ignore[misc]
+    return [tensor for tensor in tensors if any(tensor_slice.numel for tensor_slice in tensor.slices)]
 
 
-def _whole(entry: ParamEntry, context: ParallelContext) -> ReplicatedPart:
-    held = entry.record.held_box(context.axis_sizes, context.coordinates)
-    return ReplicatedPart(entry.record.name, "weights", (held,), lambda: entry.param)
+def _build_local_param(entry: ParamEntry, context: ParallelContext) -> ReplicatedTensor:
+    local_slice = entry.record.local_slice(context.axis_sizes, context.coordinates)
+    return ReplicatedTensor(entry.record.name, "weights", (local_slice,), lambda: entry.param)
 
 
 class Replicas:
-    """The copies in each group of ranks, and their comparison. All ranks make it together, and compare together.
+    """Comparison of the copies of weights that several ranks hold. All ranks create it together and call `compare` together.
 
     Args:
-        copies: those of this rank.
+        tensors: tensors of this rank of which other ranks may have copies.
     """
 
-    def __init__(self, copies: Sequence[ReplicatedPart], context: ParallelContext) -> None:
-        self._context, self._copies = context, list(copies)
-        sharers = _sharers(context.topology)
+    def __init__(self, tensors: Sequence[ReplicatedTensor], context: ParallelContext) -> None:
+        self._context, self._tensors = context, list(tensors)
+        axis_names = _format_gradient_axes(context.topology)
         groups = {
             "tensor ranks": context.group("tp"),
-            f"{sharers} ranks": context.gradient_group,
-            f"the {sharers} ranks that hold the same part": context.fsdp_replica(),
+            f"{axis_names} ranks": context.gradient_group,
+            f"the {axis_names} ranks with the same shard": context.fsdp_replica_group(),
             "the ranks with the same experts": context.group("edp"),
-            "the ranks with the same part of the same experts": context.fsdp_replica(EXPERT_AXES[-1:]),
+            "the ranks with the same shard of the same experts": context.fsdp_replica_group(EXPERT_AXES[-1:]),
             "the first and the last stage": context.pipeline_ends,
         }
         if context.group("edp").ranks == context.gradient_group.ranks:
             del groups["the ranks with the same experts"]
-        self._common = {what: (group, self._held_by_all(group)) for what, group in groups.items() if group.size > 1}
-        self._needed = sorted({index for _, indices in self._common.values() for index in indices})
+        self._common_tensors = {
+            group_name: (group, self._find_common_copies(group)) for group_name, group in groups.items() if group.size > 1
+        }
+        self._needed_indices = sorted({index for _, indices in self._common_tensors.values() for index in indices})
 
     def describe(self) -> str:
-        """How many copies are compared, for the log."""
-        words = [f"{len(indices)} over {what}" for what, (_, indices) in self._common.items() if indices]
-        return ", ".join(words) or "none is held twice"
+        """Format, for the log, how many tensors are compared in each group of ranks."""
+        counts = [f"{len(indices)} over {group_name}" for group_name, (_, indices) in self._common_tensors.items() if indices]
+        return ", ".join(counts) or "no weight is on several ranks"
 
-    def compare(self, iteration: int, checked_before: int | None) -> None:
+    def compare(self, iteration: int, last_checked: int | None) -> None:
         """Compare all copies.
 
         Args:
-            iteration: steps done, for the error.
-            checked_before: the iteration of the last comparison, if there was one.
+            iteration: completed iterations, for the error message.
+            last_checked: iteration of the previous comparison; None for the first one.
 
         Raises:
             AuditError: on every rank, if any two copies differ in any bit.
         """
         device = self._context.device
-        digests = torch.zeros(len(self._copies), dtype=torch.int64, device=device)
-        for index in self._needed:
-            digests[index] = bit_digest(self._copies[index].tensor()).to(device)
+        digests = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
+        for index in self._needed_indices:
+            digests[index] = compute_bit_digest(self._tensors[index].get_tensor()).to(device)
         differs = torch.zeros_like(digests)
-        for group, indices in self._common.values():
+        for group, indices in self._common_tensors.values():
             if indices:
-                mine = digests[indices]
-                largest = all_reduce(mine.clone(), group, dist.ReduceOp.MAX)
-                differs[indices] |= (mine != largest).to(torch.int64)  # on at least one rank, if they are not all the same
+                local_digests = digests[indices]
+                max_digests = all_reduce(local_digests.clone(), group, dist.ReduceOp.MAX)
+                differs[indices] |= (local_digests != max_digests).to(
+                    torch.int64
+                )  # nonzero on at least one rank if the copies differ
         anywhere = all_reduce(differs.sum(), self._context.world, dist.ReduceOp.MAX)
         if anywhere.item():
-            self._explain(digests.tolist(), differs.tolist(), iteration, checked_before)
+            self._explain(digests.tolist(), differs.tolist(), iteration, last_checked)
 
-    def _held_by_all(self, group: Group) -> list[int]:
-        """Indices of the copies that every rank of the group holds, in an order that is the same on all."""
-        mine = {copy.key: index for index, copy in enumerate(self._copies)}
-        common = set.intersection(*map(set, gather_objects(list(mine), group)))
-        return [mine[key] for key in sorted(common)]
+    def _find_common_copies(self, group: Group) -> list[int]:
+        """Find the tensors of which every rank of the group has a copy. Return their indices in an order that is equal on all
+        ranks."""
+        index_by_key = {tensor.key: index for index, tensor in enumerate(self._tensors)}
+        common = set.intersection(*map(set, gather_objects(list(index_by_key), group)))
+        return [index_by_key[key] for key in sorted(common)]
 
-    def _explain(self, digests: list[int], differs: list[int], iteration: int, checked_before: int | None) -> None:
+    def _explain(self, digests: list[int], differs: list[int], iteration: int, last_checked: int | None) -> None:
         world = self._context.world
-        mine = list(zip(self._copies, digests, differs, strict=True))
-        suspects = set().union(*gather_objects({copy.key for copy, _, bad in mine if bad}, world))
-        seen = gather_objects([(copy.key, str(copy), digest) for copy, digest, _ in mine if copy.key in suspects], world)
-        found: dict[tuple[int, str], dict[int, int]] = {}
-        for rank, copies in enumerate(seen):
-            for key, words, digest in copies:
-                found.setdefault((key, words), {})[rank] = digest
-        lines = [f"{words}: {_odd_ones(by_rank, self._context.topology)}" for (_, words), by_rank in found.items()]
-        since = "" if checked_before is None else f" (at iteration {checked_before} they did not)"
+        local_tensors = list(zip(self._tensors, digests, differs, strict=True))
+        differing_keys = set().union(
+            *gather_objects({tensor.key for tensor, _, is_different in local_tensors if is_different}, world)
+        )
+        rank_tensors = gather_objects(
+            [(tensor.key, str(tensor), digest) for tensor, digest, _ in local_tensors if tensor.key in differing_keys], world
+        )
+        digests_by_rank: dict[tuple[int, str], dict[int, int]] = {}
+        for rank, tensors in enumerate(rank_tensors):
+            for key, label, digest in tensors:
+                digests_by_rank.setdefault((key, label), {})[rank] = digest
+        lines = [
+            f"{label}: {_describe_minority(by_rank, self._context.topology)}" for (_, label), by_rank in digests_by_rank.items()
+        ]
+        last_check_text = "" if last_checked is None else f" (at iteration {last_checked} they were equal)"
         raise_audit(
-            f"iteration {iteration}: ranks that must hold the same weights differ{since}, so training stops and saves nothing.",
+            f"iteration {iteration}: copies of weights that must be equal differ between ranks{last_check_text}, "
+            "so training stops without saving.",
             sorted(lines),
-            "A fault of memory or of a link does that, or a gradient that is not summed over these ranks. Start again from the\n"
-            "  last checkpoint; if the same rank differs again, take its machine out.",
+            "Possible causes: a fault of memory or of a link, or a gradient that is not summed over these ranks. Restart from the\n"
+            "  last checkpoint. If the same rank differs again, replace its machine.",
         )
 
 
-def _odd_ones(by_rank: dict[int, int], topology: Topology) -> str:
-    """Which ranks differ from the majority, and in which groups.
+def _describe_minority(by_rank: dict[int, int], topology: Topology) -> str:
+    """Describe which ranks have other values than the majority, and in which process groups.
 
     Args:
-        by_rank: digest by rank, for the ranks that must have the same.
+        by_rank: digest of each rank that must have an equal copy.
     """
     counts = Counter(by_rank.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
-        parts = [[rank for rank, digest in by_rank.items() if digest == value] for value, _ in counts]
-        odd = [rank for ranks in parts[1:] for rank in ranks]
-        words = f"{' and '.join(map(ranks_in_words, parts))} have different values, and there is no telling which are wrong"
+        value_groups = [[rank for rank, digest in by_rank.items() if digest == value] for value, _ in counts]
+        minority = [rank for ranks in value_groups[1:] for rank in ranks]
+        summary = (
+            f"{' and '.join(map(format_rank_list, value_groups))} have different values, and it cannot be decided which are wrong"
+        )
     else:
-        odd = [rank for rank, digest in by_rank.items() if digest != counts[0][0]]
-        usual = [rank for rank in by_rank if rank not in odd]
-        words = f"{ranks_in_words(odd)} {'has' if len(odd) == 1 else 'have'} other values than {ranks_in_words(usual)}"
+        minority = [rank for rank, digest in by_rank.items() if digest != counts[0][0]]
+        majority = [rank for rank in by_rank if rank not in minority]
+        summary = f"the values of {format_rank_list(minority)} differ from those of {format_rank_list(majority)}"
     groups: list[str] = []
-    for rank in odd:
-        for what, ranks in _groups_of(rank, topology).items():
-            text = f"{what} [{', '.join(map(str, ranks))}]"
-            here = [other for other in ranks if other in by_rank]
-            if text not in groups and len({by_rank[other] for other in here}) > 1:
+    for rank in minority:
+        for group_name, ranks in _get_groups(rank, topology).items():
+            text = f"{group_name} [{', '.join(map(str, ranks))}]"
+            members = [peer for peer in ranks if peer in by_rank]
+            if text not in groups and len({by_rank[peer] for peer in members}) > 1:
                 groups.append(text)
-    return f"{words} ({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''})"
+    return f"{summary} ({', '.join(groups[:4])}{', ...' if len(groups) > 4 else ''})"
 
 
-def _groups_of(rank: int, topology: Topology) -> dict[str, tuple[int, ...]]:
+def _get_groups(rank: int, topology: Topology) -> dict[str, tuple[int, ...]]:
     pipeline = topology.group(rank, "pp")
     ends = {"first and last stage": (pipeline[0], pipeline[-1])} if rank in (pipeline[0], pipeline[-1]) else {}
-    return {"tensor group": topology.group(rank, "tp"), f"{_sharers(topology)} group": topology.group(rank, *GRADIENT_AXES), **ends}
+    return {
+        "tensor group": topology.group(rank, "tp"),
+        f"{_format_gradient_axes(topology)} group": topology.group(rank, *GRADIENT_AXES),
+        **ends,
+    }
 
 
-def _sharers(topology: Topology) -> str:
-    """The axes over which gradients are summed, in words."""
+def _format_gradient_axes(topology: Topology) -> str:
+    """Format the axes over which gradients are summed as text, for a message about differing weights."""
     return "context and data" if topology.cp > 1 else "data"

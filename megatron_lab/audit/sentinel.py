@@ -1,8 +1,10 @@
-"""--sentinel-interval: finds devices that compute wrong, and memory that changes, without a sign of either.
+"""Detection of silent data corruption (--sentinel-interval): devices that compute wrong results, and memory that changes, without
+an error.
 
-In every N-th step the gradients of each data rank's first microbatch, as the step has written them, are compared before the update
-with those that another data rank computes of it (`audit/votes.py` says which, and who is wrong); and the state of the optimizer
-with what it was after the update before. docs/trust.md says what is found so.
+In every N-th step, two comparisons run before the update. The first compares the gradients of each data rank's first microbatch,
+which the step has computed, with those that another data rank computes for the same microbatch. `audit/votes.py` defines that rank,
+and decides which rank is wrong. The second compares the optimizer state with its contents after the previous update. docs/trust.md
+lists the faults that are detected.
 """
 
 from __future__ import annotations
@@ -23,283 +25,300 @@ from megatron.attention.documents import Documents
 from megatron.config.config import Config
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.accumulate import GradSink
-from megatron.parallel.collectives import all_reduce, gather_objects, passed_object, passed_tensor
-from megatron.parallel.cut import Cut
+from megatron.parallel.collectives import all_reduce, gather_objects, ring_shift_object, ring_shift_tensor
 from megatron.parallel.params import ParamEntry, Shard
-from megatron.spec.operations import OpKind
-from megatron.training.features import Feature, RunParts
+from megatron.parallel.sequence_split import SequenceSplit
+from megatron.spec.operations import OpType
+from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Watcher
-from megatron_lab.audit.digests import Likeness, bit_digest, rounding_band
+from megatron.training.watch import Callback
+from megatron_lab.audit.digests import DigestComparer, compute_bit_digest, get_rounding_tolerance
 from megatron_lab.audit.replicas import raise_audit
-from megatron_lab.audit.votes import Court, Dispute, blocks_of, data_ranks_of_block, further_turns
+from megatron_lab.audit.votes import Dispute, DisputeResolver, build_model_replicas, count_data_ranks_per_replica, get_extra_shifts
 
 
-class FirstGradients:
-    """Takes the digests of this rank's own gradients of the first microbatch while a step writes them, before any sum over ranks.
+class FirstMicrobatchGrads:
+    """Computes digests of this rank's local gradients of the first microbatch while a step writes them, before any sum over ranks.
 
-    Where a parameter is used several times in a microbatch, the digest is that of their sum.
+    If a parameter is used several times in a microbatch, its digest is that of the sum of the gradients of all uses.
     """
 
-    def __init__(self, step: TrainStep, likeness: Likeness) -> None:
-        self._executor, self._likeness, self._device = step.executor, likeness, step.context.device
-        self._last = step.model.chunks.get(len(step.model.layer_table) - 1)
-        """The last chunk, on a rank that has it: it gives the losses."""
+    def __init__(self, step: TrainStep, comparer: DigestComparer) -> None:
+        self._executor, self._comparer, self._device = step.executor, comparer, step.context.device
+        self._last_chunk = step.model.chunks.get(len(step.model.layer_table) - 1)
+        """Last chunk of the model, whose outputs are the losses; None on ranks without it."""
         self._hook: RemovableHandle | None = None
         self._losses: torch.Tensor | None = None
-        sinks = {record.name: sink for provider in step.providers for record, sink in provider.sinks()}
+        sinks = {record.name: sink for provider in step.providers for record, sink in provider.grad_sinks()}
         self._entries = [entry for entry in step.model.params if entry.uses_per_microbatch]
         self._sinks = [sinks[entry.record.name] for entry in self._entries]
         self._row_of = {entry.record.name: row for row, entry in enumerate(self._entries)}
-        self._counting: list[Callable[[], None]] = []
-        """What the sinks call outside of `begin` and `end`."""
+        self._original_on_write: list[Callable[[], None]] = []
+        """Original `on_write` callbacks of the sinks, which `stop` restores."""
 
     @property
     def names(self) -> list[str]:
-        """Those of the parameters, in the order of the rows."""
+        """Names of the parameters, in the order of the rows of the digests."""
         return list(self._row_of)
 
-    def begin(self) -> None:
-        """Take those of the step that comes."""
-        self._found = self._likeness.empty(len(self._entries) + 1, self._device)
+    def start(self) -> None:
+        """Start to compute digests, in the next step."""
+        self._digests = self._comparer.empty(len(self._entries) + 1, self._device)
         self._writes: list[list[tuple[int, int]]] = [[] for _ in self._entries]
-        self._counting = [sink.on_write for sink in self._sinks]
+        self._original_on_write = [sink.on_write for sink in self._sinks]
         for row, sink in enumerate(self._sinks):
-            sink.on_write = partial(self._wrote, row, sink, sink.on_write)
-        if self._last is not None:
-            self._hook = self._last.register_forward_hook(self._gave)
+            sink.on_write = partial(self._on_write, row, sink, sink.on_write)
+        if self._last_chunk is not None:
+            self._hook = self._last_chunk.register_forward_hook(self._on_forward)
 
-    def end(self) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
-        """Take no more.
+    def stop(self) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
+        """Stop computing digests, and return those of the step.
 
         Returns:
-            the digests [parameters + 1, width], the last that of the loss; and for each parameter the microbatches and chunks of
-            the uses that are summed up in it. In some schedules there are those of a later microbatch among them.
+            the digests [number of parameters + 1, width], where the last row is the digest of the loss. For each parameter also the
+            (microbatch, chunk) pairs whose gradients are summed in its digest. In some schedules these include a later microbatch.
         """
-        for sink, counting in zip(self._sinks, self._counting, strict=True):
-            sink.on_write = counting
+        for sink, on_write in zip(self._sinks, self._original_on_write, strict=True):
+            sink.on_write = on_write
         if self._hook is not None:
             self._hook.remove()
         if self._losses is not None:
-            self._found[-1] = self._likeness.digest(self._losses)
-        return self._found, self._writes
+            self._digests[-1] = self._comparer.compute(self._losses)
+        return self._digests, self._writes
 
-    def look(self, entry: ParamEntry, grad: torch.Tensor) -> None:
-        """Let the next use of the parameter in this microbatch be added to this one, as in a step that is not inspected."""
+    def accumulate_grad(self, entry: ParamEntry, grad: torch.Tensor) -> None:
+        """Add the next gradient of the parameter in this microbatch to `grad`, as a step does without an `inspect` callback."""
         row = self._row_of[entry.record.name]
         if len(self._writes[row]) < entry.uses_per_microbatch:
-            self._sinks[row].main_grad, self._sinks[row].written = grad, True
+            self._sinks[row].main_grad, self._sinks[row].is_written = grad, True
 
-    def _gave(self, chunk: nn.Module, args: Any, losses: torch.Tensor) -> None:
-        op = self._executor.current
-        if op is not None and op.microbatch == 0 and op.kind is OpKind.FORWARD:
+    def _on_forward(self, chunk: nn.Module, args: Any, losses: torch.Tensor) -> None:
+        op = self._executor.current_op
+        if op is not None and op.microbatch == 0 and op.type is OpType.FORWARD:
             self._losses = losses.detach()
 
-    def _wrote(self, row: int, sink: GradSink, counting: Callable[[], None]) -> None:
-        writes, op = self._writes[row], self._executor.current
+    def _on_write(self, row: int, sink: GradSink, on_write: Callable[[], None]) -> None:
+        writes, op = self._writes[row], self._executor.current_op
         if len(writes) < self._entries[row].uses_per_microbatch:
             assert op is not None and sink.main_grad is not None, "an operation has just written it"
             writes.append((op.microbatch, op.chunk))
             if len(writes) == self._entries[row].uses_per_microbatch:
-                self._found[row] = self._likeness.digest(sink.main_grad)
-        counting()
+                self._digests[row] = self._comparer.compute(sink.main_grad)
+        on_write()
 
 
-class StateAtRest:
-    """The tensors that this rank updates: nobody may change them between one update and the next.
+class PersistentState:
+    """Digests of all tensors that this rank updates: weights, main parameters, moments and averages of the weights. The tensors
+    must not change between two updates.
 
     Args:
-        device: where digests are compared.
+        device: device on which digests are compared.
     """
 
     def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
         self._device = device
         self._tensors: dict[str, torch.Tensor] = {}
         for shard in shards:
-            kinds = {"main weights": shard.main, "weights": shard.weights, "average": shard.average, **shard.moments}
-            if shard.main.data_ptr() == shard.weights.data_ptr():
-                del kinds["main weights"]
+            tensors = {"main weights": shard.main_param, "weights": shard.weights, "average": shard.average, **shard.moments}
+            if shard.main_param.data_ptr() == shard.weights.data_ptr():
+                del tensors["main weights"]
             name = shard.record.name
-            self._tensors |= {f"{name} ({kind})": one for kind, one in kinds.items() if one is not None and one.numel()}
+            self._tensors |= {
+                f"{name} ({tensor_type})": tensor
+                for tensor_type, tensor in tensors.items()
+                if tensor is not None and tensor.numel()
+            }
 
     @property
     def names(self) -> list[str]:
-        """What each row of the digests is of."""
+        """Name and type of the tensor of each row of the digests, for messages."""
         return list(self._tensors)
 
-    def digests(self) -> torch.Tensor:
-        """Digests of their bits: int64 [tensors]."""
-        found = [bit_digest(one).to(self._device) for one in self._tensors.values()]
-        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self._device)
+    def compute_digests(self) -> torch.Tensor:
+        """Compute bit digests of the tensors: int64 [number of tensors]."""
+        digests = [compute_bit_digest(tensor).to(self._device) for tensor in self._tensors.values()]
+        return torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64, device=self._device)
 
 
-class Sentinel(Watcher):
-    """Compares, in every N-th step before its update, and says who differs.
+class Sentinel(Callback):
+    """Callback of --sentinel-interval. In every N-th step, before its update, it compares gradients between replicas and the
+    optimizer state with its previous digests, and reports the ranks that differ.
 
     Args:
-        every: steps between comparisons.
-        stops: whether a difference ends the run; else it goes on, with the update.
-        likeness: of gradients.
+        interval: steps between comparisons.
+        stops_run: whether a difference ends the run. If not, the run logs a warning and continues with the update.
+        comparer: comparison of gradients, by bits or up to rounding.
     """
 
-    def __init__(self, step: TrainStep, every: int, *, stops: bool, likeness: Likeness, reporter: Reporter) -> None:
-        self._step, self._every, self._stops, self._likeness, self._reporter = step, every, stops, likeness, reporter
+    def __init__(self, step: TrainStep, interval: int, *, stops_run: bool, comparer: DigestComparer, reporter: Reporter) -> None:
+        self._step, self._interval, self._stops_run, self._comparer, self._reporter = step, interval, stops_run, comparer, reporter
         self._context = step.context
-        self._gradients = FirstGradients(step, likeness)
-        self._state = StateAtRest(step.optimizer.shards, step.context.device)
-        self._blocks = blocks_of(step.context.topology)
-        self._data_ranks = data_ranks_of_block(step.context.topology)
+        self._gradients = FirstMicrobatchGrads(step, comparer)
+        self._state = PersistentState(step.optimizer.shards, step.context.device)
+        self._model_replicas = build_model_replicas(step.context.topology)
+        self._data_ranks_per_replica = count_data_ranks_per_replica(step.context.topology)
         self._nodes = gather_objects(socket.gethostname(), step.context.world)
-        self._at_rest = 0, torch.zeros(0, dtype=torch.int64)
-        """Digests of the state after the update before a comparison, and the iteration of that."""
+        self._state_digests = 0, torch.zeros(0, dtype=torch.int64)
+        """Iteration of the next comparison, and the digests of the optimizer state after the previous update."""
         self._batch: Sequence[ModelInputs] = ()
         self._iteration = 0
-        self._found: dict[str, float] | None = None
-        if len(self._blocks) == 1:
-            reporter.say(
-                "  --sentinel-interval: no other data rank holds these parts of the model, so the same ranks compute a microbatch "
-                "again: a fault that stays is not found so"
+        self._measurements: dict[str, float] | None = None
+        if len(self._model_replicas) == 1:
+            reporter.log(
+                "  --sentinel-interval: there is only one copy of the model, so the same ranks compute a microbatch again: "
+                "permanent faults are not detected"
             )
 
     @classmethod
-    def of(cls, config: Config, step: TrainStep, every: int, reporter: Reporter) -> Sentinel:
-        """That of a run. Gradients are compared in every bit where kernels are deterministic."""
-        exact = step.context.device.type == "cpu" or config.training.deterministic_mode
-        likeness = Likeness(None if exact else rounding_band(step.model.dtype))
-        return cls(step, every, stops=config.debug.sentinel_action == "stop", likeness=likeness, reporter=reporter)
+    def of(cls, config: Config, step: TrainStep, interval: int, reporter: Reporter) -> Sentinel:
+        """Build the sentinel of a run. It compares gradients bitwise if the kernels are deterministic."""
+        is_exact = step.context.device.type == "cpu" or config.training.deterministic_mode
+        comparer = DigestComparer(None if is_exact else get_rounding_tolerance(step.model.dtype))
+        return cls(step, interval, stops_run=config.debug.sentinel_action == "stop", comparer=comparer, reporter=reporter)
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """See `Watcher`. Begin to take digests, if it is time."""
-        if iteration % self._every:
+        """Start to record digests if a comparison is due in this step."""
+        if iteration % self._interval:
             return
         self._batch, self._iteration = batch, iteration
-        if self._at_rest[0] != iteration:  # the first step of a start, or the one before was left out
+        if self._state_digests[0] != iteration:  # first step of a start, or the previous step was left out
             self._take_state(iteration)
-        self._step.before_update.append(self._check)
-        self._gradients.begin()
+        self._step.before_update_hooks.append(self._check)
+        self._gradients.start()
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """See `Watcher`."""
-        if self._check in self._step.before_update:
-            self._step.before_update.remove(self._check)
-            if self._found is None:  # the step made no update
-                self._gradients.end()
+        """Log the result of the comparison, and compute the digests of the optimizer state if the next step has a comparison."""
+        if self._check in self._step.before_update_hooks:
+            self._step.before_update_hooks.remove(self._check)
+            if self._measurements is None:  # the step made no update
+                self._gradients.stop()
             else:
-                self._reporter.measured(progress, self._found)
-            self._found, self._batch = None, ()
-        if (progress.iteration + 1) % self._every == 0:
+                self._reporter.log_measurements(progress, self._measurements)
+            self._measurements, self._batch = None, ()
+        if (progress.iteration + 1) % self._interval == 0:
             self._take_state(progress.iteration + 1)
 
     def _take_state(self, iteration: int) -> None:
-        self._step.finish_publishing()  # the weights may still be on their way from host memory
-        self._at_rest = iteration, self._state.digests()
+        self._step.finish_param_gather()  # copies of weights from host memory may still be in flight
+        self._state_digests = iteration, self._state.compute_digests()
 
     def _check(self, result: StepResult) -> None:
-        """Before the update: compare what this rank computes of another's microbatch with what that has computed.
+        """Compare this rank's results for the microbatch of another replica with that replica's results, and the optimizer state
+        with its previous digests. Called before the update.
 
         Raises:
-            AuditError: on every rank, if any two differ and that ends the run.
+            AuditError: on every rank, if anything differs and the run must stop.
         """
-        own, writes = self._gradients.end()
-        again, same_writes = self._again(1)
-        comparable = [
-            one == other and all(microbatch == 0 for microbatch, _ in one) for one, other in zip(writes, same_writes, strict=True)
+        digests, writes = self._gradients.stop()
+        shifted_digests, shifted_writes = self._compute_shifted(1)
+        comparable = [a == b and all(microbatch == 0 for microbatch, _ in a) for a, b in zip(writes, shifted_writes, strict=True)]
+        comparable_rows = torch.tensor([*comparable, True], device=digests.device).unsqueeze(1)
+        shift_digests = [torch.where(comparable_rows, digests, 0), torch.where(comparable_rows, shifted_digests, 0)]
+        owner_digests = ring_shift_tensor(shift_digests[0], self._data_ranks_per_replica, self._context.data_group)
+        has_changed = self._state.compute_digests() != self._state_digests[1]
+        counts = torch.stack(
+            [self._comparer.find_differences(owner_digests, shift_digests[1]).any().sum(), has_changed.any().sum()]
+        )
+        num_differences, num_changes = all_reduce(counts, self._context.world).tolist()
+        disputes = self._find_disputes(shift_digests, comparable_rows) if num_differences else []
+        culprits = self._find_changed_memory(has_changed) if num_changes else {}
+        wrong_ranks = {rank for dispute in disputes for rank in dispute.wrong_ranks} | {*culprits}
+        messages = [*(dispute.message for dispute in disputes), *culprits.values()]
+        self._measurements = {"sentinel_differences": len(messages), "sentinel_rank": min(wrong_ranks, default=-1)}
+        self._report_findings(messages)
+
+    def _find_disputes(self, shift_digests: list[torch.Tensor], comparable_rows: torch.Tensor) -> list[Dispute]:
+        """Find the replicas whose results differ, and decide which replica is wrong. All ranks call it together.
+
+        Args:
+            shift_digests: digests of this rank's results for its own microbatch (shift 0) and for that of the previous replica
+                (shift 1).
+            comparable_rows: bool [rows, 1]: rows of the digests that can be compared.
+        """
+        extra_digests = [
+            torch.where(comparable_rows, self._compute_shifted(shift)[0], 0)
+            for shift in get_extra_shifts(len(self._model_replicas))
         ]
-        kept = torch.tensor([*comparable, True], device=own.device).unsqueeze(1)
-        turns = [torch.where(kept, own, 0), torch.where(kept, again, 0)]
-        theirs = passed_tensor(turns[0], self._data_ranks, self._context.data_group)
-        changed = self._state.digests() != self._at_rest[1]
-        counts = torch.stack([self._likeness.apart(theirs, turns[1]).any().sum(), changed.any().sum()])
-        differs, decays = all_reduce(counts, self._context.world).tolist()
-        disputes = self._disputes(turns, kept) if differs else []
-        culprits = self._changed(changed) if decays else {}
-        wrong = {rank for dispute in disputes for rank in dispute.wrong} | {*culprits}
-        lines = [*(dispute.words for dispute in disputes), *culprits.values()]
-        self._found = {"sentinel_differences": len(lines), "sentinel_rank": min(wrong, default=-1)}
-        self._tell(lines)
+        gathered = gather_objects((self._gradients.names, torch.stack([*shift_digests, *extra_digests]).cpu()), self._context.world)
+        names, digests = zip(*gathered, strict=True)
+        return DisputeResolver(
+            self._model_replicas, self._data_ranks_per_replica, self._nodes, names, digests, self._comparer
+        ).find_disputes()
 
-    def _disputes(self, turns: list[torch.Tensor], kept: torch.Tensor) -> list[Dispute]:
-        """Who differs, and who of them is wrong. All ranks call it together.
+    def _find_changed_memory(self, has_changed: torch.Tensor) -> dict[int, str]:
+        """Return a message for each rank whose optimizer state has changed since the previous update, by rank. All ranks call it
+        together.
 
         Args:
-            turns: digests of the first two turns of the ring.
-            kept: the rows that are compared, [rows, 1].
+            has_changed: bool [number of tensors]: which tensors of this rank's optimizer state have changed.
         """
-        more = [torch.where(kept, self._again(turn)[0], 0) for turn in further_turns(len(self._blocks))]
-        seen = gather_objects((self._gradients.names, torch.stack([*turns, *more]).cpu()), self._context.world)
-        names, digests = zip(*seen, strict=True)
-        return Court(self._blocks, self._data_ranks, self._nodes, names, digests, self._likeness).disputes()
-
-    def _changed(self, changed: torch.Tensor) -> dict[int, str]:
-        """The ranks whose memory has changed, with the words. All ranks call it together.
-
-        Args:
-            changed: which tensors of this rank's state.
-        """
-        mine = [name for name, bad in zip(self._state.names, changed.tolist(), strict=True) if bad]
-        found = {}
-        for rank, names in enumerate(gather_objects(mine, self._context.world)):
+        changed_names = [name for name, is_changed in zip(self._state.names, has_changed.tolist(), strict=True) if is_changed]
+        messages = {}
+        for rank, names in enumerate(gather_objects(changed_names, self._context.world)):
             if names:
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                where = f"rank {rank} on node {self._nodes[rank]}"
-                found[rank] = f"memory of {where} has changed since the update before: {names[0]}{more}"
-        return found
+                suffix = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                location = f"rank {rank} on node {self._nodes[rank]}"
+                messages[rank] = f"memory of {location} has changed since the previous update: {names[0]}{suffix}"
+        return messages
 
-    def _tell(self, lines: Sequence[str]) -> None:
-        if self._stops:
+    def _report_findings(self, messages: Sequence[str]) -> None:
+        if self._stops_run:
             raise_audit(
-                f"iteration {self._iteration}: a rank computes wrong, or its memory changes (--sentinel-interval).",
-                lines,
-                "Training stops before the update. Take the node that is wrong out, and start again from the last checkpoint.",
+                f"iteration {self._iteration}: a rank computes wrong results, or its memory has changed (--sentinel-interval).",
+                messages,
+                "Training stops before the update. Replace the faulty node, and restart from the last checkpoint.",
             )
-        for line in lines:
-            self._reporter.say(f"  WARNING: sentinel: {line}")
+        for message in messages:
+            self._reporter.log(f"  WARNING: sentinel: {message}")
 
-    def _again(self, turn: int) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
-        """Compute the first microbatch of the block so many places before. All ranks do it together; what the step has found stays
-        as it is."""
+    def _compute_shifted(self, shift: int) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
+        """Compute gradients for the first microbatch of the replica that is `shift` positions before this one in the ring, and
+        return their digests. All ranks call it together. The results of the step do not change."""
         step, group = self._step, self._context.data_group
-        by = turn * self._data_ranks
-        inputs = _on_device(passed_object(_on_host(self._batch[0]), by, group, self._context.device), self._context.device)
-        recorder, step.executor.recorder = step.executor.recorder, None  # the profile shows the step alone
-        largest = None if step.model.largest is None else step.model.largest.found.clone()
-        self._gradients.begin()
-        step.gradients([inputs], inspect=self._gradients.look, again=True)
-        if step.model.largest is not None and largest is not None:
-            step.model.largest.found.copy_(largest)
+        distance = shift * self._data_ranks_per_replica
+        inputs = _to_device(
+            ring_shift_object(_to_host(self._batch[0]), distance, group, self._context.device), self._context.device
+        )
+        recorder, step.executor.recorder = step.executor.recorder, None  # additional passes do not belong in the profile
+        max_logits = None if step.model.logit_tracker is None else step.model.logit_tracker.max_logits.clone()
+        self._gradients.start()
+        step.compute_gradients([inputs], inspect=self._gradients.accumulate_grad, reuse_token_count=True)
+        if step.model.logit_tracker is not None and max_logits is not None:
+            step.model.logit_tracker.max_logits.copy_(max_logits)
         step.executor.recorder = recorder
-        return self._gradients.end()
+        return self._gradients.stop()
 
 
-_Bounds = tuple[NDArray[np.int32], int, Cut | None]
+_DocumentArgs = tuple[NDArray[np.int32], int, SequenceSplit | None]
 
 
-def _on_host(inputs: ModelInputs) -> tuple[ModelInputs, _Bounds | None]:
-    """A microbatch that can be sent: its tensors in host memory, and of the bounds of its documents what they are made of."""
+def _to_host(inputs: ModelInputs) -> tuple[ModelInputs, _DocumentArgs | None]:
+    """Return a copy of a microbatch that can be sent to another rank: its tensors in host memory, and the constructor arguments of
+    its `Documents`."""
     documents = inputs.documents
-    bounds = None if documents is None else (documents.bounds, documents.batch, documents.cut)
-    return _moved(replace(inputs, documents=None), torch.Tensor.cpu), bounds
+    document_args = None if documents is None else (documents.cu_seqlens, documents.batch_size, documents.sequence_split)
+    return _move_inputs(replace(inputs, documents=None), torch.Tensor.cpu), document_args
 
 
-def _on_device(sent: tuple[ModelInputs, _Bounds | None], device: torch.device) -> ModelInputs:
-    inputs, bounds = _moved(sent[0], lambda one: one.to(device)), sent[1]
-    if bounds is None:
+def _to_device(payload: tuple[ModelInputs, _DocumentArgs | None], device: torch.device) -> ModelInputs:
+    inputs, document_args = _move_inputs(payload[0], lambda tensor: tensor.to(device)), payload[1]
+    if document_args is None:
         return inputs
-    return replace(inputs, documents=Documents(bounds[0], torch.from_numpy(bounds[0]).to(device), *bounds[1:]))
+    return replace(inputs, documents=Documents(document_args[0], torch.from_numpy(document_args[0]).to(device), *document_args[1:]))
 
 
-def _moved(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelInputs:
-    changes: dict[str, Any] = {name: move(one) for name, one in vars(inputs).items() if isinstance(one, torch.Tensor)}
-    return replace(inputs, **changes, ahead=[(move(labels), move(mask)) for labels, mask in inputs.ahead])
+def _move_inputs(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelInputs:
+    tensors: dict[str, Any] = {name: move(value) for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+    return replace(inputs, **tensors, mtp_targets=[(move(labels), move(mask)) for labels, mask in inputs.mtp_targets])
 
 
 class SentinelFeature(Feature):
-    """--sentinel-interval."""
+    """Feature of --sentinel-interval."""
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Compare in every N-th step."""
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the sentinel of the run."""
         interval = run.config.debug.sentinel_interval
         assert interval is not None
         return [Sentinel.of(run.config, run.step, interval, run.reporter)]

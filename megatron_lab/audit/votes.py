@@ -1,9 +1,13 @@
-"""Who is wrong, where ranks have computed the same microbatch and do not agree.
+"""Decision which rank is wrong if ranks have computed the same microbatch with different results.
 
-A copy of the model is held by a block of data ranks: one, or as many as share the experts. The microbatch of each block is computed
-by itself, then again by the next block of the ring, and where these two differ once more by the one behind. If there are two
-blocks, each computes it once more: who does not repeat itself is wrong. If there is one, it computes it twice, which shows no more
-than faults that pass.
+A *model replica* is a set of ranks that together hold one copy of the model: one data rank, or several if experts are distributed
+over data ranks. The replicas form a ring. *Shift* s means that each replica computes the first microbatch of the replica s
+positions before it. Shift 0 is the replica's own microbatch. With shift 1 the next replica computes the same microbatch again. If
+the results of shift 0 and shift 1 differ:
+
+- With three or more replicas, the third one computes the microbatch, as shift 2.
+- With two replicas, both compute it once more, as shifts 2 and 3. A replica that does not reproduce its own result is wrong.
+- A single replica computes it twice. This detects only transient faults.
 """
 
 from __future__ import annotations
@@ -15,118 +19,139 @@ from dataclasses import dataclass
 import torch
 
 from megatron.parallel.topology import Topology
-from megatron_lab.audit.digests import Likeness
-from megatron_lab.audit.replicas import ranks_in_words
+from megatron_lab.audit.digests import DigestComparer
+from megatron_lab.audit.replicas import format_rank_list
 
-Blocks = Sequence[Sequence[int]]
-"""The ranks of each block, in the order of the ring. Those at the same place in their blocks hold the same part of the model."""
-
-
-def data_ranks_of_block(topology: Topology) -> int:
-    """How many data ranks hold a copy of the model: they compute the same where they are given the same microbatches."""
-    grid, of_experts = topology.size("tp", "cp"), topology.size("etp", "ep")
-    return math.lcm(grid, of_experts) // grid
+ModelReplicas = Sequence[Sequence[int]]
+"""Ranks of each replica, in the order of the ring. Ranks at equal positions of their replicas hold equal parameters."""
 
 
-def blocks_of(topology: Topology) -> Blocks:
-    """The blocks of all ranks."""
+def count_data_ranks_per_replica(topology: Topology) -> int:
+    """Return the number of data ranks that together hold one copy of the model. It is above 1 if experts are distributed over data
+    ranks."""
+    dense_size, expert_size = topology.size("tp", "cp"), topology.size("etp", "ep")
+    return math.lcm(dense_size, expert_size) // dense_size
 
-    def place(rank: int) -> tuple[int, ...]:
-        at = topology.coordinates(rank)
-        return at["dp"], at["pp"], at["cp"], at["tp"]
 
-    ranks = sorted(range(topology.world_size), key=place)
-    size = data_ranks_of_block(topology) * topology.size("tp", "cp", "pp")
+def build_model_replicas(topology: Topology) -> ModelReplicas:
+    """Return the ranks of each model replica."""
+
+    def get_sort_key(rank: int) -> tuple[int, ...]:
+        coordinates = topology.coordinates(rank)
+        return coordinates["dp"], coordinates["pp"], coordinates["cp"], coordinates["tp"]
+
+    ranks = sorted(range(topology.world_size), key=get_sort_key)
+    size = count_data_ranks_per_replica(topology) * topology.size("tp", "cp", "pp")
     return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
-def further_turns(blocks: int) -> range:
-    """The turns of the ring that are made where the first two, 0 and 1, differ."""
-    return range(2, min(2 * blocks, 4) if blocks < 3 else 3)
+def get_extra_shifts(num_replicas: int) -> range:
+    """Return the additional shifts (computations of the same microbatch by other replicas) that decide which rank is wrong, if the
+    results of shift 0 and shift 1 differ."""
+    return range(2, min(2 * num_replicas, 4) if num_replicas < 3 else 3)
 
 
-def verdict(blocks: int, same: Callable[[int, int], bool]) -> tuple[int | None, str]:
-    """Which of the first two turns gave a wrong result (None: there is no telling), and why; in words about the block that has
-    made turn 0 ({this}), turn 1 ({that}) and turn 2 ({third}).
+def find_wrong_shift(num_replicas: int, is_equal: Callable[[int, int], bool]) -> tuple[int | None, str]:
+    """Decide whether the replica of shift 0 or of shift 1 computed the wrong result.
 
     Args:
-        same: whether the results of two turns are equal; those of 0 and 1 are not.
+        is_equal: function that returns whether the results of two shifts are equal. The results of shift 0 and shift 1 differ.
+
+    Returns:
+        0 or 1, or None if it cannot be decided; and the reason, a template with placeholders for the replicas of shift 0 ({first}),
+        shift 1 ({second}) and shift 2 ({third}).
     """
-    if blocks == 2:
-        steady = same(0, 2), same(1, 3)
-        if steady == (True, True):
-            return None, "both repeat themselves: one of them has a fault that stays, and there is no third to tell which"
-        if steady == (False, False):
-            return None, "neither repeats itself: there is no telling who is wrong"
-        return (1, "{that} does not repeat itself: it is wrong") if steady[0] else (0, "{this} does not repeat itself: it is wrong")
-    if blocks == 1:
-        return 0, "it does not repeat itself: it is wrong"
-    agrees = same(0, 2), same(1, 2)
+    if num_replicas == 2:
+        repeats = is_equal(0, 2), is_equal(1, 3)
+        if repeats == (True, True):
+            return (
+                None,
+                "both reproduce their results: one has a permanent fault, but without a third replica it cannot be decided which",
+            )
+        if repeats == (False, False):
+            return None, "neither reproduces its result: it cannot be decided which is wrong"
+        return (
+            (1, "{second} does not reproduce its result: it is wrong")
+            if repeats[0]
+            else (0, "{first} does not reproduce its result: it is wrong")
+        )
+    if num_replicas == 1:
+        return 0, "it does not reproduce its result: it is wrong"
+    agrees = is_equal(0, 2), is_equal(1, 2)
     if agrees[0] == agrees[1]:
-        return None, "{third} computes a third result: there is no telling who is wrong"
-    return (1, "{third} agrees with {this}: {that} is wrong") if agrees[0] else (0, "{third} agrees with {that}: {this} is wrong")
+        return None, "{third} computes a third result: it cannot be decided which is wrong"
+    return (
+        (1, "{third} agrees with {first}: {second} is wrong")
+        if agrees[0]
+        else (0, "{third} agrees with {second}: {first} is wrong")
+    )
 
 
 @dataclass(frozen=True)
 class Dispute:
-    """Two blocks that have computed the same microbatch, and differ."""
+    """Disagreement of two replicas that computed the same microbatch with different results."""
 
-    words: str
-    wrong: tuple[int, ...]
-    """The ranks of the block that is wrong which gave another result; none if there is no telling."""
+    message: str
+    wrong_ranks: tuple[int, ...]
+    """Ranks of the wrong replica whose results differ; empty if it cannot be decided which replica is wrong."""
 
 
 @dataclass(frozen=True)
-class Court:
-    """Compares what blocks have computed.
+class DisputeResolver:
+    """Compares the results that the replicas computed for the same microbatches, and decides which ranks are wrong.
 
     Args:
-        data_ranks: how many each block has.
-        nodes: the host of each rank.
-        names: of the parameters of each rank; its digests have a row more, of the loss.
-        digests: of each rank, [turns, rows, width]: in each turn those of the microbatch of the block so many places before.
+        nodes: host of each rank.
+        names: for each rank, the names of its parameters. The digests have one more row, for the loss.
+        digests: for each rank, its digests [shifts, rows, width].
     """
 
-    blocks: Blocks
-    data_ranks: int
+    replicas: ModelReplicas
+    data_ranks_per_replica: int
     nodes: Sequence[str]
     names: Sequence[Sequence[str]]
     digests: Sequence[torch.Tensor]
-    likeness: Likeness
+    comparer: DigestComparer
 
-    def disputes(self) -> list[Dispute]:
-        """Where blocks differ, and who is wrong."""
-        return [self._settled(owner) for owner in range(len(self.blocks)) if self._apart(owner, 0, 1)]
+    def find_disputes(self) -> list[Dispute]:
+        """Return a `Dispute` for each microbatch with different results. It names the wrong ranks."""
+        return [self._resolve(owner) for owner in range(len(self.replicas)) if self._find_differing_pairs(owner, 0, 1)]
 
-    def _apart(self, owner: int, one: int, other: int) -> dict[tuple[int, int], list[bool]]:
-        """Pairs of ranks that gave different results in two turns of a block's microbatch, with the rows that differ."""
-        count = len(self.blocks)
-        pairs = zip(self.blocks[(owner + one) % count], self.blocks[(owner + other) % count], strict=True)
-        rows = {(a, b): self.likeness.apart(self.digests[a][one], self.digests[b][other]).tolist() for a, b in pairs}
-        return {pair: apart for pair, apart in rows.items() if any(apart)}
+    def _find_differing_pairs(self, owner: int, shift_a: int, shift_b: int) -> dict[tuple[int, int], list[bool]]:
+        """Compare two shifts that computed the first microbatch of replica `owner`. Return the pairs of ranks whose results differ,
+        each with the rows (bool) that differ."""
+        num_replicas = len(self.replicas)
+        pairs = zip(self.replicas[(owner + shift_a) % num_replicas], self.replicas[(owner + shift_b) % num_replicas], strict=True)
+        rows = {
+            (a, b): self.comparer.find_differences(self.digests[a][shift_a], self.digests[b][shift_b]).tolist() for a, b in pairs
+        }
+        return {pair: differs for pair, differs in rows.items() if any(differs)}
 
-    def _settled(self, owner: int) -> Dispute:
-        count, pairs = len(self.blocks), self._apart(owner, 0, 1)
-        sides = [sorted({pair[side] for pair in pairs}) for side in (0, 1)]
-        this, that, third = (f"data {self._data_ranks((owner + turn) % count)}" for turn in range(3))
-        turn, why = verdict(count, lambda one, other: not self._apart(owner, one, other))
+    def _resolve(self, owner: int) -> Dispute:
+        num_replicas, pairs = len(self.replicas), self._find_differing_pairs(owner, 0, 1)
+        differing_ranks = [sorted({pair[i] for pair in pairs}) for i in (0, 1)]
+        first, second, third = (f"data {self._format_data_ranks((owner + shift) % num_replicas)}" for shift in range(3))
+        shift, reason = find_wrong_shift(
+            num_replicas, lambda shift_a, shift_b: not self._find_differing_pairs(owner, shift_a, shift_b)
+        )
         gradients = dict.fromkeys(
-            name for (rank, _), rows in pairs.items() for name, bad in zip(self.names[rank], rows[:-1], strict=True) if bad
+            name for (rank, _), rows in pairs.items() for name, differs in zip(self.names[rank], rows[:-1], strict=True) if differs
         )
-        whole = {name for ranks in self.blocks for rank in ranks for name in self.names[rank]}
-        what = ["the loss"] * any(rows[-1] for rows in pairs.values())
+        all_names = {name for ranks in self.replicas for rank in ranks for name in self.names[rank]}
+        differing = ["the loss"] * any(rows[-1] for rows in pairs.values())
         if gradients:
-            what.append(f"{len(gradients)} of {len(whole)} gradients (backward comes to {[*gradients][-1]} first)")
-        again = "itself" if count == 1 else f"{that} ({self._places(sides[1])})"
-        words = (
-            f"the first microbatch of {this} ({self._places(sides[0])}), computed again by {again}, has another result: "
-            f"{' and '.join(what)}; {why.format(this=this, that=that, third=third)}"
+            differing.append(f"{len(gradients)} of {len(all_names)} gradients (first in backward: {[*gradients][-1]})")
+        recomputed_by = "itself" if num_replicas == 1 else f"{second} ({self._format_ranks_and_nodes(differing_ranks[1])})"
+        message = (
+            f"the first microbatch of {first} ({self._format_ranks_and_nodes(differing_ranks[0])}), "
+            f"computed again by {recomputed_by}, has a different result: "
+            f"{' and '.join(differing)}; {reason.format(first=first, second=second, third=third)}"
         )
-        return Dispute(words, () if turn is None else tuple(sides[turn]))
+        return Dispute(message, () if shift is None else tuple(differing_ranks[shift]))
 
-    def _data_ranks(self, block: int) -> str:
-        return ranks_in_words(range(block * self.data_ranks, (block + 1) * self.data_ranks))
+    def _format_data_ranks(self, replica: int) -> str:
+        return format_rank_list(range(replica * self.data_ranks_per_replica, (replica + 1) * self.data_ranks_per_replica))
 
-    def _places(self, ranks: Sequence[int]) -> str:
+    def _format_ranks_and_nodes(self, ranks: Sequence[int]) -> str:
         nodes = list(dict.fromkeys(self.nodes[rank] for rank in ranks))
-        return f"{ranks_in_words(ranks)} on {'node' if len(nodes) == 1 else 'nodes'} {', '.join(nodes)}"
+        return f"{format_rank_list(ranks)} on {'node' if len(nodes) == 1 else 'nodes'} {', '.join(nodes)}"
