@@ -1,1 +1,1 @@
-"""Measurements of speed and memory, each with what it is compared with."""
+"""Benchmarks of the framework's speed and memory. `tools/bench.py` runs them."""

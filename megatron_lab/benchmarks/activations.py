@@ -1,8 +1,9 @@
-"""Saved tensors that are moved to host memory and back, beside computation: layers sleep, and a slow link is emulated.
+"""Benchmark of activation offloading: saved tensors move to host memory and back while the layers compute.
 
-A layer sleeps for its forward and for its backward, and saves one tensor. The link to the host takes as long for it as a given
-share of the layer's forward, each way by itself. A step with the schedule's copies is compared with the same step without any, and
-with one in which computation waits for each copy. Sleeping takes no core, as a copy by a GPU's own engine takes none.
+Layers sleep instead of computing, and the link to the host is emulated. A layer sleeps in its forward and in its backward, and
+saves one tensor. A copy of that tensor over the link takes a given share of the layer's forward time. The two directions of the
+link are independent. The benchmark compares three steps: with the copies of the schedule overlapped, without copies, and with
+computation that waits for each copy. Sleeping uses no CPU core, just as a copy by the copy engine of a GPU uses none.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Any
 
 import torch
 
-from megatron.memory.host import HostMemory
-from megatron.memory.offload import chosen_layer
+from megatron.memory.host import HostBufferPool
+from megatron.memory.offload import create_offloader
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.spec.operations import Schedule
-from megatron.spec.schedules import gpipe, one_f_one_b
-from megatron_lab.benchmarks.runner import all_in_turns, timed
+from megatron.spec.schedules import build_1f1b, build_gpipe
+from megatron_lab.benchmarks.runner import make_timer, run_in_turns
 
 BOUND = 1.05
-"""How many times the step without copies a step may take in which each copy is shorter than a layer's forward."""
+"""Maximum ratio of the step with copies to the step without, if each copy is shorter than a layer's forward."""
 
 _CPU = torch.device("cpu")
 _SHAPE = (64, 1, 512)
@@ -37,99 +38,109 @@ _LAYERS, _MICROBATCHES = 6, 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Sizes and durations of the benchmark of activation offloading."""
 
     forward_s: float = 0.02
-    """Seconds of a layer's forward; its backward takes twice as long."""
+    """Seconds of a layer's forward. The backward takes twice as long."""
     share: float = 0.8
-    """Time of a layer's copy, as a share of its forward."""
+    """Time that the copy of a layer's saved tensor takes on the host link, as a share of the layer's forward time."""
     repeats: int = 5
 
 
 @dataclass(frozen=True)
-class Result:
-    """Seconds a step under one schedule, in each turn."""
+class ScheduleTimes:
+    """Step times of three variants under one pipeline schedule: without copies, with overlapped copies, and with blocking copies.
+
+    Each list has the seconds of a step, one value per repetition of the measurement.
+    """
 
     name: str
-    without: list[float]
-    beside: list[float]
-    """With copies beside computation."""
-    waiting: list[float]
-    """With computation that waits for each copy."""
+    without_copies: list[float]
+    overlapped: list[float]
+    """Steps whose copies run concurrently with computation."""
+    blocking: list[float]
+    """Steps whose computation waits for each copy."""
 
     @property
     def ratio(self) -> float:
-        """The step with copies against that without."""
-        return statistics.median(beside / without for beside, without in zip(self.beside, self.without, strict=True))
+        """Median ratio of the step with overlapped copies to the step without copies."""
+        return statistics.median(
+            overlapped / baseline for overlapped, baseline in zip(self.overlapped, self.without_copies, strict=True)
+        )
 
 
-class _Lane:
-    """One way of the link, or the stream that computes."""
+class _EmulatedStream:
+    """Emulation of a device stream: the compute stream, or the copy stream of one direction of the host link."""
 
     def __init__(self, *_: object) -> None:
         self.free_at = 0.0
 
-    def wait_stream(self, other: _Lane) -> None:
-        """Copies begin no sooner than now: what they read is computed."""
+    def wait_stream(self, stream: _EmulatedStream) -> None:
+        """Start the next copy of this stream no earlier than now. The tensor to copy is complete at this time."""
         self.free_at = max(self.free_at, time.perf_counter())
 
     def record_event(self) -> float:
-        """When all of its copies are through."""
+        """Return the time at which all copies of this stream are complete."""
         return self.free_at
 
-    def wait_event(self, at: float) -> None:
-        """The stream that computes sleeps until then; a lane goes on then."""
-        if self is SlowHost.computing:
-            _sleep_until(at)
+    def wait_event(self, event_time: float) -> None:
+        """Wait for a time that `record_event` returned.
+
+        The compute stream sleeps until that time. A copy stream starts its next copy no earlier.
+        """
+        if self is SlowHostBufferPool.compute_stream:
+            _sleep_until(event_time)
         else:
-            self.free_at = max(self.free_at, at)
+            self.free_at = max(self.free_at, event_time)
 
 
-class SlowHost(HostMemory):
-    """Host memory behind a link of a given bandwidth each way.
+class SlowHostBufferPool(HostBufferPool):
+    """Pool of host buffers behind an emulated link with a given bandwidth per direction.
 
     Args:
-        bandwidth: bytes a second.
-        beside: whether copies run beside computation, which otherwise waits for each.
+        bandwidth: bytes per second.
+        overlapped: run copies concurrently with computation. Otherwise computation waits for each copy.
     """
 
-    computing = _Lane()
+    compute_stream = _EmulatedStream()
 
-    def __init__(self, bandwidth: float, *, beside: bool) -> None:
+    def __init__(self, bandwidth: float, *, overlapped: bool) -> None:
         super().__init__(_CPU)
-        self._bandwidth, self._beside, self._lane = bandwidth, beside, self.computing
-        self.streams = SimpleNamespace(Stream=_Lane, current_stream=lambda device: self._lane, stream=self._on)
+        self._bandwidth, self._overlapped, self._current_stream = bandwidth, overlapped, self.compute_stream
+        self.device_module = SimpleNamespace(
+            Stream=_EmulatedStream, current_stream=lambda device: self._current_stream, stream=self._use_stream
+        )
 
     @contextmanager
-    def _on(self, lane: _Lane) -> Iterator[None]:
-        self._lane = lane
+    def _use_stream(self, stream: _EmulatedStream) -> Iterator[None]:
+        self._current_stream = stream
         yield
-        self._lane = self.computing
+        self._current_stream = self.compute_stream
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """See `HostMemory`."""
-        to.copy_(source)
-        self._lane.free_at = max(self._lane.free_at, time.perf_counter()) + len(source) / self._bandwidth
-        if not self._beside:
-            _sleep_until(self._lane.free_at)
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy at once, and occupy the current stream for the time that the copy takes on the emulated link."""
+        target.copy_(source)
+        self._current_stream.free_at = max(self._current_stream.free_at, time.perf_counter()) + len(source) / self._bandwidth
+        if not self._overlapped:
+            _sleep_until(self._current_stream.free_at)
 
 
-class _Sleep(torch.autograd.Function):
-    """A layer."""
+class _SleepLayer(torch.autograd.Function):
+    """Layer that sleeps in its forward, sleeps twice as long in its backward, and saves one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:  # type: ignore[override]
-        began = time.perf_counter()
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float) -> torch.Tensor:  # type: ignore[override]
+        start = time.perf_counter()
         out = x + 1
         ctx.save_for_backward(out)
-        ctx.seconds = seconds
-        _sleep_until(began + seconds)
+        ctx.forward_s = forward_s
+        _sleep_until(start + forward_s)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         (saved,) = ctx.saved_tensors
-        _sleep_until(time.perf_counter() + 2 * ctx.seconds)
+        _sleep_until(time.perf_counter() + 2 * ctx.forward_s)
         return grad * saved, None
 
 
@@ -137,62 +148,71 @@ def _sleep_until(end: float) -> None:
     time.sleep(max(0.0, end - time.perf_counter()))
 
 
-def measure(settings: Settings) -> list[Result]:
-    """One step of each kind in turn, for each schedule; the first turn is left out."""
+def measure(settings: Settings) -> list[ScheduleTimes]:
+    """Time steps without copies, with overlapped copies and with blocking copies, under 1F1B and GPipe.
+
+    Each repetition runs the three variants one after another.
+    """
     bandwidth = torch.empty(_SHAPE).nbytes / (settings.share * settings.forward_s)
-    hosts: dict[str, HostMemory | None] = {
-        "without": None,
-        "beside": SlowHost(bandwidth, beside=True),
-        "waiting": SlowHost(bandwidth, beside=False),
+    pools: dict[str, HostBufferPool | None] = {
+        "without_copies": None,
+        "overlapped": SlowHostBufferPool(bandwidth, overlapped=True),
+        "blocking": SlowHostBufferPool(bandwidth, overlapped=False),
     }
     results = []
-    for schedule in (one_f_one_b(1, _MICROBATCHES), gpipe(1, _MICROBATCHES)):
-        steps = {name: _stepper(schedule, host, settings) for name, host in hosts.items()}
-        seconds = all_in_turns({name: timed(step) for name, step in steps.items()}, settings.repeats)
-        results.append(Result(schedule.name, **seconds))
+    for schedule in (build_1f1b(1, _MICROBATCHES), build_gpipe(1, _MICROBATCHES)):
+        steps = {name: _build_step(schedule, pool, settings) for name, pool in pools.items()}
+        times = run_in_turns({name: make_timer(step) for name, step in steps.items()}, settings.repeats)
+        results.append(ScheduleTimes(schedule.name, **times))
     return results
 
 
-def _stepper(schedule: Schedule, host: HostMemory | None, settings: Settings) -> Callable[[], None]:
-    executor = Executor(make_context(Topology(), 0, _CPU), {"hidden": TensorSpec(_SHAPE, torch.float32)}, host=host)
+def _build_step(schedule: Schedule, pool: HostBufferPool | None, settings: Settings) -> Callable[[], None]:
+    executor = Executor(make_context(Topology(), 0, _CPU), {"hidden": TensorSpec(_SHAPE, torch.float32)}, host=pool)
 
     def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
         x = torch.zeros(_SHAPE, requires_grad=True)
-        for number in range(_LAYERS):
-            layer = None if host is None else chosen_layer(x, last=number == _LAYERS - 1)
+        for layer_index in range(_LAYERS):
+            offloader = None if pool is None else create_offloader(x, is_last=layer_index == _LAYERS - 1)
             x = (
-                _Sleep.apply(x, settings.forward_s)
-                if layer is None
-                else layer.run(lambda x: _Sleep.apply(x, settings.forward_s), x)
+                _SleepLayer.apply(x, settings.forward_s)
+                if offloader is None
+                else offloader.run(lambda x: _SleepLayer.apply(x, settings.forward_s), x)
             )
         return {"loss": x.sum()}
 
     return lambda: executor.run(schedule, forward)
 
 
-def misses(results: list[Result]) -> list[str]:
-    """In words, what is not as it must be."""
+def find_violations(results: list[ScheduleTimes]) -> list[str]:
+    """Return a message for each schedule under which a step with overlapped copies takes more than `BOUND` times as long as a step
+    without copies."""
     return [
-        f"{one.name}: a step takes {one.ratio:.2f} x the one without copies; at most {BOUND} is asked for"
-        for one in results
-        if one.ratio > BOUND
+        f"{result.name}: a step takes {result.ratio:.2f} x the one without copies; at most {BOUND} is asked for"
+        for result in results
+        if result.ratio > BOUND
     ]
 
 
 def run(settings: Settings) -> bool:
-    """Print the steps under each schedule; returns whether the bound holds."""
+    """Print the step times under each schedule.
+
+    Return whether every ratio is at most `BOUND`; always True if a copy takes at least as long as a forward.
+    """
     print(
         f"{_LAYERS} layers of {1e3 * settings.forward_s:.0f} ms forward and {2e3 * settings.forward_s:.0f} ms backward, "
         f"{_MICROBATCHES} microbatches; a layer's saved tensor takes {1e3 * settings.share * settings.forward_s:.0f} ms each way\n"
         f"{'schedule':>10}{'no copies':>14}{'beside':>12}{'ratio':>8}{'waiting':>12}   ms a step, medians of {settings.repeats}"
     )
     results = measure(settings)
-    for one in results:
-        without, beside, waiting = (1e3 * statistics.median(seconds) for seconds in (one.without, one.beside, one.waiting))
-        print(f"{one.name:>10}{without:>14.1f}{beside:>12.1f}{one.ratio:>8.3f}{waiting:>12.1f}")
+    for result in results:
+        without_copies, overlapped, blocking = (
+            1e3 * statistics.median(times) for times in (result.without_copies, result.overlapped, result.blocking)
+        )
+        print(f"{result.name:>10}{without_copies:>14.1f}{overlapped:>12.1f}{result.ratio:>8.3f}{blocking:>12.1f}")
     if settings.share >= 1.0:
         print(f"a ratio of at most {BOUND} is asked for where copies are shorter than forwards")
         return True
-    missed = misses(results)
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "the bound holds", flush=True)
-    return not missed
+    violations = find_violations(results)
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
+    return not violations

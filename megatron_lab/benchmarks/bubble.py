@@ -1,7 +1,7 @@
-"""The real bubble: the executor and its messages between real processes, with operations that sleep instead of computing.
+"""Benchmark of the pipeline bubble: the executor sends real messages between processes, and operations sleep instead of computing.
 
-A sleeping operation needs no core, so a machine of two cores can run eight stages. What a step takes beyond the simulated time is
-what the executor, autograd and the messages cost.
+A sleeping operation needs no CPU core, so a machine with two cores can run eight stages. The difference between the measured and
+the simulated step time is the time that the executor, autograd and the messages take.
 """
 
 from __future__ import annotations
@@ -17,217 +17,233 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.memory.recompute import recomputed
-from megatron.parallel.accumulate import now_or_deferred
+from megatron.memory.recompute import run_with_recompute
+from megatron.parallel.accumulate import run_or_defer
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.operations import Costs, Op, Schedule
-from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron_lab.benchmarks.runner import all_in_turns
+from megatron.spec.operations import Op, OpCosts, Schedule
+from megatron.spec.schedules import SCHEDULES, build_schedule
+from megatron_lab.benchmarks.runner import run_in_turns
 from megatron_lab.verification.local_ranks import run_ranks
 
-OFF_BOUND = 0.05
-"""How far a measured step may be off the simulated one."""
-SAVED_SIMULATED, SAVED_MEASURED = 0.25, 0.22
-"""Where zb-v is to save that part of 1f1b's step on paper, it must save this part as measured."""
+MAX_RELATIVE_ERROR = 0.05
+"""Maximum relative difference between the measured and the simulated step."""
+MIN_SIMULATED_SAVING, MIN_MEASURED_SAVING = 0.25, 0.22
+"""If zb-v saves at least the first share of 1f1b's step in simulation, it must save at least the second share when measured."""
 
-_AWAKE = 0.0002
+_BUSY_WAIT_S = 0.0002
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Schedules, sizes and operation durations of the pipeline benchmark."""
 
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     stages: int = 8
     microbatches: int = 16
-    costs: Costs = field(default_factory=lambda: Costs(0.04, 0.04, 0.04))
-    """Seconds of a whole stage; its chunks share them."""
-    hidden: tuple[int, int, int] = (128, 1, 512)
-    """[s, b, h] of the float32 tensor that travels."""
+    costs: OpCosts = field(default_factory=lambda: OpCosts(0.04, 0.04, 0.04))
+    """Seconds of the operations of a full pipeline stage. Each of the stage's model chunks takes an equal share."""
+    hidden_shape: tuple[int, int, int] = (128, 1, 512)
+    """Shape [s, b, h] of the float32 tensor that stages send."""
     overlap: bool = True
     repeats: int = 5
 
     def chunks_per_stage(self, name: str) -> int:
-        """The number that a schedule must have, or two where it may have any."""
+        """Return the number of model chunks per stage that a schedule requires, or 2 if the schedule allows any number."""
         return SCHEDULES[name].chunks_per_stage or 2
 
-    def schedule(self, name: str) -> Schedule:
-        """The schedule of this name. Where recompute takes time, all chunks have it."""
+    def get_schedule(self, name: str) -> Schedule:
+        """Build the schedule with this name. If `costs` gives a time for recomputation, all model chunks are recomputed."""
         chunks = self.chunks_per_stage(name)
-        recomputed = range(self.stages * chunks) if self.costs.recompute else ()
-        return make_schedule(name, self.stages, self.microbatches, chunks, recomputed=recomputed)
+        recompute_chunks = range(self.stages * chunks) if self.costs.recompute else ()
+        return build_schedule(name, self.stages, self.microbatches, chunks, recomputed_chunks=recompute_chunks)
 
-    def chunk_costs(self, name: str) -> Costs:
-        """Costs of one chunk under the schedule of this name."""
-        return self.costs.divided(self.chunks_per_stage(name))
+    def costs_per_chunk(self, name: str) -> OpCosts:
+        """Return the operation costs of one model chunk under the schedule with this name."""
+        return self.costs.divide_by_chunks(self.chunks_per_stage(name))
 
 
 @dataclass(frozen=True)
-class Result:
-    """Steps of one schedule, in seconds."""
+class ScheduleResult:
+    """Step times of one schedule in seconds: one simulated value, and one measured value per repetition."""
 
     name: str
-    simulated: float
-    measured: tuple[float, ...]
+    simulated_time: float
+    step_times: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """Of the measured steps."""
-        return statistics.median(self.measured)
+        """Median of the measured steps."""
+        return statistics.median(self.step_times)
 
     @property
-    def off(self) -> float:
-        """Measured beyond simulated, as a part of the simulated."""
-        return self.median / self.simulated - 1.0
+    def relative_error(self) -> float:
+        """Ratio of the median measured step time to the simulated step time, minus 1."""
+        return self.median / self.simulated_time - 1.0
 
 
-class _Clock:
-    """The executor's recorder: when the operation that now runs began."""
+class _OpClock:
+    """Observer of the pipeline executor that remembers when the current operation started."""
 
-    began = 0.0
+    op_start = 0.0
 
-    def begin(self, op: Op) -> None:
-        """Called by the executor."""
-        self.began = time.perf_counter()
+    def start(self, op: Op) -> None:
+        """Record the time. The executor calls this method when an operation starts."""
+        self.op_start = time.perf_counter()
 
     def end(self, op: Op) -> None:
-        """Called by the executor."""
+        """Do nothing, because only the start of an operation matters. The executor calls this method when an operation ends."""
 
 
-class _Sleep(torch.autograd.Function):
-    """A chunk: adds one and sleeps. Its backward sleeps for the input gradient; the weight gradient may be deferred.
+class _SleepChunk(torch.autograd.Function):
+    """Model chunk that adds 1 and sleeps. Its backward sleeps for the input gradient and can defer the weight gradient.
 
-    What autograd does before it comes to the sleep is a part of the operation, as it is of one that computes.
+    The sleep ends at a fixed time after the start of the operation. The time that autograd needs before the sleep is therefore part
+    of the operation's duration, as it is for an operation that computes.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: Costs, clock: _Clock, again: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, costs: OpCosts, clock: _OpClock, is_recompute: bool
+    ) -> torch.Tensor:  # type: ignore[override]
         ctx.costs, ctx.clock = costs, clock
         ctx.save_for_backward(x)
         out = x + 1
-        _sleep_until(clock.began + (costs.recompute if again else costs.forward))
+        _sleep_until(clock.op_start + (costs.recompute if is_recompute else costs.forward))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         weight_grad, _ = ctx.costs.weight_grad, ctx.saved_tensors
-        grad_in = grad.clone()
-        _sleep_until(ctx.clock.began + ctx.costs.input_grad)
-        now_or_deferred(lambda: _sleep_until(time.perf_counter() + weight_grad))
-        return grad_in, None, None, None, None
+        input_grad = grad.clone()
+        _sleep_until(ctx.clock.op_start + ctx.costs.input_grad)
+        run_or_defer(lambda: _sleep_until(time.perf_counter() + weight_grad))
+        return input_grad, None, None, None, None
 
 
 def _sleep_until(end: float) -> None:
-    """Sleep, and wait awake at the very end: the system may wake a process late, and that is not what is measured."""
-    time.sleep(max(0.0, end - _AWAKE - time.perf_counter()))
+    """Sleep until a time, with a busy wait at the end, because the operating system may wake a process late."""
+    time.sleep(max(0.0, end - _BUSY_WAIT_S - time.perf_counter()))
     while time.perf_counter() < end:
         pass
 
 
-def measure(settings: Settings) -> list[Result]:
-    """Run every schedule; one step of each in turn."""
-    simulated = {name: simulate(settings.schedule(name), settings.chunk_costs(name)).step_time for name in settings.schedules}
-    timeout = 60.0 + 10.0 * (settings.repeats + 1) * sum(simulated.values())
-    ranks = run_ranks(settings.stages, lambda rank: _stage(rank, settings, timeout), timeout=timeout)
+def measure(settings: Settings) -> list[ScheduleResult]:
+    """Run one step of every schedule per repetition, on one process per stage."""
+    simulated_times = {
+        name: simulate(settings.get_schedule(name), settings.costs_per_chunk(name)).step_time for name in settings.schedules
+    }
+    timeout = 60.0 + 10.0 * (settings.repeats + 1) * sum(simulated_times.values())
+    stage_times = run_ranks(settings.stages, lambda rank: _run_stage(rank, settings, timeout), timeout=timeout)
     results = []
     for name in settings.schedules:
-        # All stages read the same clock. A step begins with the first chunk, which lies on stage 0, and ends with the last stage.
-        begins = [begin for begin, _ in ranks[0][name]]
-        ends = [max(stage[name][step][1] for stage in ranks) for step in range(len(begins))]
-        steps = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        results.append(Result(name, simulated[name], steps))
+        # All stages read the same clock. A step starts with the first chunk, on stage 0, and ends when the last stage has finished.
+        starts = [start for start, _ in stage_times[0][name]]
+        ends = [max(stage[name][step][1] for stage in stage_times) for step in range(len(starts))]
+        steps = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        results.append(ScheduleResult(name, simulated_times[name], steps))
     return results
 
 
-def _stage(rank: int, settings: Settings, timeout: float) -> dict[str, list[tuple[float, float]]]:
-    """Begin and end of every step of each schedule on one stage."""
+def _run_stage(rank: int, settings: Settings, timeout: float) -> dict[str, list[tuple[float, float]]]:
+    """Run the steps of all schedules on one pipeline stage. Return (start time, end time) of each step, by schedule."""
     context = make_context(Topology(pp=settings.stages), rank, torch.device("cpu"), timeout_minutes=timeout / 60)
-    executor = Executor(context, {"hidden": TensorSpec(settings.hidden, torch.float32)}, overlap=settings.overlap)
-    executor.recorder = clock = _Clock()
+    executor = Executor(context, {"hidden": TensorSpec(settings.hidden_shape, torch.float32)}, overlap=settings.overlap)
+    executor.recorder = clock = _OpClock()
     weight = torch.zeros((), requires_grad=True)
 
-    def step_of(name: str) -> Callable[[], tuple[float, float]]:
-        schedule, costs = settings.schedule(name), settings.chunk_costs(name)
-        last = schedule.num_chunks - 1
+    def build_step(name: str) -> Callable[[], tuple[float, float]]:
+        schedule, costs = settings.get_schedule(name), settings.costs_per_chunk(name)
+        last_chunk = schedule.num_chunks - 1
 
         def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
-            x = received["hidden"] if received else torch.full(settings.hidden, float(microbatch))
+            x = received["hidden"] if received else torch.full(settings.hidden_shape, float(microbatch))
 
-            def sleeps(x: torch.Tensor, *, again: bool) -> torch.Tensor:
-                return _Sleep.apply(x, weight, costs, clock, again)
+            def sleep_layers(x: torch.Tensor, *, is_recompute: bool) -> torch.Tensor:
+                return _SleepChunk.apply(x, weight, costs, clock, is_recompute)
 
-            out = recomputed(sleeps, x, ahead=True) if costs.recompute else sleeps(x, again=False)
-            if chunk < last:
+            out = (
+                run_with_recompute(sleep_layers, x, is_recomputed_ahead=True)
+                if costs.recompute
+                else sleep_layers(x, is_recompute=False)
+            )
+            if chunk < last_chunk:
                 return {"hidden": out}
             value = out.view(-1)[-1].item()
-            assert value == microbatch + last + 1, f"microbatch {microbatch} is {value} after {last + 1} chunks"
+            assert value == microbatch + last_chunk + 1, f"microbatch {microbatch} is {value} after {last_chunk + 1} chunks"
             return {"loss": out.sum()}
 
         def step() -> tuple[float, float]:
             dist.barrier()
-            begin = time.perf_counter()
+            start = time.perf_counter()
             executor.run(schedule, forward)
-            return begin, time.perf_counter()
+            return start, time.perf_counter()
 
         return step
 
-    return all_in_turns({name: step_of(name) for name in settings.schedules}, settings.repeats)
+    return run_in_turns({name: build_step(name) for name in settings.schedules}, settings.repeats)
 
 
-def misses(results: Sequence[Result]) -> list[str]:
-    """In words, what is not as it must be."""
-    found = [
-        f"{result.name} is {result.off:+.1%} off the simulator; at most {OFF_BOUND:.0%} is asked for"
+def find_violations(results: Sequence[ScheduleResult]) -> list[str]:
+    """Return a message for each schedule whose median step time differs too much from the simulation.
+
+    Return another message if zb-v saves too little time compared with 1f1b.
+
+    The limits are `MAX_RELATIVE_ERROR` and `MIN_MEASURED_SAVING`.
+    """
+    violations = [
+        f"{result.name} is {result.relative_error:+.1%} off the simulator; at most {MAX_RELATIVE_ERROR:.0%} is asked for"
         for result in results
-        if abs(result.off) > OFF_BOUND
+        if abs(result.relative_error) > MAX_RELATIVE_ERROR
     ]
-    named = {result.name: result for result in results}
-    if {"1f1b", "zb-v"} <= named.keys():
-        base, v = named["1f1b"], named["zb-v"]
-        on_paper, measured = 1 - v.simulated / base.simulated, 1 - v.median / base.median
-        if on_paper >= SAVED_SIMULATED and measured < SAVED_MEASURED:
-            found.append(
-                f"zb-v saves {measured:.1%} of 1f1b's step ({on_paper:.1%} on paper); at least {SAVED_MEASURED:.0%} is asked for"
+    by_name = {result.name: result for result in results}
+    if {"1f1b", "zb-v"} <= by_name.keys():
+        baseline, zb_v = by_name["1f1b"], by_name["zb-v"]
+        simulated_saving, measured_saving = 1 - zb_v.simulated_time / baseline.simulated_time, 1 - zb_v.median / baseline.median
+        if simulated_saving >= MIN_SIMULATED_SAVING and measured_saving < MIN_MEASURED_SAVING:
+            violations.append(
+                f"zb-v saves {measured_saving:.1%} of 1f1b's step ({simulated_saving:.1%} on paper); "
+                f"at least {MIN_MEASURED_SAVING:.0%} is asked for"
             )
-    return found
+    return violations
 
 
-def report(results: Sequence[Result]) -> str:
-    """A table, a schedule a line."""
-    base = next((result.median for result in results if result.name == "1f1b"), None)
-    lines = [f"{'schedule':12}{'simulated':>13}{'measured':>13}{'(min to max)':>22}{'difference':>13}{'against 1f1b':>15}"]
+def format_table(results: Sequence[ScheduleResult]) -> str:
+    """Format the results as a table with one line per schedule."""
+    baseline = next((result.median for result in results if result.name == "1f1b"), None)
+    rows = [f"{'schedule':12}{'simulated':>13}{'measured':>13}{'(min to max)':>22}{'difference':>13}{'against 1f1b':>15}"]
     for result in results:
-        spread = f"({1e3 * min(result.measured):.1f} to {1e3 * max(result.measured):.1f})"
-        against = "" if base is None else f"{result.median / base - 1:+.1%}"
-        times = f"{1e3 * result.simulated:10.1f} ms{1e3 * result.median:10.1f} ms{spread:>22}"
-        lines.append(f"{result.name:12}{times}{result.off:+13.1%}{against:>15}")
-    return "\n".join(lines)
+        range_text = f"({1e3 * min(result.step_times):.1f} to {1e3 * max(result.step_times):.1f})"
+        difference = "" if baseline is None else f"{result.median / baseline - 1:+.1%}"
+        times = f"{1e3 * result.simulated_time:10.1f} ms{1e3 * result.median:10.1f} ms{range_text:>22}"
+        rows.append(f"{result.name:12}{times}{result.relative_error:+13.1%}{difference:>15}")
+    return "\n".join(rows)
 
 
 def run(settings: Settings) -> bool:
-    """Print what the step of each schedule takes, beside the simulator; returns whether the bounds hold.
+    """Print the measured and the simulated step time of each schedule. Return whether `find_violations` finds nothing.
 
-    They are asked of steps with overlap only: without, some schedules must wait for messages that the simulator lets travel.
+    If messages do not overlap with computation, the result is always True: some schedules then wait for messages, while the
+    simulator assumes that messages overlap.
     """
-    costs = [f"{1e3 * cost:g}" for cost in (settings.costs.forward, settings.costs.input_grad, settings.costs.weight_grad)]
-    again = f"; {1e3 * settings.costs.recompute:g} ms to run layers again ahead of it" if settings.costs.recompute else ""
-    size = 4 * math.prod(settings.hidden) / 2**20
+    cost_texts = [f"{1e3 * cost:g}" for cost in (settings.costs.forward, settings.costs.input_grad, settings.costs.weight_grad)]
+    recompute_text = f"; {1e3 * settings.costs.recompute:g} ms to run layers again ahead of it" if settings.costs.recompute else ""
+    message_mib = 4 * math.prod(settings.hidden_shape) / 2**20
     print(
         f"{settings.stages} stages, {settings.microbatches} microbatches; a stage's forward, input gradient, weight gradient: "
-        f"{', '.join(costs)} ms{again}, shared by its chunks\n"
-        f"messages of {size:.3g} MiB, {'' if settings.overlap else 'not '}overlapped; "
+        f"{', '.join(cost_texts)} ms{recompute_text}, shared by its chunks\n"
+        f"messages of {message_mib:.3g} MiB, {'' if settings.overlap else 'not '}overlapped; "
         f"median of {settings.repeats} steps; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
     results = measure(settings)
-    print(report(results))
+    print(format_table(results))
     if not settings.overlap:
         print("without overlap no bounds are asked for")
         return True
-    missed = misses(results)
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "all bounds hold")
-    return not missed
+    violations = find_violations(results)
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold")
+    return not violations

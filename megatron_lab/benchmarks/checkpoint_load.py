@@ -1,10 +1,11 @@
-"""Loads of checkpoints against plain reads of the same files, which lie in the page cache.
+"""Benchmark of checkpoint loads, compared with plain reads of the same files from the page cache.
 
-A load opens the files, agrees among the ranks on what is read, reads into the tensors, takes the checksum of every box, and
-compares the content sums of all that lies in memory afterwards. A plain read is a `readinto` memory that has been touched before.
+A load opens the files, agrees among the ranks on what each of them reads, reads into the tensors, verifies the checksum of every
+stored slice, and compares the content hashes of all loaded tensors. A plain read calls `readinto` on memory that has been touched
+before.
 
-1. At the layout that saved: every box goes straight into its tensor.
-2. At another layout: the ranks hold columns of what was saved in rows, so every box is cut.
+1. Load at the layout of the save: every stored slice is read directly into its tensor.
+2. Load at another layout: the ranks hold columns of matrices that were saved as rows, so every stored slice is divided.
 """
 
 from __future__ import annotations
@@ -16,78 +17,114 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.global_tensor import GlobalTensor, bytes_of
+from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import checkpoint_name
-from megatron.checkpoint.savers import TensorSaver
+from megatron.checkpoint.savers import SyncSaver
 from megatron.checkpoint.storage_kinds import open_storage
-from megatron.parallel.boxes import Box, PlacedBox
-from megatron_lab.benchmarks.checkpoint_save import held_tensors
-from megatron_lab.benchmarks.runner import Seconds, all_ranks, in_turns, show, slowest, timed_together
+from megatron.parallel.tensor_slice import BufferSlice, TensorSlice
+from megatron_lab.benchmarks.checkpoint_save import create_tensors
+from megatron_lab.benchmarks.runner import (
+    Durations,
+    get_world_group,
+    print_comparison,
+    run_pair_in_turns,
+    select_slowest_rank,
+    time_all_ranks,
+)
 from megatron_lab.verification.local_ranks import run_ranks
 
-READ_BOUND = 0.7
-"""Share of the speed of plain reads that a load must reach at the layout that saved."""
+MIN_RELATIVE_SPEED = 0.7
+"""Minimum speed of a load at the layout of the save, as a share of the speed of plain reads."""
 
 _TIMEOUT_S = 1200.0
 
 
-def in_columns(tensors: list[GlobalTensor], rank: int, ranks: int) -> list[GlobalTensor]:
-    """The same global tensors, cut by columns instead of rows; not filled."""
-    found = []
+def shard_by_columns(tensors: list[GlobalTensor], rank: int, num_ranks: int) -> list[GlobalTensor]:
+    """Return zero-filled tensors of the same global shapes, sharded by columns instead of rows.
+
+    Args:
+        tensors: tensors that are sharded by rows.
+        rank: rank whose columns the tensors contain.
+        num_ranks: number of ranks over which the columns are divided.
+    """
+    column_tensors = []
     for tensor in tensors:
         rows, columns = tensor.global_shape
-        own = Box((0, rank * columns // ranks), (rows, columns // ranks))
-        found.append(GlobalTensor(tensor.name, tensor.global_shape, torch.zeros(own.sizes), [PlacedBox(own, 0)]))
-    return found
+        local_slice = TensorSlice((0, rank * columns // num_ranks), (rows, columns // num_ranks))
+        column_tensors.append(
+            GlobalTensor(tensor.name, tensor.global_shape, torch.zeros(local_slice.sizes), [BufferSlice(local_slice, 0)])
+        )
+    return column_tensors
 
 
-def _read(rank: int, ranks: int, megabytes: int, pairs: int, folder: Path) -> list[tuple[Seconds, Seconds]]:
-    """Seconds of a plain read and of a load: at the layout that saved, and at another."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # as a launcher does: ranks share the cores
-    tensors = held_tensors(rank, ranks, megabytes)
+def _measure_rank(rank: int, num_ranks: int, megabytes: int, pairs: int, folder: Path) -> list[tuple[Durations, Durations]]:
+    """Measure plain reads and loads of a checkpoint on this rank: at the layout of the save, and at another layout.
+
+    Args:
+        megabytes: MiB that each rank loads.
+        pairs: number of repetitions; each measures one plain read and one load.
+        folder: folder in which the checkpoint is written.
+
+    Returns:
+        For each of the two layouts, the seconds of each plain read and of each load.
+    """
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)  # as a launcher sets it, so that the ranks share the cores
+    tensors = create_tensors(rank, num_ranks, megabytes)
     storage = open_storage(folder)
-    TensorSaver(storage, all_ranks()).save(1, tensors, {}, {})
-    path = storage.at(checkpoint_name(1))
+    SyncSaver(storage, get_world_group()).save(1, tensors, {}, {})
+    path = storage.location_of(checkpoint_name(1))
     file = Path(path) / f"rank_{rank:05d}.safetensors"
-    buffer = bytes_of(torch.ones(file.stat().st_size, dtype=torch.uint8))
+    buffer = tensor_bytes(torch.ones(file.stat().st_size, dtype=torch.uint8))
 
-    def plain() -> None:
-        with open(file, "rb", buffering=0) as opened:
-            rest = buffer
-            while rest:
-                rest = rest[opened.readinto(rest) :]
+    def read_file() -> None:
+        with open(file, "rb", buffering=0) as stream:
+            remaining = buffer
+            while remaining:
+                remaining = remaining[stream.readinto(remaining) :]
 
-    found = []
-    for targets in (tensors, in_columns(tensors, rank, ranks)):
+    results = []
+    for targets in (tensors, shard_by_columns(tensors, rank, num_ranks)):
 
         def load(targets: list[GlobalTensor] = targets) -> None:
-            load_tensors(path, targets, all_ranks())
+            load_tensors(path, targets, get_world_group())
 
-        found.append(in_turns(lambda: timed_together(plain), lambda load=load: timed_together(load), pairs))  # type: ignore[misc]
-    return found
+        results.append(run_pair_in_turns(lambda: time_all_ranks(read_file), lambda load=load: time_all_ranks(load), pairs))  # type: ignore[misc]
+    return results
 
 
 def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | None = None) -> bool:
-    """Print all; returns whether the bound holds. Call it before this process has run a backward, since it forks.
+    """Print the times of plain reads and of loads. Return whether loads at the layout of the save reach `MIN_RELATIVE_SPEED`.
+
+    The function forks processes, so call it before this process has run a backward.
 
     Args:
-        ranks: processes that load, each with its share of the cores.
-        megabytes: what each of them loads.
-        pairs: measurements of each.
-        folder: where the checkpoint is written; by default the folder for temporary files.
+        ranks: number of processes that load at the same time. They share the cores.
+        megabytes: MiB that each process loads.
+        pairs: number of repetitions; each measures one plain read and one load.
+        folder: folder in which the checkpoint is written; by default the folder for temporary files.
     """
-    missed = []
-    for count in dict.fromkeys((1, ranks)):
-        print(f"{count} processes, {megabytes} MiB each, median (min to max) of {pairs} pairs")
+    violations = []
+    for num_ranks in dict.fromkeys((1, ranks)):
+        print(f"{num_ranks} processes, {megabytes} MiB each, median (min to max) of {pairs} pairs")
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as name:
-            found = run_ranks(count, lambda rank: _read(rank, count, megabytes, pairs, Path(name)), timeout=_TIMEOUT_S)  # noqa: B023
-        for which, names in enumerate((("plain reads", "load"), ("plain reads", "load at another layout"))):
-            ratios = show("from cache", names, slowest([one[which] for one in found]), count * (megabytes << 20))
-            speed = 1 / statistics.median(ratios)
-            if which == 0 and speed < READ_BOUND:
-                missed.append(
-                    f"{count} processes load at {speed:.2f} x the speed of plain reads; at least {READ_BOUND} is asked for"
+            rank_results = run_ranks(
+                num_ranks,
+                lambda rank: _measure_rank(rank, num_ranks, megabytes, pairs, Path(name)),  # noqa: B023
+                timeout=_TIMEOUT_S,
+            )
+        for case_index, names in enumerate((("plain reads", "load"), ("plain reads", "load at another layout"))):
+            ratios = print_comparison(
+                "from cache",
+                names,
+                select_slowest_rank([results[case_index] for results in rank_results]),
+                num_ranks * (megabytes << 20),
+            )
+            relative_speed = 1 / statistics.median(ratios)
+            if case_index == 0 and relative_speed < MIN_RELATIVE_SPEED:
+                violations.append(
+                    f"{num_ranks} processes load at {relative_speed:.2f} x the speed of plain reads; "
+                    f"at least {MIN_RELATIVE_SPEED} is asked for"
                 )
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "the bound holds", flush=True)
-    return not missed
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
+    return not violations

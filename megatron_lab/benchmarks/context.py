@@ -1,12 +1,13 @@
-"""Keys and values that travel among context ranks beside the products of attention: parts sleep, over an emulated slow link.
+"""Benchmark of context parallelism: keys and values travel over an emulated slow link while attention computes.
 
-Ranks run `context_attention` forward and backward with real messages and collectives over `slow_link`. A part sleeps for its pairs
-of tokens, in backward 2.5 times as long (five products beside two: Dao 2023, FlashAttention-2, section 4.1). The link has the
-bandwidth at which one rank's keys and values take a given share of a step of the ring. Sleeping takes no core, as a network card
-takes none.
+The ranks run `context_attention` forward and backward, with real messages and collectives over `slow_link`. Attention of a range
+pair sleeps in proportion to its (query, key) pairs, and 2.5 times as long in backward (five matrix products instead of two: Dao
+2023, FlashAttention-2, section 4.1). The bandwidth of the link is set so that the keys and values of one rank take a given share of
+a ring step. Sleeping uses no CPU core, just as a network card uses none.
 
-The simulated best is the computation and what no order of these messages could hide: behind the ring's last step the sum that goes
-home; beside a gather only the own part, and behind backward the whole reduce-scatter.
+The simulated best time is the computation plus the communication that no order of these messages can hide. For the ring that is the
+message which returns the gradient sum to its owner after the last ring step. For the all-gather only the local range pair overlaps
+with the gather, and the reduce-scatter after backward is exposed completely.
 """
 
 from __future__ import annotations
@@ -22,175 +23,206 @@ import numpy as np
 import torch
 
 from megatron.attention.documents import Documents
-from megatron.attention.parts import RunPair
-from megatron.config.parallel import ContextWay
+from megatron.attention.range_pairs import RangePair
+from megatron.config.parallel import CpCommType
 from megatron.context_parallel import attention
-from megatron.context_parallel.attention import Sharers, context_attention
+from megatron.context_parallel.attention import ContextRanks, context_attention
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Group, make_context
-from megatron.parallel.cut import mirrored
+from megatron.parallel.sequence_split import split_zigzag
 from megatron.parallel.topology import Topology
-from megatron.spec.layers import PLAIN
-from megatron_lab.benchmarks.runner import all_in_turns, of_slowest_rank
+from megatron.spec.layers import DEFAULT_SCORES
+from megatron_lab.benchmarks.runner import make_slowest_rank_timer, run_in_turns
 from megatron_lab.benchmarks.slow_link import SlowLink
 from megatron_lab.verification.local_ranks import run_ranks
 
 BOUND = 1.15
-"""How many times the simulated best a pass may take."""
-WAYS: tuple[ContextWay, ...] = ("p2p", "all_gather")
+"""Maximum ratio of a measured pass to the simulated best time."""
+COMM_TYPES: tuple[CpCommType, ...] = ("p2p", "all_gather")
 _CPU = torch.device("cpu")
 _TOKENS, _HEADS, _SIZE = 32, 2, 8
-"""Tokens of a rank, key-value heads, head size."""
+"""Tokens per rank, key-value heads, and head size."""
 _BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Sizes and durations of the benchmark of context parallelism."""
 
-    ranks: int
+    num_ranks: int
     step_s: float = 0.1
-    """Seconds of a rank's products with one rank's keys, forward."""
+    """Seconds of a ring step in forward: attention between the queries of one rank and the keys of one rank."""
     share: float = 0.5
-    """Time of one rank's keys and values on the link, as a share of that."""
+    """Time that the link needs for the keys and values of one rank, as a share of `step_s`."""
     repeats: int = 5
 
 
 @dataclass(frozen=True)
-class Result:
-    """Seconds of a pass of the slowest rank, in each turn, by way."""
+class PassTimes:
+    """Times of a forward and backward of attention on the slowest rank: seconds by communication type, one value per repetition."""
 
-    computation: dict[ContextWay, list[float]]
-    """Without a link."""
-    turns: dict[ContextWay, list[float]]
-    """Each message waited for at once."""
-    beside: dict[ContextWay, list[float]]
+    computation: dict[CpCommType, list[float]]
+    """Passes without communication."""
+    sequential: dict[CpCommType, list[float]]
+    """Passes without overlap: a rank waits for each message as soon as the message starts."""
+    overlapped: dict[CpCommType, list[float]]
+    """Passes in which communication overlaps with computation."""
 
-    def ratio(self, way: ContextWay, times: Sequence[float], best: float) -> float:
-        """Of one kind against the best that follows from computation."""
-        return statistics.median(one / (alone * best) for one, alone in zip(times, self.computation[way], strict=True))
+    def ratio(self, comm_type: CpCommType, times: Sequence[float], best_ratio: float) -> float:
+        """Return the median ratio of the passes in `times` to the simulated best pass.
+
+        Args:
+            times: seconds of passes, one value per repetition.
+            best_ratio: simulated best time as a multiple of the computation (`simulate_best_ratio`).
+        """
+        return statistics.median(
+            time / (computation * best_ratio) for time, computation in zip(times, self.computation[comm_type], strict=True)
+        )
 
 
-def best(settings: Settings, way: ContextWay) -> float:
-    """The simulated best as a multiple of computation, all of it in steps of the ring."""
-    ranks, share = settings.ranks, settings.share
-    whole = ranks * (1 + _BACKWARD)
-    if way == "p2p":
-        return (whole + share) / whole
+def simulate_best_ratio(settings: Settings, comm_type: CpCommType) -> float:
+    """Return the shortest possible time of a pass, as a multiple of the pass's computation.
+
+    The function calculates in units of the time of a ring step.
+
+    Args:
+        comm_type: context-parallel communication type of the pass (--cp-comm-type), such as p2p.
+    """
+    ranks, share = settings.num_ranks, settings.share
+    computation = ranks * (1 + _BACKWARD)
+    if comm_type == "p2p":
+        return (computation + share) / computation
     gather = (ranks - 1) * share
-    return (whole + max(0.0, gather - 1) + max(0.0, gather - _BACKWARD) + gather) / whole
+    return (computation + max(0.0, gather - 1) + max(0.0, gather - _BACKWARD) + gather) / computation
 
 
-class _InTurns(SlowLink):
-    """Whoever starts a message waits for it."""
+class _BlockingLink(SlowLink):
+    """Emulated slow link without overlap: a rank waits for each collective as soon as it has started the collective."""
 
     def start(
-        self, name: str, real: Callable[..., Pending], tensor: torch.Tensor, group: Group, *args: Any, **kwargs: Any
+        self, name: str, collective: Callable[..., Pending], tensor: torch.Tensor, group: Group, *args: Any, **kwargs: Any
     ) -> Pending:
-        """See `SlowLink`."""
-        return Pending(super().start(name, real, tensor, group, *args, **kwargs).wait())
+        """Start a collective and wait for it.
+
+        The arguments are those of `SlowLink.start`.
+        """
+        return Pending(super().start(name, collective, tensor, group, *args, **kwargs).wait())
 
 
-def measure(settings: Settings) -> Result:
-    """Passes of each kind in turn; the first turn is left out."""
+def measure(settings: Settings) -> PassTimes:
+    """Time passes without communication, with blocking communication and with overlapped communication.
 
-    def live(rank: int) -> Result:
+    Each repetition measures the three variants one after another.
+    """
+
+    def run_rank(rank: int) -> PassTimes:
         groups = ("cp", "cp_ring", "cp_ring_grad")
-        links = {"computation": SlowLink(groups), "turns": _InTurns(groups), "beside": SlowLink(groups)}
-        links["computation"].connected = False
+        links = {"computation": SlowLink(groups), "sequential": _BlockingLink(groups), "overlapped": SlowLink(groups)}
+        links["computation"].is_connected = False
         for link in links.values():
             link.bandwidth = 4 * _TOKENS * _HEADS * 2 * _SIZE / (settings.share * settings.step_s)
-        seconds: dict[str, dict[ContextWay, list[float]]] = {name: {} for name in links}
+        times_by_link: dict[str, dict[CpCommType, list[float]]] = {name: {} for name in links}
 
-        def over(link: SlowLink, once: Callable[[], float]) -> Callable[[], float]:
+        def make_timer(link: SlowLink, run_pass: Callable[[], float]) -> Callable[[], float]:
             def run() -> float:
                 with link.installed():
-                    return once()
+                    return run_pass()
 
-            return of_slowest_rank(run)
+            return make_slowest_rank_timer(run)
 
-        with _sleeping_parts(settings):
-            for way in WAYS:
-                once = _pass(settings.ranks, rank, way)
-                found = all_in_turns({name: over(link, once) for name, link in links.items()}, settings.repeats)
-                for name, times in found.items():
-                    seconds[name][way] = times
-        return Result(**seconds)
+        with _delay_attention(settings):
+            for comm_type in COMM_TYPES:
+                run_pass = _build_pass(settings.num_ranks, rank, comm_type)
+                turn_times = run_in_turns({name: make_timer(link, run_pass) for name, link in links.items()}, settings.repeats)
+                for name, times in turn_times.items():
+                    times_by_link[name][comm_type] = times
+        return PassTimes(**times_by_link)
 
-    found: Result = run_ranks(settings.ranks, live, timeout=3600.0)[0]
-    return found
+    result: PassTimes = run_ranks(settings.num_ranks, run_rank, timeout=3600.0)[0]
+    return result
 
 
-def _pass(ranks: int, rank: int, way: ContextWay) -> Callable[[], float]:
-    """A forward and a backward of one attention; gives a sum over results and gradients."""
-    context = make_context(Topology(cp=ranks), rank, _CPU)
-    bounds = np.array([0, ranks * _TOKENS], dtype=np.int32)
-    documents = Documents(bounds, torch.from_numpy(bounds), 1, mirrored(ranks * _TOKENS, ranks))
+def _build_pass(num_ranks: int, rank: int, comm_type: CpCommType) -> Callable[[], float]:
+    """Build a function that runs attention forward and backward. It returns a sum over the output and the gradient of the keys."""
+    context = make_context(Topology(cp=num_ranks), rank, _CPU)
+    bounds = np.array([0, num_ranks * _TOKENS], dtype=np.int32)
+    documents = Documents(bounds, torch.from_numpy(bounds), 1, split_zigzag(num_ranks * _TOKENS, num_ranks))
     random = torch.Generator().manual_seed(rank)
-    heads = [torch.randn(_TOKENS, 1, _HEADS, _SIZE, generator=random) for _ in range(3)]
-    sharers = Sharers(way, context.context_group, context.context_rings)
+    qkv = [torch.randn(_TOKENS, 1, _HEADS, _SIZE, generator=random) for _ in range(3)]
+    context_ranks = ContextRanks(comm_type, context.context_group, context.context_rings)
 
-    def once() -> float:
-        q, k, v = (x.clone().requires_grad_() for x in heads)
-        out = context_attention(sharers, q, k, v, documents, PLAIN)
+    def run_pass() -> float:
+        q, k, v = (x.clone().requires_grad_() for x in qkv)
+        out = context_attention(context_ranks, q, k, v, documents, DEFAULT_SCORES)
         out.sum().backward()
         assert k.grad is not None
         return (out.sum() + k.grad.sum()).item()
 
-    return once
+    return run_pass
 
 
 @contextmanager
-def _sleeping_parts(settings: Settings) -> Iterator[None]:
-    """Parts of this process take the time of their pairs: a step of the ring has half as many as a rank's tokens squared, but for
-    those before the own."""
-    pairs_per_s = _TOKENS**2 / 2 / settings.step_s
-    real = attention.attend_part, attention.differentiate_part
+def _delay_attention(settings: Settings) -> Iterator[None]:
+    """Make attention of each range pair (a range of queries with a range of keys) sleep in this process.
 
-    def slowly(function: Callable[..., Any], factor: float) -> Callable[..., Any]:
-        def run(part: RunPair, *args: Any) -> Any:
-            queries, keys = part.queries[1] - part.queries[0], part.keys[1] - part.keys[0]
-            pairs = queries * keys / (2 if part.queries == part.keys else 1)
-            end = time.perf_counter() + factor * pairs / pairs_per_s
-            found = function(part, *args)
+    The sleep is proportional to the number of (query, key) pairs. Under the zigzag split, every ring step has half the square of a
+    rank's tokens in (query, key) pairs, and takes `step_s` in forward. A range pair whose queries and keys are the same tokens
+    counts half, because of the causal mask.
+    """
+    pairs_per_s = _TOKENS**2 / 2 / settings.step_s
+    originals = attention.attend_pair, attention.attend_pair_backward
+
+    def add_delay(function: Callable[..., Any], factor: float) -> Callable[..., Any]:
+        def run(pair: RangePair, *args: Any) -> Any:
+            num_queries, num_keys = pair.query_range[1] - pair.query_range[0], pair.key_range[1] - pair.key_range[0]
+            num_pairs = num_queries * num_keys / (2 if pair.query_range == pair.key_range else 1)
+            end = time.perf_counter() + factor * num_pairs / pairs_per_s
+            result = function(pair, *args)
             time.sleep(max(0.0, end - time.perf_counter()))
-            return found
+            return result
 
         return run
 
-    attention.attend_part, attention.differentiate_part = slowly(real[0], 1.0), slowly(real[1], _BACKWARD)
+    attention.attend_pair, attention.attend_pair_backward = add_delay(originals[0], 1.0), add_delay(originals[1], _BACKWARD)
     try:
         yield
     finally:
-        attention.attend_part, attention.differentiate_part = real
+        attention.attend_pair, attention.attend_pair_backward = originals
 
 
-def misses(settings: Settings, result: Result) -> list[str]:
-    """In words, what is not as it must be."""
-    ratios = {way: result.ratio(way, result.beside[way], best(settings, way)) for way in WAYS}
+def find_violations(settings: Settings, result: PassTimes) -> list[str]:
+    """Return a message for each communication type whose overlapped pass takes more than `BOUND` times the simulated best time."""
+    ratios = {
+        comm_type: result.ratio(comm_type, result.overlapped[comm_type], simulate_best_ratio(settings, comm_type))
+        for comm_type in COMM_TYPES
+    }
     return [
-        f"{way} takes {ratio:.2f} x the simulated best; at most {BOUND} is asked for"
-        for way, ratio in ratios.items()
+        f"{comm_type} takes {ratio:.2f} x the simulated best; at most {BOUND} is asked for"
+        for comm_type, ratio in ratios.items()
         if ratio > BOUND
     ]
 
 
 def run(settings: Settings) -> bool:
-    """Print a pass of each kind; returns whether the bound holds."""
+    """Print the pass times of each communication type. Return whether `find_violations` finds nothing."""
     print(
-        f"{settings.ranks} context ranks, attention forward and backward: a step of the ring has products of "
+        f"{settings.num_ranks} context ranks, attention forward and backward: a step of the ring has products of "
         f"{1e3 * settings.step_s:.0f} ms forward, and one rank's keys and values take "
         f"{1e3 * settings.share * settings.step_s:.0f} ms\n"
         f"milliseconds a pass, medians of {settings.repeats} (min to max), and as a multiple of computation"
     )
     result = measure(settings)
-    for way in WAYS:
-        kinds = {"computation": result.computation, "one after the other": result.turns, "beside products": result.beside}
-        for words, times in kinds.items():
-            spread = f"({1e3 * min(times[way]):.0f} to {1e3 * max(times[way]):.0f})"
-            middle, ratio = 1e3 * statistics.median(times[way]), result.ratio(way, times[way], 1.0)
-            print(f"{way:>11} {words:>20}{middle:>10.1f} {spread:<14}{ratio:>8.3f}")
-        print(f"{way:>11} {'simulated best':>20}{'':>25}{best(settings, way):>8.3f}")
-    missed = misses(settings, result)
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "the bound holds", flush=True)
-    return not missed
+    for comm_type in COMM_TYPES:
+        times_by_label = {
+            "computation": result.computation,
+            "one after the other": result.sequential,
+            "beside products": result.overlapped,
+        }
+        for label, times in times_by_label.items():
+            range_text = f"({1e3 * min(times[comm_type]):.0f} to {1e3 * max(times[comm_type]):.0f})"
+            median_ms, ratio = 1e3 * statistics.median(times[comm_type]), result.ratio(comm_type, times[comm_type], 1.0)
+            print(f"{comm_type:>11} {label:>20}{median_ms:>10.1f} {range_text:<14}{ratio:>8.3f}")
+        print(f"{comm_type:>11} {'simulated best':>20}{'':>25}{simulate_best_ratio(settings, comm_type):>8.3f}")
+    violations = find_violations(settings, result)
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
+    return not violations

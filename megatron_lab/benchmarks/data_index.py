@@ -1,7 +1,7 @@
-"""Indexes of a large dataset, random samples of a warm file, and the rates of the two kinds of blend.
+"""Benchmark of dataset indexes, of random samples from a file in the page cache, and of the two blend orders.
 
-The index is timed in a process of its own on one core, with the peak of its memory: opening the dataset and its checks, the index
-of an epoch, and the first sample; then the same from the cache.
+The index is timed in a separate process on one core, with the peak of its memory: opening and checking the dataset, building the
+index of an epoch, and reading the first sample. A second process does the same with the index from the cache.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.data import DataOrder
-from megatron.config.launcher import module_start
+from megatron.config.launcher import build_module_command
 from megatron.data.blend import Blend
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION, IndexedDataset
-from megatron.data.indexed_writer import MIN_ENTRIES, cache_for, write_dataset
-from megatron_lab.data_tools.megatron_order import greedy_choices
+from megatron.data.indexed_writer import MIN_ENTRIES, open_index_cache, write_dataset
+from megatron_lab.data_tools.megatron_order import compute_greedy_choices
 
 MAX_BUILD_S = 10.0
 MAX_BUILD_MB = 1000.0
@@ -32,143 +32,192 @@ MAX_START_S = 1.0
 MIN_SAMPLES_PER_S = 50_000.0
 
 _SEQ_LENGTH = 2048
-_VOCABULARY = 50257  # below 65536, so that every token is checked
+_VOCAB_SIZE = 50257  # below 65536, so that 16-bit tokens can be out of range and the dataset checks all of them
 
 
-def _lengths(documents: int, tokens: int) -> np.ndarray:
-    """Lengths of documents, spread as those of web pages are (log-normal)."""
-    lengths = np.random.default_rng(0).lognormal(0.0, 1.0, documents)
-    return (lengths * (tokens / lengths.sum())).astype(np.int32) + 1
+def _sample_lengths(num_documents: int, num_tokens: int) -> np.ndarray:
+    """Return random document lengths with a log-normal distribution, as web pages have, and about `num_tokens` tokens in total."""
+    lengths = np.random.default_rng(0).lognormal(0.0, 1.0, num_documents)
+    return (lengths * (num_tokens / lengths.sum())).astype(np.int32) + 1
 
 
-def write_synthetic(prefix: Path, documents: int, tokens: int) -> None:
-    """A dataset of about so many tokens, all 0: the .bin file takes no room on the disk."""
-    lengths = _lengths(documents, tokens)
-    offsets = np.zeros(documents, dtype="<i8")
+def write_synthetic_dataset(prefix: Path, num_documents: int, num_tokens: int) -> None:
+    """Write a dataset of about `num_tokens` tokens that are all 0. Its .bin file is sparse and takes no disk space.
+
+    Args:
+        prefix: path of the dataset without .bin and .idx.
+    """
+    lengths = _sample_lengths(num_documents, num_tokens)
+    offsets = np.zeros(num_documents, dtype="<i8")
     np.cumsum(lengths[:-1], out=offsets[1:])
     with Path(f"{prefix}.idx").open("wb") as index:
-        index.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
-        for array in (lengths.astype("<i4"), 2 * offsets, np.arange(documents + 1, dtype="<i8")):
+        index.write(HEADER.pack(MAGIC, VERSION, 8, num_documents, num_documents + 1))
+        for array in (lengths.astype("<i4"), 2 * offsets, np.arange(num_documents + 1, dtype="<i8")):
             array.tofile(index)
     with Path(f"{prefix}.bin").open("wb") as data:
         data.truncate(2 * int(lengths.sum(dtype=np.int64)))
 
 
-def _start(prefix: str, order: DataOrder) -> dict[str, float]:
-    """What the start of a run does with a dataset; the work of a child process."""
+def _time_start(prefix: str, order: DataOrder) -> dict[str, float]:
+    """Open a dataset and read its first sample, as a run does at its start.
+
+    The function runs in a child process.
+
+    Args:
+        prefix: path of the dataset without .bin and .idx.
+        order: value of --data-order.
+
+    Returns:
+        By name: seconds until the dataset is open and until the sample is read, processor seconds, the peak memory in MB, and 1.0
+            if the index came from the cache.
+    """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    began, cpu = time.perf_counter(), time.process_time()
+    start, cpu_start = time.perf_counter(), time.process_time()
     dataset = IndexedDataset(prefix)
-    opened = time.perf_counter()
-    cache = cache_for(prefix, None)
+    opened_at = time.perf_counter()
+    cache = open_index_cache(prefix, None)
     documents = range(dataset.num_documents)
     source = GPTDataset(
-        dataset, documents, split=0, seed=1, seq_length=_SEQ_LENGTH, vocab_size=_VOCABULARY, order=order, cache=cache
+        dataset, documents, split=0, seed=1, seq_length=_SEQ_LENGTH, vocab_size=_VOCAB_SIZE, order=order, cache=cache
     )
     source.samples(0, 1)
-    ended = time.perf_counter()
-    cached = float(bool(cache.found))
+    ready_at = time.perf_counter()
+    cached = float(bool(cache.loaded_files))
     return {
-        "opened": opened - began,
-        "ready": ended - began,
-        "cpu": time.process_time() - cpu,
-        "peak_mb": _peak_mb(),
+        "opened": opened_at - start,
+        "ready": ready_at - start,
+        "cpu": time.process_time() - cpu_start,
+        "peak_mb": _get_peak_mb(),
         "cached": cached,
     }
 
 
-def _peak_mb() -> float:
-    """Most memory of this process so far. What getrusage says would hold that of the parent before the process was started."""
+def _get_peak_mb() -> float:
+    """Return the peak memory of this process so far, in MB.
+
+    getrusage would include the memory of the parent from before this process executed its program.
+    """
     status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
     return int(status.split()[0]) / 1e3
 
 
-def run_index(documents: int = 20_000_000, tokens: int = 20_000_000_000) -> bool:
-    """Time an epoch's index and the start from cache, in both orders; returns whether the bounds hold."""
-    print(f"index of {documents:,} documents, {tokens:,} tokens, samples of {_SEQ_LENGTH} tokens, one core:", flush=True)
-    missed = []
+def run_index(num_documents: int = 20_000_000, num_tokens: int = 20_000_000_000) -> bool:
+    """Time how long a run needs to build the index of an epoch, and to load it from the cache, for both data orders.
+
+    Args:
+        num_documents: number of documents of the dataset.
+        num_tokens: approximate number of tokens of the dataset.
+
+    Returns:
+        Whether times and memory are within `MAX_BUILD_S`, `MAX_START_S` and `MAX_BUILD_MB`, and the second start used the cache.
+    """
+    print(f"index of {num_documents:,} documents, {num_tokens:,} tokens, samples of {_SEQ_LENGTH} tokens, one core:", flush=True)
+    violations = []
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "synthetic"
-        write_synthetic(prefix, documents, tokens)
+        write_synthetic_dataset(prefix, num_documents, num_tokens)
         for order in ("epoch", "megatron"):
-            for what, most_s in (("built", MAX_BUILD_S), ("from the cache", MAX_START_S)):
-                command, environment = module_start("megatron_lab.benchmarks.data_index", prefix, order)
+            for source, max_s in (("built", MAX_BUILD_S), ("from the cache", MAX_START_S)):
+                command, environment = build_module_command("megatron_lab.benchmarks.data_index", prefix, order)
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-                found = json.loads(done.stdout)
-                times = f"{found['ready']:6.2f} s ({found['cpu']:.2f} s of processor time)"
+                result = json.loads(done.stdout)
+                times_text = f"{result['ready']:6.2f} s ({result['cpu']:.2f} s of processor time)"
                 print(
-                    f"  {order:10}{what:16}{times}, opened after {found['opened']:.2f} s; peak {found['peak_mb']:.0f} MB",
+                    f"  {order:10}{source:16}{times_text}, opened after {result['opened']:.2f} s; peak {result['peak_mb']:.0f} MB",
                     flush=True,
                 )
-                if found["cached"] != (what != "built" and documents >= MIN_ENTRIES):
-                    missed.append(f"{order}: the index was not {what}")
-                if found["ready"] > most_s:
-                    missed.append(f"{order}: {what} in {found['ready']:.2f} s; at most {most_s:.0f} s is asked for")
-                if found["peak_mb"] > MAX_BUILD_MB:
-                    missed.append(f"{order}: {found['peak_mb']:.0f} MB; at most {MAX_BUILD_MB:.0f} MB is asked for")
-    return _judged(missed)
+                if result["cached"] != (source != "built" and num_documents >= MIN_ENTRIES):
+                    violations.append(f"{order}: the index was not {source}")
+                if result["ready"] > max_s:
+                    violations.append(f"{order}: {source} in {result['ready']:.2f} s; at most {max_s:.0f} s is asked for")
+                if result["peak_mb"] > MAX_BUILD_MB:
+                    violations.append(f"{order}: {result['peak_mb']:.0f} MB; at most {MAX_BUILD_MB:.0f} MB is asked for")
+    return _print_violations(violations)
 
 
-def run_samples(tokens: int = 50_000_000, turns: int = 5) -> bool:
-    """Rate of random samples from a warm file in one thread; returns whether the bound holds for 64 samples at once."""
-    print(f"samples of {_SEQ_LENGTH} tokens in random order from a warm file of {tokens:,} tokens, ids checked, one thread:")
-    rates: dict[int, float] = {}
+def run_samples(num_tokens: int = 50_000_000, turns: int = 5) -> bool:
+    """Measure how many random samples per second one thread reads from a file in the page cache.
+
+    Args:
+        num_tokens: number of tokens in the file.
+        turns: number of repetitions.
+
+    Returns:
+        Whether calls for 64 samples each reach `MIN_SAMPLES_PER_S`.
+    """
+    print(f"samples of {_SEQ_LENGTH} tokens in random order from a warm file of {num_tokens:,} tokens, ids checked, one thread:")
+    samples_per_s: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "warm")
-        lengths = _lengths(tokens // 1000, tokens)
+        lengths = _sample_lengths(num_tokens // 1000, num_tokens)
         with write_dataset(prefix, np.uint16) as writer:
-            ids = np.random.default_rng(1).integers(0, _VOCABULARY, int(lengths.sum()), dtype=np.uint16)
+            ids = np.random.default_rng(1).integers(0, _VOCAB_SIZE, int(lengths.sum()), dtype=np.uint16)
             writer.add_documents(ids, lengths)
         dataset = IndexedDataset(prefix)
         documents = range(dataset.num_documents)
-        source = GPTDataset(dataset, documents, split=0, seed=1, seq_length=_SEQ_LENGTH, vocab_size=_VOCABULARY)
+        source = GPTDataset(dataset, documents, split=0, seed=1, seq_length=_SEQ_LENGTH, vocab_size=_VOCAB_SIZE)
         for count in (1, 4, 16, 64, 256):
 
-            def read(count: int = count) -> int:
+            def read_samples(count: int = count) -> int:
                 stop = min(source.samples_per_epoch, 8192) // count * count
                 for first in range(0, stop, count):
                     source.samples(first, count)
                 return stop
 
-            rates[count] = _rate(read, turns)
-            print(f"  {count:4} at once{rates[count]:12,.0f} samples/s", flush=True)
-    low = rates[64] < MIN_SAMPLES_PER_S
-    return _judged([f"{rates[64]:,.0f} samples/s; at least {MIN_SAMPLES_PER_S:,.0f} are asked for"] if low else [])
+            samples_per_s[count] = _measure_rate(read_samples, turns)
+            print(f"  {count:4} at once{samples_per_s[count]:12,.0f} samples/s", flush=True)
+    is_too_slow = samples_per_s[64] < MIN_SAMPLES_PER_S
+    return _print_violations(
+        [f"{samples_per_s[64]:,.0f} samples/s; at least {MIN_SAMPLES_PER_S:,.0f} are asked for"] if is_too_slow else []
+    )
 
 
 def run_blends(num_samples: int = 4_000_000, turns: int = 3) -> bool:
-    """Rates of the two kinds of blend, for 2, 10 and 50 datasets; there is no bound."""
+    """Print how many samples per second the two blend orders select from 2, 10 and 50 datasets.
+
+    Return True, because there is no limit.
+
+    Args:
+        num_samples: number of samples of a blend.
+        turns: number of repetitions.
+    """
     print(f"blends of {num_samples:,} samples, one thread:")
-    for datasets in (2, 10, 50):
-        weights = np.random.default_rng(datasets).dirichlet(np.ones(datasets)).tolist()
-        blend, numbers = Blend(weights), np.arange(num_samples)
-        formula = _rate(lambda: len(blend.place(numbers)[0]), turns)  # noqa: B023 - called before the next turn
-        greedy = _rate(lambda: len(greedy_choices(weights, num_samples)), turns)  # noqa: B023
+    for num_datasets in (2, 10, 50):
+        weights = np.random.default_rng(num_datasets).dirichlet(np.ones(num_datasets)).tolist()
+        blend, sample_indices = Blend(weights), np.arange(num_samples)
+        epoch_rate = _measure_rate(lambda: len(blend.locate(sample_indices)[0]), turns)  # noqa: B023 - called before the next turn
+        megatron_rate = _measure_rate(lambda: len(compute_greedy_choices(weights, num_samples)), turns)  # noqa: B023
         print(
-            f"  {datasets:3} datasets: epoch order {formula / 1e6:6.1f}, Megatron's order {greedy / 1e6:6.1f} million samples/s",
+            f"  {num_datasets:3} datasets: epoch order {epoch_rate / 1e6:6.1f}, "
+            f"Megatron's order {megatron_rate / 1e6:6.1f} million samples/s",
             flush=True,
         )
     return True
 
 
 def run() -> bool:
-    """All three; returns whether the bounds hold."""
+    """Run the benchmarks of the index, of random samples and of blends. Return whether all limits hold."""
     return all([run_index(), run_samples(), run_blends()])
 
 
-def _rate(work: Callable[[], int], turns: int) -> float:
-    """Median of what `work` does a second, after one turn to warm up."""
-    rates = []
+def _measure_rate(action: Callable[[], int], turns: int) -> float:
+    """Return the median number of items per second that an action processes, after one warm-up repetition.
+
+    Args:
+        action: returns the number of items that it has processed.
+        turns: number of repetitions.
+    """
+    samples_per_s = []
     for _ in range(turns + 1):
-        began = time.perf_counter()
-        rates.append(work() / (time.perf_counter() - began))
-    return statistics.median(rates[1:])
+        start = time.perf_counter()
+        samples_per_s.append(action() / (time.perf_counter() - start))
+    return statistics.median(samples_per_s[1:])
 
 
-def _judged(missed: list[str]) -> bool:
-    print("\n".join(f"  MISSED: {miss}" for miss in missed) if missed else "  the bounds hold", flush=True)
-    return not missed
+def _print_violations(violations: list[str]) -> bool:
+    print("\n".join(f"  MISSED: {violation}" for violation in violations) if violations else "  the bounds hold", flush=True)
+    return not violations
 
 
 if __name__ == "__main__":
-    print(json.dumps(_start(sys.argv[1], sys.argv[2])))  # type: ignore[arg-type]
+    print(json.dumps(_time_start(sys.argv[1], sys.argv[2])))  # type: ignore[arg-type]

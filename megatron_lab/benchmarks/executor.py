@@ -1,6 +1,7 @@
-"""What the executor itself costs: all chunks on one stage, so that nothing is sent, and operations that compute next to nothing.
+"""Benchmark of the overhead of the pipeline executor.
 
-The same autograd calls are made in a plain loop too, in turn with the executor; the difference is its own.
+All chunks are on one stage, so nothing is sent, and the operations compute almost nothing. The benchmark alternates between the
+executor and a plain loop that makes the same autograd calls. The difference in time is the overhead of the executor.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ from typing import Any
 
 import torch
 
-from megatron.parallel.accumulate import now_or_deferred
+from megatron.parallel.accumulate import run_or_defer
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Tensors, TensorSpec
 from megatron.pipeline_parallel.validate import validate
-from megatron.spec.operations import OpKind, Schedule
-from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron_lab.benchmarks.runner import all_in_turns, timed
+from megatron.spec.operations import OpType, Schedule
+from megatron.spec.schedules import SCHEDULES, build_schedule
+from megatron_lab.benchmarks.runner import make_timer, run_in_turns
 
 BOUND_US = 150.0
-"""Microseconds an operation may take in the executor, autograd's own calls included."""
+"""Maximum microseconds per operation in the executor, including the autograd calls."""
 
 _MICROBATCHES = 32
 _CHUNKS = 4
-"""On the stage, where a schedule takes any number."""
+"""Chunks on the stage, for a schedule that allows any number."""
 
 
-class _Tiny(torch.autograd.Function):
-    """A chunk that does nothing: one operation forward, one backward, a weight gradient that may be deferred."""
+class _TinyChunk(torch.autograd.Function):
+    """Model chunk that computes almost nothing: one operation in forward, one in backward, and a weight gradient that can be
+    deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -40,91 +42,113 @@ class _Tiny(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        now_or_deferred(_nothing)
+        run_or_defer(_do_nothing)
         return grad + 1, None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def by_executor(schedule: Schedule) -> Callable[[], None]:
-    """A step by the executor."""
+def build_executor_step(schedule: Schedule) -> Callable[[], None]:
+    """Build a function that runs one step of the schedule with the pipeline executor."""
     context = make_context(Topology(), 0, torch.device("cpu"))
     executor = Executor(context, {"hidden": TensorSpec((1,), torch.float32)})
-    start, weight, last = torch.zeros(1), torch.zeros((), requires_grad=True), schedule.num_chunks - 1
+    first_input, weight, last_chunk = torch.zeros(1), torch.zeros((), requires_grad=True), schedule.num_chunks - 1
 
     def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
-        out = _Tiny.apply(received["hidden"] if received else start, weight)
-        return {"hidden": out} if chunk < last else {"loss": out}
+        out = _TinyChunk.apply(received["hidden"] if received else first_input, weight)
+        return {"hidden": out} if chunk < last_chunk else {"loss": out}
 
     return lambda: executor.run(schedule, forward)
 
 
-def by_hand(schedule: Schedule) -> Callable[[], None]:
-    """The autograd calls of the same operations in the same order, and nothing else."""
+def build_autograd_step(schedule: Schedule) -> Callable[[], None]:
+    """Build a function that makes the autograd calls of a step in the schedule's order, without the executor."""
     x, grad, weight = torch.zeros(1), torch.ones(1), torch.zeros((), requires_grad=True)
 
     def step() -> None:
-        alive: dict[tuple[int, int], torch.Tensor] = {}
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
         for op in schedule.ops[0]:
             key = (op.chunk, op.microbatch)
-            if op.kind is OpKind.FORWARD:
-                alive[key] = _Tiny.apply(x.detach().requires_grad_(), weight)
-            elif op.kind is OpKind.WEIGHT_GRAD:
-                _nothing()
+            if op.type is OpType.FORWARD:
+                outputs[key] = _TinyChunk.apply(x.detach().requires_grad_(), weight)
+            elif op.type is OpType.WEIGHT_GRAD:
+                _do_nothing()
             else:
-                torch.autograd.backward(alive.pop(key), grad)
+                torch.autograd.backward(outputs.pop(key), grad)
 
     return step
 
 
 def bench_operations(pairs: int) -> list[str]:
-    """Print microseconds an operation; returns what is over the bound."""
+    """Print the microseconds per operation of each schedule. Return a message for each schedule above `BOUND_US`.
+
+    Args:
+        pairs: number of repetitions; each measures a step with the executor and a step without it.
+    """
     print(
         f"{'one stage':12}{'chunks':>8}{'operations':>12}{'executor':>13}{'bare autograd':>16}{'its own':>13}{'(min to max)':>18}"
     )
-    missed = []
+    violations = []
     for name, spec in SCHEDULES.items():
-        chunks = spec.chunks_per_stage or _CHUNKS
-        schedule = make_schedule(name, 1, _MICROBATCHES, chunks)
-        steps = {"executor": by_executor(schedule), "bare": by_hand(schedule)}
-        turns = all_in_turns({which: timed(step) for which, step in steps.items()}, pairs)
-        times = {which: [1e6 * took / len(schedule.ops[0]) for took in seconds] for which, seconds in turns.items()}
-        own = [ours - bare for ours, bare in zip(times["executor"], times["bare"], strict=True)]
-        total, bare = statistics.median(times["executor"]), statistics.median(times["bare"])
-        line = f"{name:12}{chunks:8}{len(schedule.ops[0]):12}{total:10.1f} us{bare:13.1f} us{statistics.median(own):10.1f} us"
-        print(line + f"({min(own):.1f} to {max(own):.1f})".rjust(18))
-        if total > BOUND_US:
-            missed.append(f"{name} takes {total:.0f} us an operation; at most {BOUND_US:.0f} is asked for")
-    return missed
+        num_chunks = spec.chunks_per_stage or _CHUNKS
+        schedule = build_schedule(name, 1, _MICROBATCHES, num_chunks)
+        steps = {"executor": build_executor_step(schedule), "bare": build_autograd_step(schedule)}
+        step_durations = run_in_turns({step_name: make_timer(step) for step_name, step in steps.items()}, pairs)
+        op_times = {
+            step_name: [1e6 * duration / len(schedule.ops[0]) for duration in durations]
+            for step_name, durations in step_durations.items()
+        }
+        overheads = [
+            executor_time - autograd_time
+            for executor_time, autograd_time in zip(op_times["executor"], op_times["bare"], strict=True)
+        ]
+        executor_median, autograd_median = statistics.median(op_times["executor"]), statistics.median(op_times["bare"])
+        text = (
+            f"{name:12}{num_chunks:8}{len(schedule.ops[0]):12}{executor_median:10.1f} us{autograd_median:13.1f} us"
+            f"{statistics.median(overheads):10.1f} us"
+        )
+        print(text + f"({min(overheads):.1f} to {max(overheads):.1f})".rjust(18))
+        if executor_median > BOUND_US:
+            violations.append(f"{name} takes {executor_median:.0f} us an operation; at most {BOUND_US:.0f} is asked for")
+    return violations
 
 
 def bench_start(sizes: Sequence[tuple[int, int]]) -> None:
-    """Print what the first step with a schedule costs before its first operation.
+    """Print the time to build and to validate each schedule.
+
+    The first step with a schedule needs this time before its first operation.
 
     Args:
         sizes: (stages, microbatches) of the schedules.
     """
     print(f"{'at start':12}{'size':>10}{'operations':>12}{'make':>13}{'prove':>13}")
-    for stages, microbatches in sizes:
+    for num_stages, num_microbatches in sizes:
         for name, spec in SCHEDULES.items():
-            gc.collect()  # garbage of others is not its cost
-            schedule, make = _timed(lambda: make_schedule(name, stages, microbatches, spec.chunks_per_stage or 2))  # noqa: B023
-            _, prove = _timed(lambda: validate(schedule))  # noqa: B023
-            size, count = f"{stages} x {microbatches}", sum(map(len, schedule.ops))
-            print(f"{name:12}{size:>10}{count:12,}{1e3 * make:10.1f} ms{1e3 * prove:10.1f} ms")
+            gc.collect()  # so that garbage of earlier code does not count
+            schedule, build_s = _time_call(lambda: build_schedule(name, num_stages, num_microbatches, spec.chunks_per_stage or 2))  # noqa: B023
+            _, validate_s = _time_call(lambda: validate(schedule))  # noqa: B023
+            size, num_ops = f"{num_stages} x {num_microbatches}", sum(map(len, schedule.ops))
+            print(f"{name:12}{size:>10}{num_ops:12,}{1e3 * build_s:10.1f} ms{1e3 * validate_s:10.1f} ms")
 
 
-def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    began = time.perf_counter()
+def _time_call(function: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
     result = function()
-    return result, time.perf_counter() - began
+    return result, time.perf_counter() - start
 
 
 def run(pairs: int, sizes: Sequence[tuple[int, int]]) -> bool:
-    """Print both; returns whether the bound holds."""
-    missed = bench_operations(pairs)
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "all bounds hold", flush=True)
+    """Print the executor's time per operation, and the time to build and validate schedules.
+
+    Return whether every schedule is within `BOUND_US`.
+
+    Args:
+        pairs: number of repetitions; each measures a step with the executor and a step without it.
+        sizes: (stages, microbatches) of the schedules to build and validate.
+    """
+    violations = bench_operations(pairs)
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold", flush=True)
     bench_start(sizes)
-    return not missed
+    return not violations

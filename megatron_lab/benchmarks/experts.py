@@ -1,9 +1,16 @@
-"""Mixtures of experts: a layer against a plain loop over experts, its ways between ranks, a step against a dense one.
+"""Benchmarks of mixture-of-experts layers.
 
-All in turns, forward and backward, in processor time of all ranks, which other work on the machine changes least, and which waiting
-for the busiest rank does not enter. The routing is that of a fresh router, which is uneven. A *plain loop* is what a model of one
-process is written as: for each expert the tokens that chose it are selected, multiplied and added up, by torch's autograd. A step's
-dense model has one MLP as wide as all experts of a token together, so a token takes as many FLOPs, but for the router.
+1. A layer compared with a plain loop over its experts.
+2. Experts sharded over ranks compared with all experts on every rank.
+3. A training step compared with a step of a dense model.
+
+The two sides of each comparison run forward and backward alternately. Times are processor time summed over all ranks: other
+programs on the machine change it least, and it excludes waiting for the busiest rank. The router has its initial weights, so the
+routing is uneven.
+
+The *plain loop* is the usual implementation in a single process: for each expert, select its tokens, multiply them, and add the
+results, with torch's autograd. The dense model has one MLP as wide as all experts of a token together. So a token takes the same
+number of FLOPs in both models, except for the router.
 """
 
 from __future__ import annotations
@@ -24,19 +31,19 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig, TokenDispatcher
 from megatron.config.training import OptimizerConfig
 from megatron.model.build import build_model
-from megatron.model.experts import Experts
+from megatron.model.experts import MoELayer
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
-from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.parallel.accumulate import GradSink, get_grad_sink
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
-from megatron.spec.counts import flops_per_token
-from megatron.spec.mlps import ExpertsSpec, experts_of
-from megatron.spec.weights import model_weights
+from megatron.spec.counts import count_flops_per_token
+from megatron.spec.mlps import ExpertsSpec, build_experts_spec
+from megatron.spec.weights import iter_weights
 from megatron.training.step import TrainStep
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY
-from megatron_lab.benchmarks.runner import Seconds, in_turns, show
+from megatron_lab.benchmarks.runner import Durations, print_comparison, run_pair_in_turns
 from megatron_lab.benchmarks.shapes import Shape
 from megatron_lab.verification.local_ranks import run_ranks
 
@@ -46,161 +53,190 @@ _TIMEOUT = 3600.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Sizes of the mixture-of-experts benchmarks."""
 
     shape: Shape
-    """Of each rank's microbatch."""
-    experts: int = 8
-    chosen: int = 2
-    ranks: int = 4
+    """Shape of the model and of each rank's microbatch."""
+    num_experts: int = 8
+    top_k: int = 2
+    num_ranks: int = 4
     pairs: int = 7
 
     @property
     def dense(self) -> ModelConfig:
-        """The model with one MLP in each layer."""
-        plain = dataclasses.replace(self.shape.model, swiglu=True, disable_bias_linear=True)
-        return dataclasses.replace(plain, ffn_hidden_size=4 * self.shape.hidden)
+        """Settings of the dense model, which has one MLP in each layer."""
+        config = dataclasses.replace(self.shape.model, swiglu=True, disable_bias_linear=True)
+        return dataclasses.replace(config, ffn_hidden_size=4 * self.shape.hidden)
 
     @property
     def mixture(self) -> ModelConfig:
-        """The model with experts, which together are as wide for a token."""
-        width = 4 * self.shape.hidden // self.chosen
-        found = dataclasses.replace(self.dense, num_experts=self.experts, moe_router_topk=self.chosen)
-        return dataclasses.replace(found, moe_ffn_hidden_size=width, moe_aux_loss_coeff=1e-2)
+        """Settings of the model with experts. All experts of a token together are as wide as the dense MLP."""
+        expert_ffn_size = 4 * self.shape.hidden // self.top_k
+        config = dataclasses.replace(self.dense, num_experts=self.num_experts, moe_router_topk=self.top_k)
+        return dataclasses.replace(config, moe_ffn_hidden_size=expert_ffn_size, moe_aux_loss_coeff=1e-2)
 
 
-def layer_of(settings: Settings, context: ParallelContext, dispatcher: TokenDispatcher) -> Experts:
-    """A layer's experts as the model has them; each pass writes their gradients anew."""
+def build_layer(settings: Settings, context: ParallelContext, dispatcher: TokenDispatcher) -> MoELayer:
+    """Build a mixture-of-experts layer with random weights that are the same on all ranks.
+
+    Each backward overwrites the weight gradients of the previous backward.
+    """
     model, table = settings.mixture, ParamTable()
-    weights = {one.name: one for one in model_weights(model, settings.shape.vocab)}
-    scope = Scope(context, table, weights, torch.float32, sequence_parallel=False, gathers_tokens=dispatcher == "allgather").child(
-        "layers.0.mlp"
-    )
-    layer = Experts(scope, experts_of(model), 0)
+    weights = {weight_spec.name: weight_spec for weight_spec in iter_weights(model, settings.shape.vocab)}
+    scope = Scope(
+        context, table, weights, torch.float32, sequence_parallel=False, uses_allgather_dispatch=dispatcher == "allgather"
+    ).child("layers.0.mlp")
+    layer = MoELayer(scope, build_experts_spec(model), 0)
     materialize(layer, table, _CPU)
     generator = torch.Generator().manual_seed(1)
     for entry in table:
-        whole = torch.randn(entry.record.shape, generator=generator) * 0.02
+        full_weight = torch.randn(entry.record.shape, generator=generator) * 0.02
         with torch.no_grad():
-            entry.param.copy_(whole[entry.record.held_box(context.axis_sizes, context.coordinates).index])
-        gradient = torch.empty_like(entry.param, requires_grad=False)
-        entry.param.grad_sink = GradSink(torch.float32, lambda: None, lambda gradient=gradient: gradient)  # type: ignore[attr-defined, misc]
+            entry.param.copy_(full_weight[entry.record.local_slice(context.axis_sizes, context.coordinates).index])
+        grad = torch.empty_like(entry.param, requires_grad=False)
+        entry.param.grad_sink = GradSink(torch.float32, lambda: None, lambda grad=grad: grad)  # type: ignore[attr-defined, misc]
     return layer
 
 
-class PlainLoop(nn.Module):
-    """The same of one process, one expert after the other."""
+class ExpertLoop(nn.Module):
+    """Mixture-of-experts layer in one process that computes one expert after another."""
 
-    def __init__(self, layer: Experts, spec: ExpertsSpec) -> None:
+    def __init__(self, layer: MoELayer, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.chosen = spec.router.chosen
+        self.top_k = spec.router.top_k
         weights = layer.router.weight, layer.experts.up.weight, layer.experts.down.weight
         self.router, self.up, self.down = (nn.Parameter(weight.detach().clone()) for weight in weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [s, b, h] to the same shape."""
+        """Map tokens [s, b, h] to outputs [s, b, h]."""
         flat = x.flatten(0, 1)
         logits = F.linear(flat, self.router).float()
-        best, numbers = logits.topk(self.chosen)
-        weights, y = best.softmax(-1), torch.zeros_like(flat)
-        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            token, place = torch.where(numbers == number)
+        top_logits, expert_ids = logits.topk(self.top_k)
+        router_weights, y = top_logits.softmax(-1), torch.zeros_like(flat)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, k_index = torch.where(expert_ids == expert)
             rows = flat[token]
-            wide = F.silu(F.linear(rows, up[0])) * F.linear(rows, up[1])
-            y.index_add_(0, token, F.linear(wide, down) * weights[token, place, None].to(flat.dtype))
+            intermediate = F.silu(F.linear(rows, up[0])) * F.linear(rows, up[1])
+            y.index_add_(0, token, F.linear(intermediate, down) * router_weights[token, k_index, None].to(flat.dtype))
         return y.view_as(x)
 
 
-def _pass(module: nn.Module, x: torch.Tensor) -> None:
-    """A forward and a backward, whose gradients take the place of the last ones."""
+def _run_pass(module: nn.Module, x: torch.Tensor) -> None:
+    """Run a forward and a backward that replace the gradients of the previous pass."""
     for param in module.parameters():
-        param.grad, sink = None, sink_of(param)
+        param.grad, sink = None, get_grad_sink(param)
         if sink is not None:
-            sink.written = False
-    given = x.detach().requires_grad_()
-    module(given).backward(torch.ones_like(x))
+            sink.is_written = False
+    leaf = x.detach().requires_grad_()
+    module(leaf).backward(torch.ones_like(x))
 
 
-def _input(settings: Settings, seed: int) -> torch.Tensor:
+def _create_input(settings: Settings, seed: int) -> torch.Tensor:
     shape = settings.shape
     return torch.randn(shape.seq, shape.batch, shape.hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def measure_layer(settings: Settings) -> tuple[Seconds, Seconds]:
-    """Seconds of a forward and a backward of a layer on one rank: the plain loop, and ours."""
+def measure_layer(settings: Settings) -> tuple[Durations, Durations]:
+    """Measure the processor time of a forward and backward on one rank.
 
-    def live(rank: int) -> tuple[Seconds, Seconds]:
-        layer, x = layer_of(settings, make_context(Topology(), rank, _CPU), "alltoall"), _input(settings, 0)
-        plain = PlainLoop(layer, experts_of(settings.mixture))
-        _agree(plain(x), layer(x))
-        return in_turns(_seconds(_pass, plain, x), _seconds(_pass, layer, x), settings.pairs)
+    Returns:
+        The times of the plain loop over experts, and those of the framework's layer.
+    """
 
-    return run_ranks(1, live, timeout=_TIMEOUT)[0]
+    def run_rank(rank: int) -> tuple[Durations, Durations]:
+        layer, x = build_layer(settings, make_context(Topology(), rank, _CPU), "alltoall"), _create_input(settings, 0)
+        expert_loop = ExpertLoop(layer, build_experts_spec(settings.mixture))
+        _require_agreement(expert_loop(x), layer(x))
+        return run_pair_in_turns(_make_cpu_timer(_run_pass, expert_loop, x), _make_cpu_timer(_run_pass, layer, x), settings.pairs)
 
-
-def _agree(first: torch.Tensor, second: torch.Tensor) -> None:
-    far = (first - second).norm() / first.norm()
-    if far > 1e-5:
-        raise RuntimeError(f"two ways to compute a layer differ by {far:.1e} of it")
+    return run_ranks(1, run_rank, timeout=_TIMEOUT)[0]
 
 
-def _seconds(action: Callable[..., object], *args: Any) -> Callable[[], float]:
-    """Processor time of it, on all ranks together."""
+def _require_agreement(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Check that two outputs of the same layer, computed by two implementations, agree.
 
-    def timed() -> float:
-        began = time.process_time()
+    Raises:
+        RuntimeError: their relative difference is above 1e-5.
+    """
+    relative_error = (first - second).norm() / first.norm()
+    if relative_error > 1e-5:
+        raise RuntimeError(
+            f"the outputs of two implementations of a layer differ by a relative error of {relative_error:.1e}, more than 1e-5"
+        )
+
+
+def _make_cpu_timer(action: Callable[..., object], *args: Any) -> Callable[[], float]:
+    """Wrap an action in a function that runs the action and returns its processor time, summed over all ranks."""
+
+    def timer() -> float:
+        start = time.process_time()
         action(*args)
-        took = torch.tensor(time.process_time() - began)
+        duration = torch.tensor(time.process_time() - start)
         if dist.is_initialized():
-            dist.all_reduce(took)
-        return took.item()
+            dist.all_reduce(duration)
+        return duration.item()
 
-    return timed
-
-
-def measure_ways(settings: Settings, dispatcher: TokenDispatcher) -> tuple[Seconds, Seconds]:
-    """The same of several ranks: with all experts on each, and with the experts divided."""
-
-    def live(rank: int) -> tuple[Seconds, Seconds]:
-        x = _input(settings, rank)
-        contexts = [make_context(Topology(dp=settings.ranks, ep=ep), rank, _CPU) for ep in (1, settings.ranks)]
-        alone, divided = (layer_of(settings, context, dispatcher) for context in contexts)
-        _agree(alone(x), divided(x))
-        return in_turns(_seconds(_pass, alone, x), _seconds(_pass, divided, x), settings.pairs)
-
-    return run_ranks(settings.ranks, live, timeout=_TIMEOUT)[0]
+    return timer
 
 
-def measure_step(settings: Settings, ranks: int) -> tuple[Seconds, Seconds, float]:
-    """Seconds of a step of two microbatches: the dense model, and experts on as many expert ranks; and the choices of the busiest
-    expert over the mean."""
+def measure_dispatch(settings: Settings, dispatcher: TokenDispatcher) -> tuple[Durations, Durations]:
+    """Measure the processor time of a forward and backward on several ranks, summed over the ranks.
 
-    def live(rank: int) -> tuple[Seconds, Seconds, float]:
-        context = make_context(Topology(dp=ranks, ep=min(ranks, settings.experts)), rank, _CPU)
-        batch = [_inputs(settings.shape, seed=ranks * number + rank) for number in range(2)]
-        busiest = 0.0
+    Returns:
+        The times with all experts on each rank, and those with experts sharded over the ranks.
+    """
 
-        def once(step: TrainStep) -> None:
-            nonlocal busiest
-            balance = step.run(batch, iteration=1, learning_rate=LR, weight_decay=WEIGHT_DECAY).balance
-            busiest = busiest if balance is None else balance.worst
+    def run_rank(rank: int) -> tuple[Durations, Durations]:
+        x = _create_input(settings, rank)
+        contexts = [make_context(Topology(dp=settings.num_ranks, ep=ep), rank, _CPU) for ep in (1, settings.num_ranks)]
+        replicated, sharded = (build_layer(settings, context, dispatcher) for context in contexts)
+        _require_agreement(replicated(x), sharded(x))
+        return run_pair_in_turns(_make_cpu_timer(_run_pass, replicated, x), _make_cpu_timer(_run_pass, sharded, x), settings.pairs)
 
-        dense, mixture = (_train_step(model, settings, context) for model in (settings.dense, settings.mixture))
-        return *in_turns(_seconds(once, dense), _seconds(once, mixture), settings.pairs), busiest
-
-    return run_ranks(ranks, live, timeout=_TIMEOUT)[0]
+    return run_ranks(settings.num_ranks, run_rank, timeout=_TIMEOUT)[0]
 
 
-def _inputs(shape: Shape, seed: int) -> ModelInputs:
+def measure_step(settings: Settings, num_ranks: int) -> tuple[Durations, Durations, float]:
+    """Measure training steps of two microbatches, with experts sharded over min(num_ranks, num_experts) ranks.
+
+    Returns:
+        The times of a step of the dense model, the times of a step with experts, and the largest number of tokens of one expert as
+        a multiple of the mean over the experts.
+    """
+
+    def run_rank(rank: int) -> tuple[Durations, Durations, float]:
+        context = make_context(Topology(dp=num_ranks, ep=min(num_ranks, settings.num_experts)), rank, _CPU)
+        batch = [_build_inputs(settings.shape, seed=num_ranks * microbatch + rank) for microbatch in range(2)]
+        busiest_ratio = 0.0
+
+        def run_step(step: TrainStep) -> None:
+            nonlocal busiest_ratio
+            router_metrics = step.run(batch, iteration=1, learning_rate=LR, weight_decay=WEIGHT_DECAY).expert_balance
+            busiest_ratio = busiest_ratio if router_metrics is None else router_metrics.max_busiest_expert
+
+        dense, mixture = (_build_train_step(model, settings, context) for model in (settings.dense, settings.mixture))
+        return *run_pair_in_turns(
+            _make_cpu_timer(run_step, dense), _make_cpu_timer(run_step, mixture), settings.pairs
+        ), busiest_ratio
+
+    return run_ranks(num_ranks, run_rank, timeout=_TIMEOUT)[0]
+
+
+def _build_inputs(shape: Shape, seed: int) -> ModelInputs:
     window = torch.randint(shape.vocab, (shape.seq + 1, shape.batch), generator=torch.Generator().manual_seed(seed))
     positions = torch.arange(shape.seq).unsqueeze(1).expand(-1, shape.batch)
     return ModelInputs(positions, window[:-1].contiguous(), window[1:].contiguous(), torch.ones(shape.seq, shape.batch))
 
 
-def _train_step(config: ModelConfig, settings: Settings, context: ParallelContext) -> TrainStep:
-    of_model: dict[str, Any] = {"dtype": torch.float32, "vocab_size": settings.shape.vocab, "seed": 0, "materialized": False}
+def _build_train_step(config: ModelConfig, settings: Settings, context: ParallelContext) -> TrainStep:
+    model_options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "vocab_size": settings.shape.vocab,
+        "seed": 0,
+        "should_materialize": False,
+    }
     return TrainStep(
-        build_model(config, context, sequence_parallel=False, **of_model),
+        build_model(config, context, sequence_parallel=False, **model_options),
         context,
         GradScaler(1.0),
         parallel=ParallelConfig(),
@@ -211,22 +247,24 @@ def _train_step(config: ModelConfig, settings: Settings, context: ParallelContex
 
 
 def run(settings: Settings) -> bool:
-    """Print times and ratios; no bound is asked for."""
+    """Print the times and ratios of all comparisons. Return True, because there is no limit."""
     shape, vocab = settings.shape, settings.shape.vocab
-    flops = [flops_per_token(model, vocab) for model in (settings.dense, settings.mixture)]
+    flops = [count_flops_per_token(model, vocab) for model in (settings.dense, settings.mixture)]
     print(
-        f"experts, {settings.experts} of which a token passes {settings.chosen}, {shape}, {torch.float32}, "
+        f"experts, {settings.num_experts} of which a token passes {settings.top_k}, {shape}, {torch.float32}, "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads a rank, {os.cpu_count()} cores; "
         f"{flops[1] / flops[0]:.3f} x the FLOPs of the dense model; processor time of all ranks"
     )
-    show("1 rank", ("plain loop over experts", "layer"), measure_layer(settings))
-    many = dataclasses.replace(settings, experts=8 * settings.experts, chosen=4 * settings.chosen)
-    show("1 rank", (f"plain loop over {many.experts}, {many.chosen} of them", "layer of as many"), measure_layer(many))
-    several = f"{settings.ranks} ranks"
+    print_comparison("1 rank", ("plain loop over experts", "layer"), measure_layer(settings))
+    larger = dataclasses.replace(settings, num_experts=8 * settings.num_experts, top_k=4 * settings.top_k)
+    print_comparison(
+        "1 rank", (f"plain loop over {larger.num_experts}, {larger.top_k} of them", "layer of as many"), measure_layer(larger)
+    )
+    ranks_text = f"{settings.num_ranks} ranks"
     for dispatcher in ("alltoall", "allgather"):
-        show(several, ("all experts on each rank", dispatcher), measure_ways(settings, dispatcher))  # type: ignore[arg-type]
-    for ranks in (1, settings.ranks):
-        dense, mixture, busiest = measure_step(settings, ranks)
-        show("1 rank" if ranks == 1 else several, ("dense step", "step with experts"), (dense, mixture))
-        print(f"{'':12}the busiest expert had {busiest:.2f} x the mean", flush=True)
+        print_comparison(ranks_text, ("all experts on each rank", dispatcher), measure_dispatch(settings, dispatcher))  # type: ignore[arg-type]
+    for num_ranks in (1, settings.num_ranks):
+        dense, mixture, busiest_ratio = measure_step(settings, num_ranks)
+        print_comparison("1 rank" if num_ranks == 1 else ranks_text, ("dense step", "step with experts"), (dense, mixture))
+        print(f"{'':12}the busiest expert had {busiest_ratio:.2f} x the mean", flush=True)
     return True

@@ -1,7 +1,7 @@
-"""The loader beside a step of 5 ms: the share of it that is spent waiting for data.
+"""Benchmark of the data loader: the share of time that a training loop with steps of 5 ms waits for data.
 
-The step only sleeps, as a host does whose device computes. A microbatch is of 4 samples of 2,048 tokens, a step of 8 of them, so
-the loader has to read and prepare 6,400 samples a second.
+A step only sleeps, as a host that waits for its device. A microbatch has 4 samples of 2048 tokens, and a step has 8 microbatches.
+So the loader must read and prepare 6400 samples per second.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.data.samples import DocumentRules, SampleSource
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.training.inputs import BatchMaker
+from megatron.training.inputs import BatchBuilder
 
 BOUND = 0.1
-"""Share of the time that may be spent waiting where threads read ahead."""
+"""Maximum share of the time that the training loop waits, if worker threads read ahead."""
 
 _STEP_S = 0.005
 _SEQ_LENGTH, _MICRO_BATCH_SIZE, _MICROBATCHES = 2048, 4, 8
@@ -35,16 +35,16 @@ _EOD = _VOCAB_SIZE - 1
 _WARM_UP_STEPS = 10
 
 
-class Waiting(NamedTuple):
-    """Of a number of steps."""
+class WaitTimes(NamedTuple):
+    """Waiting times of a training loop for data: the share of the total time, and the longest wait of one step."""
 
     share: float
-    """Of the time."""
-    longest_s: float
+    """Waiting time of all steps, divided by the total time of the loop."""
+    max_s: float
 
 
 def write_tokens(prefix: str, num_tokens: int) -> None:
-    """Write random documents, each ended by the end of document, whose lengths are spread exponentially."""
+    """Write random documents with exponentially distributed lengths. Each document ends with the end-of-document token."""
     random = np.random.default_rng(0)
     lengths = 2 + random.exponential(_MEAN_LENGTH, num_tokens // _MEAN_LENGTH).astype(np.int64)
     with write_dataset(prefix, np.uint16) as writer:
@@ -54,41 +54,50 @@ def write_tokens(prefix: str, num_tokens: int) -> None:
             writer.add_documents(tokens)
 
 
-def waiting(batches: Iterator[list[ModelInputs]], steps: int) -> Waiting:
-    """Sleep for each of some steps, and see how long the next batch takes to come."""
+def measure_waits(batches: Iterator[list[ModelInputs]], steps: int) -> WaitTimes:
+    """Run a training loop whose steps only sleep, and measure how long each step waits for its batch."""
     for _ in range(_WARM_UP_STEPS):
         next(batches)
         time.sleep(_STEP_S)
     waits = []
     start = time.perf_counter()
     for _ in range(steps):
-        asked = time.perf_counter()
+        request_time = time.perf_counter()
         next(batches)
-        waits.append(time.perf_counter() - asked)
+        waits.append(time.perf_counter() - request_time)
         time.sleep(_STEP_S)
-    return Waiting(sum(waits) / (time.perf_counter() - start), max(waits))
+    return WaitTimes(sum(waits) / (time.perf_counter() - start), max(waits))
 
 
-def measure(source: SampleSource, rules: DocumentRules, num_workers: int, steps: int, device: torch.device) -> Waiting:
-    """Waiting with so many threads."""
-    maker = BatchMaker(make_context(Topology(), 0, device), 1, _SEQ_LENGTH, _MICRO_BATCH_SIZE, rules)
-    batches = maker.steps(
+def measure_loader(
+    source: SampleSource, document_rules: DocumentRules, num_workers: int, steps: int, device: torch.device
+) -> WaitTimes:
+    """Measure how long training steps wait for the data loader.
+
+    Args:
+        num_workers: threads that read batches ahead of the training loop; 0 to read each batch when its step asks for it.
+    """
+    batch_builder = BatchBuilder(make_context(Topology(), 0, device), 1, _SEQ_LENGTH, _MICRO_BATCH_SIZE, document_rules)
+    batches = batch_builder.batches(
         source,
         global_batch_size_at=lambda _: _GLOBAL_BATCH_SIZE,
         consumed_samples=0,
         total_samples=_GLOBAL_BATCH_SIZE * (steps + _WARM_UP_STEPS),
         num_workers=num_workers,
     )
-    return waiting(batches, steps)
+    return measure_waits(batches, steps)
 
 
 def run(num_tokens: int = 20_000_000, steps: int = 200, device: str = "cpu") -> bool:
-    """Print the share for 0, 2 and 4 threads, with plain and with packed samples; returns whether the bound holds.
+    """Print the share of waiting with 0, 2 and 4 workers, for plain and for packed samples.
+
+    Return whether this share is at most `BOUND` with worker threads.
 
     Args:
-        num_tokens: about so many are in the file (2 bytes each), which is read once before.
+        num_tokens: approximate size of the file, at 2 bytes per token. The file is read once before the measurement.
+        steps: number of training steps of each measurement.
     """
-    missed = []
+    violations = []
     with tempfile.TemporaryDirectory(prefix="loader-") as folder:
         prefix = str(Path(folder, "tokens"))
         write_tokens(prefix, num_tokens)
@@ -99,14 +108,16 @@ def run(num_tokens: int = 20_000_000, steps: int = 200, device: str = "cpu") -> 
             f"loader, steps of {1000 * _STEP_S:g} ms with {_MICROBATCHES} microbatches of {_MICRO_BATCH_SIZE} x {_SEQ_LENGTH:,} "
             f"tokens ({_GLOBAL_BATCH_SIZE / _STEP_S:,.0f} samples/s), {steps} steps, {device}"
         )
-        for name, rules in (("plain", DocumentRules(_EOD)), ("packed", DocumentRules(_EOD, True, True, True))):
+        for name, document_rules in (("plain", DocumentRules(_EOD)), ("packed", DocumentRules(_EOD, True, True, True))):
             for num_workers in (0, 2, 4):
-                found = measure(source, rules, num_workers, steps, torch.device(device))
+                wait_times = measure_loader(source, document_rules, num_workers, steps, torch.device(device))
                 print(
-                    f"  {name:6s}  {num_workers} workers: {found.share:6.1%} of the time is spent waiting, "
-                    f"at most {1000 * found.longest_s:.2f} ms"
+                    f"  {name:6s}  {num_workers} workers: {wait_times.share:6.1%} of the time is spent waiting, "
+                    f"at most {1000 * wait_times.max_s:.2f} ms"
                 )
-                if num_workers and found.share > BOUND:
-                    missed.append(f"{name}, {num_workers} workers: {found.share:.1%} waiting; at most {BOUND:.0%} is asked for")
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "the bound holds", flush=True)
-    return not missed
+                if num_workers and wait_times.share > BOUND:
+                    violations.append(
+                        f"{name}, {num_workers} workers: {wait_times.share:.1%} waiting; at most {BOUND:.0%} is asked for"
+                    )
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
+    return not violations

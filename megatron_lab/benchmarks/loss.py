@@ -1,6 +1,9 @@
-"""The step with its loss in chunks against the step with the whole loss, in turns: the logits are computed once more.
+"""Benchmark of the chunked loss: a step that computes the loss in chunks of tokens, compared with a step that computes all logits
+together.
 
-Where the output layer is a quarter of a step's products, that is one of its three products more: theory says 1 + 1/4 x 1/3 = 1.083.
+With chunks, backward computes the logits a second time. So the output layer needs four matrix products per step (forward,
+recomputation, input gradient, weight gradient) instead of three. If the output layer is a quarter of the work of a step, the
+expected ratio is 1 + 1/4 x 1/3 = 1.083.
 """
 
 from __future__ import annotations
@@ -11,41 +14,53 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.spec.counts import flops_per_token, output_flops
-from megatron.tensor_parallel.cross_entropy import LossForm
-from megatron_lab.benchmarks.runner import in_turns, show
+from megatron.spec.counts import count_flops_per_token, count_output_flops
+from megatron.tensor_parallel.cross_entropy import LossOptions
+from megatron_lab.benchmarks.runner import print_comparison, run_pair_in_turns
 from megatron_lab.benchmarks.shapes import Shape
-from megatron_lab.benchmarks.single import our_step
+from megatron_lab.benchmarks.single import build_framework_step
 
 BOUND = 1.10
+"""Maximum ratio of the step with the chunked loss to the step with the full loss."""
 SHAPE = Shape(layers=4, hidden=384, heads=6, seq=512, batch=2, vocab=6784)
-"""The output layer is a quarter of the work."""
+"""Model whose output layer is a quarter of the work."""
 
 
 def run(pairs: int, device: str = "cpu", chunk_tokens: int = 256) -> bool:
-    """Print times and ratios; returns whether the bound holds."""
-    place, dtype = torch.device(device), torch.bfloat16 if device == "cuda" else torch.float32
-    share = 3 * output_flops(SHAPE.model, SHAPE.vocab) / flops_per_token(SHAPE.model, SHAPE.vocab)
+    """Print the step times with the full and with the chunked loss. Return whether their median ratio is at most `BOUND`.
+
+    Args:
+        pairs: number of repetitions; each measures one step with the full loss and one with the chunked loss.
+        chunk_tokens: tokens whose logits the chunked loss computes together.
+    """
+    torch_device, dtype = torch.device(device), torch.bfloat16 if device == "cuda" else torch.float32
+    share = 3 * count_output_flops(SHAPE.model, SHAPE.vocab) / count_flops_per_token(SHAPE.model, SHAPE.vocab)
     print(
         f"loss, {SHAPE}, {dtype}, {torch.get_num_threads()} threads, {device}: the output layer is {share:.1%} of the work; "
         f"{SHAPE.batch * SHAPE.seq} tokens in chunks of {chunk_tokens}"
     )
-    whole, chunked = (_timed(our_step(SHAPE, dtype, place, LossForm(tokens)), place) for tokens in (0, chunk_tokens))
-    ratio = statistics.median(show("loss", ("whole", "in chunks"), in_turns(whole, chunked, pairs)))
-    good = ratio <= BOUND
-    print(f"the bound of {BOUND} holds" if good else f"MISSED: {ratio:.3f} is above {BOUND}", flush=True)
-    return good
+    full, chunked = (
+        _make_timer(build_framework_step(SHAPE, dtype, torch_device, LossOptions(tokens)), torch_device)
+        for tokens in (0, chunk_tokens)
+    )
+    ratio = statistics.median(print_comparison("loss", ("whole", "in chunks"), run_pair_in_turns(full, chunked, pairs)))
+    is_within_bound = ratio <= BOUND
+    print(f"the bound of {BOUND} holds" if is_within_bound else f"MISSED: {ratio:.3f} is above {BOUND}", flush=True)
+    return is_within_bound
 
 
-def _timed(step: Callable[[], float], device: torch.device) -> Callable[[], float]:
-    """Seconds of a step: on CPU the processor's, so that what else runs there hardly matters."""
+def _make_timer(step: Callable[[], float], device: torch.device) -> Callable[[], float]:
+    """Wrap a step in a function that returns its duration in seconds.
+
+    On a CPU the duration is processor time, which other programs hardly change.
+    """
     clock = time.process_time if device.type == "cpu" else time.perf_counter
 
-    def timed() -> float:
-        began = clock()
+    def timer() -> float:
+        start = clock()
         step()
         if device.type == "cuda":
-            torch.cuda.synchronize()  # a step may leave its update running
-        return clock() - began
+            torch.cuda.synchronize()  # a step may return before its update is complete
+        return clock() - start
 
-    return timed
+    return timer

@@ -1,4 +1,7 @@
-"""Peaks of activations, planned against measured, and step times, for the ways to hold less: one process of a Llama on CPU."""
+"""Benchmark of options that save activation memory: predicted and measured peaks, and step times.
+
+The model is a Llama in one process on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +16,37 @@ import torch
 
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.given import DryRun
-from megatron.data.tokenizer import planned_rows
-from megatron.spec.counts import flops_per_token, output_flops
-from megatron_lab.benchmarks.runner import all_in_turns
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron.spec.counts import count_flops_per_token, count_output_flops
+from megatron_lab.benchmarks.runner import run_in_turns
 from megatron_lab.benchmarks.shapes import Shape
-from megatron_lab.memory_plots.measure import Measured, measure, prepare
+from megatron_lab.memory_plots.measure import MeasuredStep, measure_ranks, prepare_step
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.verification.local_ranks import run_ranks
 
-OFF_BOUND = 0.005
-"""How far a measured peak may be off the planned one."""
+MAX_RELATIVE_ERROR = 0.005
+"""Maximum relative difference between the measured and the predicted peak."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """Settings about activation memory."""
+class MemoryOption:
+    """Flags of a run that save activation memory, and the limit on the step time with these flags."""
 
     flags: str
-    bound: float | None = None
-    """Times the step without any of them that a step may take."""
+    max_ratio: float | None = None
+    """Maximum ratio of the step time to the step time without any of these options; None for no limit."""
 
 
-PLAIN, FULL = "none", "full"
-_LOSS = "--loss-chunk-tokens"
-WAYS = {
-    PLAIN: Way(""),
-    "selective": Way("--recompute-granularity selective --recompute-modules layernorm mlp_act", bound=1.06),
-    FULL: Way("--recompute-granularity full", bound=1.30),
-    "host": Way("--cpu-offload-activations"),
-    "full, host": Way("--recompute-granularity full --cpu-offload-activations"),
-    "chunked loss": Way(f"{_LOSS} 128", bound=1.10),
-    "full, chunked": Way(f"--recompute-granularity full {_LOSS} 128"),
+BASELINE, FULL = "none", "full"
+_LOSS_FLAG = "--loss-chunk-tokens"
+MEMORY_OPTIONS = {
+    BASELINE: MemoryOption(""),
+    "selective": MemoryOption("--recompute-granularity selective --recompute-modules layernorm mlp_act", max_ratio=1.06),
+    FULL: MemoryOption("--recompute-granularity full", max_ratio=1.30),
+    "host": MemoryOption("--cpu-offload-activations"),
+    "full, host": MemoryOption("--recompute-granularity full --cpu-offload-activations"),
+    "chunked loss": MemoryOption(f"{_LOSS_FLAG} 128", max_ratio=1.10),
+    "full, chunked": MemoryOption(f"--recompute-granularity full {_LOSS_FLAG} 128"),
 }
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --attention-dropout 0
     --hidden-dropout 0 --untie-embeddings-and-output-weights --device cpu --mock-data --tokenizer-type NullTokenizer
@@ -51,138 +54,161 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 
 
 @dataclass(frozen=True)
-class Result:
-    """Of one way."""
+class OptionResult:
+    """Predicted and measured peak memory, and step times, of one option."""
 
     name: str
-    planned: int
-    """Bytes at the peak of activations, beside the step's inputs."""
-    measured: Measured
-    seconds: tuple[float, ...]
-    """Of the step in each turn."""
+    predicted: int
+    """Predicted bytes of activations at their peak, without the inputs of the step."""
+    measured: MeasuredStep
+    step_times: tuple[float, ...]
+    """Seconds of the step, one value per repetition of the measurement."""
     ratios: tuple[float, ...]
-    """To the step without, in each turn."""
-    processor: float
-    """The median ratio of the processor's times, which other programs of the machine hardly change."""
-    planned_host: int = 0
-    """Bytes of buffers in host memory."""
+    """Step time with this option divided by the step time without any option, one value per repetition of the measurement."""
+    cpu_ratio: float
+    """Median ratio of the processor time of a step to that of the run without any option. Other programs hardly change it."""
+    predicted_host: int = 0
+    """Predicted bytes of the buffers in host memory for offloaded activations."""
 
     @property
-    def off(self) -> float:
-        """Measured beyond planned, as a part of the planned."""
-        return self.measured.peak / self.planned - 1.0
+    def relative_error(self) -> float:
+        """Measured peak over predicted peak, minus 1."""
+        return self.measured.peak_bytes / self.predicted - 1.0
 
 
-def settings(shape: Shape, way: Way) -> LoadedConfig:
-    """Those of a run of this shape."""
-    sizes = f"""--num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads}
-        --seq-length {shape.seq} --micro-batch-size {shape.batch} --vocab-size {shape.vocab - 1}"""  # and the end of document
-    whole = "" if _LOSS in way.flags else f"{_LOSS} 0"
-    return load(shlex.split(f"{sizes} {LLAMA} {whole} {way.flags}"), 1)
+def load_settings(shape: Shape, option: MemoryOption) -> LoadedConfig:
+    """Load the settings of a run that trains a Llama of this shape with the flags of an option."""
+    # The tokenizer adds the end-of-document token to --vocab-size.
+    size_flags = f"""--num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads}
+        --seq-length {shape.seq} --micro-batch-size {shape.batch} --vocab-size {shape.vocab - 1}"""
+    loss_flags = "" if _LOSS_FLAG in option.flags else f"{_LOSS_FLAG} 0"
+    return load(shlex.split(f"{size_flags} {LLAMA} {loss_flags} {option.flags}"), 1)
 
 
 def run(shape: Shape, turns: int) -> bool:
-    """Print a line for each way, and the bound of full recompute; returns whether all bounds hold.
+    """Print a line for each option, and a comparison of the memory under full recomputation with its limit.
+
+    Return whether all limits hold.
 
     Args:
-        turns: in each of which every way makes a step.
+        turns: number of repetitions. In each repetition every option runs one step.
     """
-    loaded = {name: settings(shape, way) for name, way in WAYS.items()}
-    model = loaded[PLAIN].config.model
-    head = output_flops(model, shape.vocab) / (flops_per_token(model, shape.vocab) / 3)
+    loaded = {name: load_settings(shape, option) for name, option in MEMORY_OPTIONS.items()}
+    model = loaded[BASELINE].config.model
+    head_share = count_output_flops(model, shape.vocab) / (count_flops_per_token(model, shape.vocab) / 3)
     print(
         f"memory: a Llama of {shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
-        f"{shape.batch} x {shape.seq:,} tokens, vocabulary {shape.vocab:,} ({head:.0%} of the work is the head's), float32, "
+        f"{shape.batch} x {shape.seq:,} tokens, vocabulary {shape.vocab:,} ({head_share:.0%} of the work is the head's), float32, "
         f"{torch.get_num_threads()} threads, "
         f"median (min to max) of {turns} turns"
     )
-    planned = dict(zip(loaded, _planned([*loaded.values()]), strict=True))
-    measured = {name: measure(one.config, 1)[0] for name, one in loaded.items()}
-    (one_layer,) = measure(settings(Shape(**{**vars(shape), "layers": 1}), WAYS[PLAIN]).config, 1)
-    times = _in_turns({name: _stepper(one) for name, one in loaded.items()}, turns)
-    results = [_result(name, *planned[name], measured[name], times) for name in WAYS]
-    print(f"{'':14}{'planned MiB':>12}{'measured MiB':>14}{'off':>8}{'on host':>9}   {'step ms':28}{f'/ {PLAIN}':24}processor")
+    predicted = dict(zip(loaded, _predict_peaks([*loaded.values()]), strict=True))
+    measured = {name: measure_ranks(loaded_config.config, 1)[0] for name, loaded_config in loaded.items()}
+    (one_layer,) = measure_ranks(load_settings(Shape(**{**vars(shape), "layers": 1}), MEMORY_OPTIONS[BASELINE]).config, 1)
+    times = _time_in_turns({name: _build_step(loaded_config) for name, loaded_config in loaded.items()}, turns)
+    results = [_build_result(name, *predicted[name], measured[name], times) for name in MEMORY_OPTIONS]
+    print(f"{'':14}{'planned MiB':>12}{'measured MiB':>14}{'off':>8}{'on host':>9}   {'step ms':28}{f'/ {BASELINE}':24}processor")
     for result in results:
-        print(_line(result))
-    missed = misses(results)
-    inputs = shape.layers * shape.seq * shape.batch * shape.hidden * torch.float32.itemsize
-    one, found, without = (_in_layers(each) for each in (one_layer, measured[FULL], measured[PLAIN]))
-    print(
-        f"full, from when the gradient reaches the last layer: {found / 2**20:.2f} MiB at most; asked for are layers x s b h x 4 "
-        f"bytes + one layer = {inputs / 2**20:.2f} + {one / 2**20:.2f} = {(inputs + one) / 2**20:.2f} MiB "
-        f"(without: {without / 2**20:.2f} MiB)"
+        print(_format_row(result))
+    violations = find_violations(results)
+    input_bytes = shape.layers * shape.seq * shape.batch * shape.hidden * torch.float32.itemsize
+    one_layer_peak, full_peak, baseline_peak = (
+        _peak_in_layers(measured_run) for measured_run in (one_layer, measured[FULL], measured[BASELINE])
     )
-    if found > inputs + one:
-        missed.append(f"full recompute holds {found - inputs - one:,} bytes more than its bound")
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "all bounds hold", flush=True)
-    return not missed
+    print(
+        f"full, from when the gradient reaches the last layer: {full_peak / 2**20:.2f} MiB at most; asked for are "
+        f"layers x s b h x 4 bytes + one layer = {input_bytes / 2**20:.2f} + {one_layer_peak / 2**20:.2f} = "
+        f"{(input_bytes + one_layer_peak) / 2**20:.2f} MiB "
+        f"(without: {baseline_peak / 2**20:.2f} MiB)"
+    )
+    if full_peak > input_bytes + one_layer_peak:
+        violations.append(f"full recompute holds {full_peak - input_bytes - one_layer_peak:,} bytes more than its bound")
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold", flush=True)
+    return not violations
 
 
-def misses(results: Sequence[Result]) -> list[str]:
-    """What is out of bounds, in words."""
-    found = [
-        f"{one.name}: the measured peak is {one.off:+.2%} off the planned one; {OFF_BOUND:.1%} is asked for"
-        for one in results
-        if abs(one.off) > OFF_BOUND
+def find_violations(results: Sequence[OptionResult]) -> list[str]:
+    """Return a message for each peak, host buffer size or step time that is out of its limit."""
+    violations = [
+        f"{result.name}: the measured peak is {result.relative_error:+.2%} off the planned one; "
+        f"{MAX_RELATIVE_ERROR:.1%} is asked for"
+        for result in results
+        if abs(result.relative_error) > MAX_RELATIVE_ERROR
     ]
-    found += [
-        f"{one.name}: {one.measured.host:,} bytes of host memory are taken; planned are {one.planned_host:,}"
-        for one in results
-        if one.measured.host != one.planned_host
+    violations += [
+        f"{result.name}: {result.measured.host_bytes:,} bytes of host memory are taken; planned are {result.predicted_host:,}"
+        for result in results
+        if result.measured.host_bytes != result.predicted_host
     ]
-    for one in results:
-        ratio, bound = statistics.median(one.ratios), WAYS[one.name].bound
-        if bound is not None and ratio > bound:
-            found.append(f"{one.name}: a step takes {ratio:.2f} x the one without; at most {bound:.2f} is asked for")
-    return found
+    for result in results:
+        ratio, max_ratio = statistics.median(result.ratios), MEMORY_OPTIONS[result.name].max_ratio
+        if max_ratio is not None and ratio > max_ratio:
+            violations.append(f"{result.name}: a step takes {ratio:.2f} x the one without; at most {max_ratio:.2f} is asked for")
+    return violations
 
 
-def _result(name: str, planned: int, host: int, measured: Measured, times: dict[str, list[tuple[float, float]]]) -> Result:
-    mine, plain = (list(zip(*times[which], strict=True)) for which in (name, PLAIN))
-    wall, processor = (tuple(a / b for a, b in zip(*both, strict=True)) for both in zip(mine, plain, strict=True))
-    return Result(name, planned, measured, tuple(mine[0]), wall, statistics.median(processor), host)
+def _build_result(
+    name: str, predicted: int, predicted_host: int, measured: MeasuredStep, times: dict[str, list[tuple[float, float]]]
+) -> OptionResult:
+    option_times, baseline_times = (list(zip(*times[option_name], strict=True)) for option_name in (name, BASELINE))
+    wall_ratios, cpu_ratios = (
+        tuple(a / b for a, b in zip(*ratio_pair, strict=True)) for ratio_pair in zip(option_times, baseline_times, strict=True)
+    )
+    return OptionResult(
+        name, predicted, measured, tuple(option_times[0]), wall_ratios, statistics.median(cpu_ratios), predicted_host
+    )
 
 
-def _planned(loaded: Sequence[LoadedConfig]) -> list[tuple[int, int]]:
-    """Return the planned bytes of each run, on the device and in host memory.
+def _predict_peaks(loaded_configs: Sequence[LoadedConfig]) -> list[tuple[int, int]]:
+    """Return the predicted peak of each run: bytes of activations on the device, and bytes of buffers in host memory.
 
-    All plans are made in one process of their own, which may be a rank of any world.
+    All predictions are made in one separate process, because a process can be a rank of one job only.
     """
 
-    def plan(_: int) -> list[tuple[int, int]]:
-        held = [Planner(one.config, DryRun(1, 1, None), planned_rows(one.config.data)).step(0).held for one in loaded]
-        return [(max(op.peak for op in ops), ops[-1].host) for ops in held]
+    def run_planner(_: int) -> list[tuple[int, int]]:
+        op_memory = [
+            Planner(loaded_config.config, DryRun(1, 1, None), predict_embedding_rows(loaded_config.config.data))
+            .plan_stage(0)
+            .op_memory
+            for loaded_config in loaded_configs
+        ]
+        return [(max(op.peak_bytes for op in ops), ops[-1].host_bytes) for ops in op_memory]
 
-    (found,) = run_ranks(1, plan, init=False)
-    return found
+    (predictions,) = run_ranks(1, run_planner, init=False)
+    return predictions
 
 
-def _in_layers(measured: Measured) -> int:
-    assert measured.in_layers is not None
-    return measured.most(measured.in_layers, measured.times[-1])
+def _peak_in_layers(measured: MeasuredStep) -> int:
+    """Return the peak memory in bytes from the time at which a gradient reaches the last layer to the end of the step."""
+    assert measured.last_layer_grad_ms is not None
+    return measured.max_allocated(measured.last_layer_grad_ms, measured.times[-1])
 
 
-def _stepper(one: LoadedConfig) -> Callable[[], object]:
-    step, batch = prepare(one.config)
+def _build_step(loaded: LoadedConfig) -> Callable[[], object]:
+    step, batch = prepare_step(loaded.config)
     return lambda: step.run(batch, iteration=1, learning_rate=1e-3, weight_decay=0.0)
 
 
-def _in_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each in each turn, by the clock and of the processor; see `all_in_turns`."""
+def _time_in_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[tuple[float, float]]]:
+    """Return wall time and processor time of each action in seconds, as (wall, processor) for each repetition.
 
-    def measured(action: Callable[[], object]) -> tuple[float, float]:
-        began, busy = time.perf_counter(), time.process_time()
+    Each repetition runs all actions once.
+    """
+
+    def time_action(action: Callable[[], object]) -> tuple[float, float]:
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         action()
-        return time.perf_counter() - began, time.process_time() - busy
+        return time.perf_counter() - wall_start, time.process_time() - cpu_start
 
-    return all_in_turns({name: partial(measured, action) for name, action in actions.items()}, turns)
+    return run_in_turns({name: partial(time_action, action) for name, action in actions.items()}, turns)
 
 
-def _line(result: Result) -> str:
-    ms = [1e3 * seconds for seconds in result.seconds]
+def _format_row(result: OptionResult) -> str:
+    ms = [1e3 * step_time for step_time in result.step_times]
     time_text = f"{statistics.median(ms):.1f} ({min(ms):.1f} to {max(ms):.1f})"
     ratio = f"{statistics.median(result.ratios):.3f} ({min(result.ratios):.3f} to {max(result.ratios):.3f})"
     sizes = (
-        f"{result.planned / 2**20:12.2f}{result.measured.peak / 2**20:14.2f}{result.off:+8.2%}{result.measured.host / 2**20:9.2f}"
+        f"{result.predicted / 2**20:12.2f}{result.measured.peak_bytes / 2**20:14.2f}{result.relative_error:+8.2%}"
+        f"{result.measured.host_bytes / 2**20:9.2f}"
     )
-    return f"{result.name:14}{sizes}   {time_text:28}{ratio:24}{result.processor:9.3f}"
+    return f"{result.name:14}{sizes}   {time_text:28}{ratio:24}{result.cpu_ratio:9.3f}"

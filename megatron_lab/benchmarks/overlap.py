@@ -1,13 +1,13 @@
-"""Overlap of the data ranks' communication with computation, where communication takes as long as computation.
+"""Benchmark of the overlap of data-parallel communication with computation, on a link where both take the same time.
 
-Two ranks train a GPT by the framework's own training step, with real collectives over an emulated slow link (`slow_link`).
-In each round the computation of a step is timed first, with no collective of the data ranks at all; then the link gets the
-bandwidth at which the bytes of a step take just as long; then steps with overlap off and with overlap on are timed. What a step
-takes beyond its computation is exposed communication.
+Two ranks train a GPT with the framework's training step and real collectives over an emulated slow link (`slow_link`). Each
+repetition has three parts. First it times the computation of a step, without any data-parallel collective. Then it sets the
+bandwidth of the link so that the bytes of a step take the same time as the computation. Then it times steps with overlap off and
+with overlap on. Exposed communication is the time of a step minus its computation.
 
-A step cannot always hide as much: an all-reduce, for one, can be hidden only by the last backward. So what a step takes with
-perfect overlap is simulated from the measured times of the model's units (`overlap_bound`), and the bound is asked for where
-perfect overlap keeps it.
+Not all communication can be hidden: an all-reduce, for example, overlaps only with the last backward. So a simulation computes the
+step time with perfect overlap from the measured times of the model's units (`overlap_bound`). The bound applies only where the step
+with perfect overlap is within it.
 """
 
 from __future__ import annotations
@@ -33,154 +33,181 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
 from megatron.training.step import TrainStep
-from megatron_lab.benchmarks.overlap_bound import BucketTimes, shortest_step
+from megatron_lab.benchmarks.overlap_bound import BucketTimes, simulate_shortest_step
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY
-from megatron_lab.benchmarks.runner import all_in_turns
+from megatron_lab.benchmarks.runner import run_in_turns
 from megatron_lab.benchmarks.shapes import Shape
-from megatron_lab.benchmarks.slow_link import SENT, SlowLink
+from megatron_lab.benchmarks.slow_link import SENT_BYTES, SlowLink
 from megatron_lab.benchmarks.unit_times import UnitClock
 from megatron_lab.verification.local_ranks import run_ranks
 
 BOUND = 1.25
-"""How many times the longer of computation and communication a step with overlap may take."""
+"""Maximum ratio of a step with overlap to the computation (and so to the communication, which takes the same time)."""
 
 _RANKS = 2
-_STEPS = 2  # timed together
+_STEPS = 2  # steps per measurement
 _TIMEOUT = 3600.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Sizes and sharding strategies of the benchmark."""
 
     shape: Shape
-    """Of each rank's microbatch."""
+    """Shape of the model and of each rank's microbatch."""
     strategies: tuple[ShardingStrategy, ...]
-    accumulate: tuple[int, ...]
-    """Microbatches of a step."""
+    microbatch_counts: tuple[int, ...]
+    """Numbers of microbatches per step to measure."""
     repeats: int
     dtype: torch.dtype = torch.bfloat16
-    """Gradients are summed in float32, so a reduction moves twice what a gather does, as a backward computes twice a forward."""
+    """Dtype of weights and activations.
+
+    Gradients are reduced in float32. So a reduction moves twice the bytes of a gather, just as a backward computes twice a forward.
+    """
 
     @property
     def bucket_size(self) -> int:
-        """Elements: the matrices of a block."""
+        """Maximum number of elements of a gradient bucket: those of the matrices of one block."""
         return 12 * self.shape.hidden**2
 
 
 @dataclass(frozen=True)
 class Case:
-    """One strategy with so many microbatches a step."""
+    """One measured configuration: a sharding strategy and a number of microbatches per step."""
 
     strategy: ShardingStrategy
-    microbatches: int
+    num_microbatches: int
 
     @property
     def reduces_every_microbatch(self) -> bool:
-        """Or once a step."""
+        """Whether gradients are reduced in every microbatch instead of once per step."""
         return self.strategy == "optim_grads"
 
 
 @dataclass(frozen=True)
-class Result:
-    """Seconds a step of one case: in each round one of each, in turn."""
+class CaseResult:
+    """Step times of one case in seconds, one value per repetition, and the simulated best case."""
 
     case: Case
-    sent: float
+    sent_bytes: float
     """Bytes that a rank sends in a step."""
-    perfect: float
-    """The ratio with perfect overlap."""
+    perfect_ratio: float
+    """Simulated ratio of a step with perfect overlap to the step's computation."""
     computation: list[float]
-    """Communication takes as long."""
+    """Times of steps without communication. The bandwidth of the link is set so that communication takes as long."""
     off: list[float]
+    """Times of steps with overlap switched off."""
     on: list[float]
+    """Times of steps with overlap switched on."""
 
     @property
     def ratio(self) -> float:
-        """The step with overlap against computation."""
+        """Median ratio of the step with overlap on to the computation."""
         return statistics.median(on / computation for on, computation in zip(self.on, self.computation, strict=True))
 
-    def exposed(self, steps: Sequence[float]) -> float:
-        """What steps take beyond computation."""
+    def exposed_time(self, steps: Sequence[float]) -> float:
+        """Return the median exposed communication in seconds: step time minus computation.
+
+        Args:
+            steps: step times, one per repetition: `off` or `on`.
+        """
         return statistics.median(step - computation for step, computation in zip(steps, self.computation, strict=True))
 
 
-def measure(settings: Settings, show: Callable[[Result], None]) -> list[Result]:
-    """Run every case.
+def measure(settings: Settings, on_result: Callable[[CaseResult], None]) -> list[CaseResult]:
+    """Measure all cases of the settings on two ranks.
 
     Args:
-        show: called with each result as soon as it is there, in the process of rank 0.
+        on_result: called in the process of rank 0 with the result of each case as soon as it is available.
     """
-    cases = [Case(strategy, microbatches) for strategy in settings.strategies for microbatches in settings.accumulate]
+    cases = [Case(strategy, microbatches) for strategy in settings.strategies for microbatches in settings.microbatch_counts]
 
-    def live(rank: int) -> list[Result]:
+    def run_rank(rank: int) -> list[CaseResult]:
         context = make_context(Topology(dp=_RANKS), rank, torch.device("cpu"), timeout_minutes=_TIMEOUT / 60)
         link, results = SlowLink(), []
         with link.installed():
             for case in cases:
                 results.append(_run_case(case, settings, context, link))
                 if rank == 0:
-                    show(results[-1])
+                    on_result(results[-1])
         return results
 
-    return run_ranks(_RANKS, live, timeout=_TIMEOUT)[0]
+    return run_ranks(_RANKS, run_rank, timeout=_TIMEOUT)[0]
 
 
-def _run_case(case: Case, settings: Settings, context: ParallelContext, link: SlowLink) -> Result:
-    batch = [_inputs(settings.shape, seed=_RANKS * i + context.rank) for i in range(case.microbatches)]
-    steps = {name: _train_step(case, settings, context, overlap=name == "on") for name in ("computation", "off", "on")}
+def _run_case(case: Case, settings: Settings, context: ParallelContext, link: SlowLink) -> CaseResult:
+    batch = [_build_inputs(settings.shape, seed=_RANKS * i + context.rank) for i in range(case.num_microbatches)]
+    steps = {name: _build_train_step(case, settings, context, overlap=name == "on") for name in ("computation", "off", "on")}
     clock = UnitClock(steps["computation"])
     losses: dict[str, float] = {}
 
-    def timed(name: str) -> float:
-        """Seconds a step of the slowest rank. One step goes before, because what a step leaves to the next is a part of it."""
-        link.connected = name != "computation"
+    def time_steps(name: str) -> float:
+        """Return the seconds per step on the slowest rank.
+
+        One step runs before the clock starts, because a step may leave work, such as the gather of parameters, to the next step.
+        """
+        link.is_connected = name != "computation"
         for step in range(1 + _STEPS):
             if step == 1:
-                link.sent, began = 0.0, time.perf_counter()
+                link.sent_bytes, start = 0.0, time.perf_counter()
             losses[name] = steps[name].run(batch, iteration=1, learning_rate=LR, weight_decay=WEIGHT_DECAY).loss
-        seconds = torch.tensor((time.perf_counter() - began) / _STEPS)
-        steps[name].finish_publishing()
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.item()
+        step_time = torch.tensor((time.perf_counter() - start) / _STEPS)
+        steps[name].finish_param_gather()
+        dist.all_reduce(step_time, dist.ReduceOp.MAX)
+        return step_time.item()
 
     computation: list[float] = []
 
-    def begin_round() -> None:
-        computation.append(timed("computation"))
-        link.bandwidth = link.sent / _STEPS / computation[-1]
+    def start_turn() -> None:
+        computation.append(time_steps("computation"))
+        link.bandwidth = link.sent_bytes / _STEPS / computation[-1]
 
-    found = all_in_turns({name: partial(timed, name) for name in ("off", "on")}, settings.repeats, begin_round)
-    times = {"computation": computation[1:], **found}  # the first round makes connections and memory
+    turn_times = run_in_turns({name: partial(time_steps, name) for name in ("off", "on")}, settings.repeats, start_turn)
+    times = {"computation": computation[1:], **turn_times}  # the first turn opens connections and allocates memory
     if losses["on"] != losses["off"]:
-        raise RuntimeError(f"{case.strategy}: overlap changes the loss from {losses['off']} to {losses['on']}")
-    return Result(
-        case, link.sent / _STEPS, _perfect(case, settings, steps["computation"], clock, times["computation"], link), **times
+        raise RuntimeError(f"{case.strategy}: the loss is {losses['off']} without overlap, but {losses['on']} with overlap")
+    return CaseResult(
+        case,
+        link.sent_bytes / _STEPS,
+        _simulate_perfect_ratio(case, settings, steps["computation"], clock, times["computation"], link),
+        **times,
     )
 
 
-def _perfect(case: Case, settings: Settings, train: TrainStep, clock: UnitClock, times: Sequence[float], link: SlowLink) -> float:
-    """A step with perfect overlap against computation, from the fastest times: they are the least disturbed."""
-    computation, sent = min(times), link.sent / _STEPS
-    buckets = _on_the_link(case, settings, train, bandwidth=sent / computation)
-    rounds = case.microbatches if case.reduces_every_microbatch else 1
-    planned = sum(rounds * bucket.reduce + bucket.gather for bucket in buckets) / computation
-    if not math.isclose(planned, 1.0):
-        raise RuntimeError(f"{case.strategy}: the plan of the buckets says that a step sends {planned:.3f} of what it does")
+def _simulate_perfect_ratio(
+    case: Case, settings: Settings, train_step: TrainStep, clock: UnitClock, times: Sequence[float], link: SlowLink
+) -> float:
+    """Return the simulated time of a step with perfect overlap, as a multiple of the step's computation.
+
+    The simulation uses the shortest measured times, because other programs disturb them least.
+
+    Args:
+        clock: measured times of the model's units.
+        times: seconds of steps without communication.
+        link: emulated link, which has counted the bytes of the measured steps.
+    """
+    computation, sent_bytes = min(times), link.sent_bytes / _STEPS
+    buckets = _predict_bucket_times(case, settings, train_step, bandwidth=sent_bytes / computation)
+    reductions = case.num_microbatches if case.reduces_every_microbatch else 1
+    predicted_share = sum(reductions * bucket.reduce + bucket.gather for bucket in buckets) / computation
+    if not math.isclose(predicted_share, 1.0):
+        raise RuntimeError(f"{case.strategy}: the bucket plan predicts {predicted_share:.3f} times the bytes that a step has sent")
     units = clock.times()
-    rest = max(0.0, computation - case.microbatches * sum(sum(unit) for unit in units))
-    step = shortest_step(units, rest, buckets, case.microbatches, every_microbatch=case.reduces_every_microbatch)
-    return step / computation
+    update_time = max(0.0, computation - case.num_microbatches * sum(sum(unit) for unit in units))
+    step_time = simulate_shortest_step(
+        units, update_time, buckets, case.num_microbatches, every_microbatch=case.reduces_every_microbatch
+    )
+    return step_time / computation
 
 
-def _inputs(shape: Shape, seed: int) -> ModelInputs:
+def _build_inputs(shape: Shape, seed: int) -> ModelInputs:
     generator = torch.Generator().manual_seed(seed)
     window = torch.randint(shape.vocab, (shape.seq + 1, shape.batch), generator=generator)
     positions = torch.arange(shape.seq).unsqueeze(1).expand(-1, shape.batch)
     return ModelInputs(positions, window[:-1].contiguous(), window[1:].contiguous(), torch.ones(shape.seq, shape.batch))
 
 
-def _train_step(case: Case, settings: Settings, context: ParallelContext, *, overlap: bool) -> TrainStep:
+def _build_train_step(case: Case, settings: Settings, context: ParallelContext, *, overlap: bool) -> TrainStep:
     shape = settings.shape
     model = build_model(
         shape.model,
@@ -189,7 +216,7 @@ def _train_step(case: Case, settings: Settings, context: ParallelContext, *, ove
         vocab_size=shape.vocab,
         sequence_parallel=False,
         seed=0,
-        materialized=False,
+        should_materialize=False,
     )
     parallel = ParallelConfig(
         data_parallel_sharding_strategy=case.strategy,
@@ -208,35 +235,39 @@ def _train_step(case: Case, settings: Settings, context: ParallelContext, *, ove
     )
 
 
-def _on_the_link(case: Case, settings: Settings, train: TrainStep, bandwidth: float) -> list[BucketTimes]:
-    """What each bucket of the model takes."""
-    (chunk,) = train.model.chunks.values()
+def _predict_bucket_times(case: Case, settings: Settings, train_step: TrainStep, bandwidth: float) -> list[BucketTimes]:
+    """Return the seconds that the link needs to reduce and to gather each bucket of the model.
+
+    Args:
+        bandwidth: bytes per second of the link.
+    """
+    (chunk,) = train_step.model.chunks.values()
     first_use: dict[int, int] = {}
-    for number, unit in enumerate(chunk.units()):
+    for unit_index, unit in enumerate(chunk.units()):
         for param in unit.parameters():
-            first_use.setdefault(id(param), number)
-    reduced = SENT["start_all_reduce" if case.strategy == "no_shard" else "start_reduce_scatter"]
+            first_use.setdefault(id(param), unit_index)
+    count_reduce_bytes = SENT_BYTES["start_all_reduce" if case.strategy == "no_shard" else "start_reduce_scatter"]
     grad_dtype, buckets = torch.promote_types(settings.dtype, torch.float32), []
-    for plan in plan_buckets(train.model.params, train.context, bucket_size=settings.bucket_size):
+    for plan in plan_buckets(train_step.model.params, train_step.context, bucket_size=settings.bucket_size):
         grads = torch.empty(plan.size, dtype=grad_dtype, device="meta")
-        part = torch.empty(plan.slice_size, dtype=settings.dtype, device="meta")
-        gathered = 0.0 if case.strategy == "no_shard" else SENT["start_all_gather"](part, _RANKS)
-        number = min(first_use[id(placed.entry.param)] for placed in plan.params)
-        buckets.append(BucketTimes(number, reduced(grads, _RANKS) / bandwidth, gathered / bandwidth))
+        shard = torch.empty(plan.slice_size, dtype=settings.dtype, device="meta")
+        gather_bytes = 0.0 if case.strategy == "no_shard" else SENT_BYTES["start_all_gather"](shard, _RANKS)
+        unit_index = min(first_use[id(bucket_param.entry.param)] for bucket_param in plan.params)
+        buckets.append(BucketTimes(unit_index, count_reduce_bytes(grads, _RANKS) / bandwidth, gather_bytes / bandwidth))
     return buckets
 
 
-def misses(results: Sequence[Result]) -> list[str]:
-    """In words, what is not as it must be."""
+def find_violations(results: Sequence[CaseResult]) -> list[str]:
+    """Return a message for each case whose ratio is above `BOUND` although a step with perfect overlap would be within it."""
     return [
-        f"{result.case.strategy} with {result.case.microbatches} microbatches takes {result.ratio:.2f} x computation with overlap; "
-        f"at most {BOUND} is asked for"
+        f"{result.case.strategy} with {result.case.num_microbatches} microbatches takes {result.ratio:.2f} x computation "
+        f"with overlap; at most {BOUND} is asked for"
         for result in results
-        if result.ratio > BOUND >= result.perfect
+        if result.ratio > BOUND >= result.perfect_ratio
     ]
 
 
-_COLUMNS = {
+_COLUMN_WIDTHS = {
     "strategy": 12,
     "microbatches": 13,
     "MB sent": 9,
@@ -250,26 +281,26 @@ _COLUMNS = {
 }
 
 
-def row(*cells: str) -> str:
-    """Cells of the table in their columns."""
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
+def format_row(*cells: str) -> str:
+    """Return a table row whose cells are padded to the widths of the columns."""
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMN_WIDTHS.values(), strict=True))
 
 
-def cells(result: Result) -> list[str]:
-    """A row of the table; times in milliseconds."""
+def format_cells(result: CaseResult) -> list[str]:
+    """Return the cells of a result's table row, with times in milliseconds."""
     steps = [
         f"{1e3 * statistics.median(times):.1f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
         for times in (result.off, result.on)
     ]
-    exposed = [f"{1e3 * result.exposed(times):.1f}" for times in (result.off, result.on)]
+    exposed = [f"{1e3 * result.exposed_time(times):.1f}" for times in (result.off, result.on)]
     computation = f"{1e3 * statistics.median(result.computation):.1f}"
-    ratios = [f"{ratio:.2f}" for ratio in (result.ratio, result.perfect)]
+    ratios = [f"{ratio:.2f}" for ratio in (result.ratio, result.perfect_ratio)]
     case = result.case
-    return [case.strategy, str(case.microbatches), f"{result.sent / 1e6:.2f}", computation, *steps, *exposed, *ratios]
+    return [case.strategy, str(case.num_microbatches), f"{result.sent_bytes / 1e6:.2f}", computation, *steps, *exposed, *ratios]
 
 
 def run(settings: Settings) -> bool:
-    """Print the step of every case; returns whether the bound holds where it is asked for."""
+    """Print the step times of all cases. Return whether `find_violations` finds nothing."""
     shape = settings.shape
     print(
         f"{_RANKS} ranks of one thread, {count_parameters(shape.model, shape.vocab):,} parameters in {str(settings.dtype)[6:]}, "
@@ -277,13 +308,13 @@ def run(settings: Settings) -> bool:
         f"the link is slowed so that communication takes as long as computation; {os.cpu_count()} cores, load "
         f"{os.getloadavg()[0]:.1f}\nmilliseconds a step, medians of {settings.repeats} (min to max)"
     )
-    print(row(*_COLUMNS), flush=True)
-    results = measure(settings, lambda result: print(row(*cells(result)), flush=True))
-    missed, asked = misses(results), sum(result.perfect <= BOUND for result in results)
+    print(format_row(*_COLUMN_WIDTHS), flush=True)
+    results = measure(settings, lambda result: print(format_row(*format_cells(result)), flush=True))
+    violations, num_bounded = find_violations(results), sum(result.perfect_ratio <= BOUND for result in results)
     print(
         "ratio: overlap on / computation. perfect: what it would be with perfect overlap, by simulation\n"
-        f"a ratio of at most {BOUND} is asked for where perfect overlap gives that: in {asked} of {len(results)}"
+        f"a ratio of at most {BOUND} is asked for where perfect overlap gives that: in {num_bounded} of {len(results)}"
     )
-    if asked:
-        print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "all bounds hold")
-    return not missed
+    if num_bounded:
+        print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold")
+    return not violations

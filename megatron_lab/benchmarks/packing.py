@@ -1,4 +1,7 @@
-"""Attention that stays within documents against attention over the whole sample, forward and backward, in turns."""
+"""Benchmark of packed attention, forward and backward.
+
+It compares attention within documents with attention over the complete sample.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ import torch
 
 from megatron.attention.core import core_attention
 from megatron.attention.documents import Documents
-from megatron_lab.benchmarks.runner import in_turns, timed
+from megatron_lab.benchmarks.runner import make_timer, run_pair_in_turns
 
 _SEQ_LENGTH, _BATCH, _HEADS, _KV_HEADS, _HEAD_SIZE = 2048, 1, 8, 4, 64
 
 
-def documents_of(mean_length: int, batch: int, device: torch.device) -> Documents:
-    """Documents whose lengths are spread exponentially, cut where a sample ends."""
+def create_documents(mean_length: int, batch: int, device: torch.device) -> Documents:
+    """Create documents with exponentially distributed lengths that fill a batch of samples.
+
+    No document crosses the end of a sample.
+    """
     random = np.random.default_rng(0)
     bounds = [0]
     while bounds[-1] < batch * _SEQ_LENGTH:
@@ -28,36 +34,48 @@ def documents_of(mean_length: int, batch: int, device: torch.device) -> Document
 
 
 def run(mean_lengths: tuple[int, ...] = (2048, 256, 16, 1), turns: int = 7, device: str = "cpu") -> bool:
-    """Print times and ratios; returns whether packing is faster where documents are of about 256 tokens."""
-    place = torch.device(device)
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    """Print the times of packed attention and of attention over full samples, and their ratio, for each mean document length.
+
+    Args:
+        mean_lengths: mean document lengths in tokens.
+        turns: number of repetitions of the measurement.
+
+    Returns:
+        Whether packed attention is faster for documents of about 256 tokens.
+    """
+    torch_device = torch.device(device)
+    dtype = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
     inputs = [
-        torch.randn(_SEQ_LENGTH, _BATCH, heads, _HEAD_SIZE, device=place, dtype=dtype, requires_grad=True)
+        torch.randn(_SEQ_LENGTH, _BATCH, heads, _HEAD_SIZE, device=torch_device, dtype=dtype, requires_grad=True)
         for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
     ]
     print(
         f"packing, {_BATCH} x {_SEQ_LENGTH:,} tokens, {_HEADS} heads of {_HEAD_SIZE} ({_KV_HEADS} of keys and values), {dtype}, "
         f"{torch.get_num_threads()} threads, {device}, median of {turns} turns"
     )
-    good = True
+    is_within_bound = True
     for mean_length in mean_lengths:
-        documents = documents_of(mean_length, _BATCH, place)
-        wait = torch.get_device_module(place).synchronize
-        whole, packed = map(
+        documents = create_documents(mean_length, _BATCH, torch_device)
+        synchronize = torch.get_device_module(torch_device).synchronize
+        full, packed = map(
             statistics.median,
-            in_turns(timed(partial(_once, inputs, None, wait), wait), timed(partial(_once, inputs, documents, wait), wait), turns),
+            run_pair_in_turns(
+                make_timer(partial(_run_pass, inputs, None, synchronize), synchronize),
+                make_timer(partial(_run_pass, inputs, documents, synchronize), synchronize),
+                turns,
+            ),
         )
-        count = len(documents.bounds) - 1
+        num_documents = len(documents.cu_seqlens) - 1
         print(
-            f"  {count:5d} documents of about {mean_length:4d} tokens: packed {1000 * packed:7.2f} ms, "
-            f"whole samples {1000 * whole:7.2f} ms, ratio {packed / whole:.2f}"
+            f"  {num_documents:5d} documents of about {mean_length:4d} tokens: packed {1000 * packed:7.2f} ms, "
+            f"whole samples {1000 * full:7.2f} ms, ratio {packed / full:.2f}"
         )
-        good &= mean_length != 256 or packed < whole
-    print("the bound holds" if good else "MISSED: packed samples of 256 tokens take longer than whole ones", flush=True)
-    return good
+        is_within_bound &= mean_length != 256 or packed < full
+    print("the bound holds" if is_within_bound else "MISSED: packed samples of 256 tokens take longer than whole ones", flush=True)
+    return is_within_bound
 
 
-def _once(inputs: list[torch.Tensor], documents: Documents | None, wait: Callable[[], None]) -> None:
+def _run_pass(inputs: list[torch.Tensor], documents: Documents | None, synchronize: Callable[[], None]) -> None:
     q, k, v = inputs
     core_attention(q, k, v, documents).sum().backward()
-    wait()
+    synchronize()

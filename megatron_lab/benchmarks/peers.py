@@ -1,8 +1,8 @@
-"""Loops that train the same model without this framework: as one writes them by hand, and transformers' GPT-2.
+"""Training loops of the same model without this framework: a loop written by hand in plain torch, and GPT-2 of transformers.
 
-All have the same sizes, the same tokens, no dropout, tied word embeddings, torch's fused AdamW and clipping of the whole
-gradient. The vocabularies of the shapes are multiples of 128, so nobody pads. In 16 bits they autocast over float32 parameters, as
-is usual; the framework has 16-bit parameters with float32 main ones, whose update is the same.
+All loops have the same sizes and tokens, no dropout, tied word embeddings, torch's fused AdamW, and clipping by the global gradient
+norm. The vocabulary sizes of the shapes are multiples of 128, so no loop needs padding. In 16 bits the loops use autocast with
+float32 parameters, as is usual. The framework has 16-bit parameters and float32 main parameters, and its update is the same.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lab.benchmarks.plain_models import PlainGPT, PlainLlama, compile_parts, plain_model
+from megatron_lab.benchmarks.plain_models import PlainGPT, PlainLlama, build_plain_model, compile_modules
 from megatron_lab.benchmarks.shapes import Shape
 
 Step = Callable[[], float]
-"""One training step; returns the loss."""
+"""Function that runs one training step and returns the loss."""
 
 LR, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
 
 
 class _TransformersGPT2(nn.Module):
-    """transformers' GPT-2 with torch's attention; tokens and labels [b, s] to the mean loss."""
+    """GPT-2 of transformers with torch's attention. It maps tokens and labels [b, s] to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class _TransformersGPT2(nn.Module):
         self.model = GPT2LMHeadModel(config)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        # The loss by hand: given labels, transformers shifts and pads them first.
+        # Not with `labels=`, because transformers would shift and pad the labels first.
         logits = self.model(input_ids=tokens).logits
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-def _loop(
+def _build_step(
     build: Callable[[Shape], nn.Module],
     shape: Shape,
     dtype: torch.dtype,
@@ -62,12 +62,13 @@ def _loop(
     pure: bool = False,
     compile_model: Callable[[nn.Module], None] = lambda model: None,
 ) -> Step:
-    """Build a model on the device and return its training step, with fused AdamW and clipping. Where `dtype` is not float32, it
-    autocasts over float32 parameters.
+    """Build a model on the device and return its training step, with fused AdamW and gradient clipping.
+
+    If `dtype` is not float32, the step uses autocast with float32 parameters.
 
     Args:
-        pure: parameters, gradients and moments in `dtype` instead, without main parameters: less work, and not the same training.
-        compile_model: called with the model; the first step waits for a compilation.
+        pure: keep parameters, gradients and moments in `dtype`, without main parameters. That is less work, and different training.
+        compile_model: called with the model to compile it. The first step then waits for the compiler.
     """
     torch.manual_seed(0)
     with device:
@@ -76,11 +77,11 @@ def _loop(
         model = model.to(dtype)
     compile_model(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    not_decayed = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": not_decayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
-    tokens, labels = random_tokens(shape, device)
-    # Gradients of float16 would need a scale of the loss; the peers are timed only.
+    tokens, labels = create_random_tokens(shape, device)
+    # Training in float16 would need loss scaling. The peers are only timed, so they do without.
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32 and not pure)
 
     def step() -> float:
@@ -95,39 +96,47 @@ def _loop(
     return step
 
 
-def plain_step(
+def build_plain_step(
     shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False, backend: str = "inductor"
 ) -> Step:
-    """The step of the model written by hand."""
+    """Build the training step of the model written by hand.
+
+    Args:
+        compiled: compile the layers and the output layer with torch.compile.
+        backend: backend of torch.compile.
+    """
 
     def compile_model(model: nn.Module) -> None:
         if compiled:
-            compile_parts(cast(PlainGPT | PlainLlama, model), backend)
+            compile_modules(cast(PlainGPT | PlainLlama, model), backend)
 
-    return _loop(plain_model, shape, dtype, device, compile_model=compile_model)
-
-
-def pure_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
-    """The same without main parameters: everything in `dtype`."""
-    return _loop(plain_model, shape, dtype, device, pure=True)
+    return _build_step(build_plain_model, shape, dtype, device, compile_model=compile_model)
 
 
-def transformers_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
-    """The step of transformers' GPT-2."""
-    return _loop(_TransformersGPT2, shape, dtype, device)
+def build_pure_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
+    """Build the training step of the model written by hand, with parameters, gradients and moments all in `dtype`."""
+    return _build_step(build_plain_model, shape, dtype, device, pure=True)
 
 
-def peers(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[..., Step]]:
-    """Return the loops to compare with for a shape and dtype, by name: those whose packages are installed."""
-    steps: dict[str, Callable[..., Step]] = {"plain": plain_step}
+def build_transformers_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
+    """Build the training step of transformers' GPT-2."""
+    return _build_step(_TransformersGPT2, shape, dtype, device)
+
+
+def get_peers(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[..., Step]]:
+    """Return functions that build the training steps of the peers, by the name of the peer.
+
+    A peer is left out if its package is not installed, or if it does not support this shape or dtype.
+    """
+    steps: dict[str, Callable[..., Step]] = {"plain": build_plain_step}
     if shape.style == "gpt" and importlib.util.find_spec("transformers") is not None:
-        steps["transformers"] = transformers_step
+        steps["transformers"] = build_transformers_step
     if dtype != torch.float32:
-        steps["pure"] = pure_step
+        steps["pure"] = build_pure_step
     return steps
 
 
-def random_tokens(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [b, s] each, always the same."""
+def create_random_tokens(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random tokens and labels, [b, s] each. Every call returns the same values."""
     window = torch.randint(shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
     return window[:, :-1].to(device), window[:, 1:].to(device)

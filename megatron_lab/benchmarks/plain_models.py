@@ -1,6 +1,7 @@
-"""GPT and Llama models as one writes them by hand, in plain torch: what the framework's speed is compared with.
+"""GPT and Llama models written by hand in plain torch, as a baseline for the framework's speed.
 
-Shapes: `b` batch, `s` sequence, `h` hidden, `n` query heads, `g` key-value heads, `d` head size, `t = b * s` tokens, `E` experts.
+Shapes: `b` batch, `s` sequence, `h` hidden, `n` query heads, `g` key-value heads, `d` head size, `t = b * s` tokens, `E` experts,
+`r` rows (one per assignment of a token to an expert).
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ from megatron_lab.benchmarks.shapes import EXPERTS_PER_TOKEN, Shape
 _INIT_STD = 0.02
 
 
-def plain_model(shape: Shape) -> PlainGPT | PlainLlama:
-    """Build the model of a shape. Its forward takes tokens and labels [b, s] and returns the mean loss."""
+def build_plain_model(shape: Shape) -> PlainGPT | PlainLlama:
+    """Build the GPT or Llama of a shape. Its forward takes tokens and labels [b, s] and returns the mean loss."""
     return PlainGPT(shape) if shape.style == "gpt" else PlainLlama(shape)
 
 
-def compile_parts(model: PlainGPT | PlainLlama, backend: str) -> None:
-    """Compile each layer, and the output with the loss. Equal layers share one compilation, so many layers take no longer."""
-    for part in (*model.blocks, model.output):
-        part.compile(backend=backend)
+def compile_modules(model: PlainGPT | PlainLlama, backend: str) -> None:
+    """Compile each layer, and the output layer together with the loss, with torch.compile.
+
+    Equal layers share one compilation, so the compile time does not grow with the number of layers.
+    """
+    for module in (*model.blocks, model.output):
+        module.compile(backend=backend)
 
 
 class _Output(nn.Module):
-    """Final norm, output matrix and mean cross entropy; [b, s, h] and labels [b, s] to a scalar."""
+    """Final norm, output matrix and mean cross entropy. It maps hidden states [b, s, h] and labels [b, s] to a scalar."""
 
     def __init__(self, norm: nn.Module, shape: Shape) -> None:
         super().__init__()
@@ -40,7 +44,7 @@ class _Output(nn.Module):
 
 
 class _GPTAttention(nn.Module):
-    """Causal self-attention; [b, s, h] to [b, s, h]."""
+    """Causal self-attention with learned positions. It maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class _GPTAttention(nn.Module):
 
 
 class _GPTBlock(nn.Module):
-    """A layer; [b, s, h] to [b, s, h]."""
+    """GPT layer. It maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -69,7 +73,7 @@ class _GPTBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A GPT-2 as one writes it by hand; tokens and labels [b, s] to the mean loss."""
+    """GPT-2 written by hand. It maps tokens and labels [b, s] to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -77,7 +81,7 @@ class PlainGPT(nn.Module):
         self.blocks = nn.ModuleList(_GPTBlock(shape) for _ in range(shape.layers))
         self.output = _Output(nn.LayerNorm(shape.hidden), shape)
         self.output.head.weight = self.word.weight
-        _initialize(self, shape)
+        _init_weights(self, shape)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -87,7 +91,7 @@ class PlainGPT(nn.Module):
 
 
 class _LlamaAttention(nn.Module):
-    """Causal self-attention with rotary positions and grouped queries; [b, s, h] to [b, s, h]."""
+    """Causal self-attention with rotary positions and grouped queries. It maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -104,13 +108,13 @@ class _LlamaAttention(nn.Module):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the halves of each head [..., s, d] by the angles of cos and sin [s, d / 2] (Su et al. 2021), in float32."""
+    """Rotate the two halves of each head [..., s, d] by the angles of `cos` and `sin` [s, d / 2], in float32 (Su et al. 2021)."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 class _GatedMLP(nn.Module):
-    """SwiGLU (Shazeer 2020); [b, s, h] to [b, s, h]."""
+    """SwiGLU MLP (Shazeer 2020). It maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -122,7 +126,10 @@ class _GatedMLP(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Gated MLPs, of which a softmax router chooses two for each token, without dropping tokens; [b, s, h] to [b, s, h]."""
+    """Mixture of gated MLPs that maps [b, s, h] to [b, s, h].
+
+    A softmax router selects two experts per token. No tokens are dropped.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -132,30 +139,39 @@ class _Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)  # [t, h]
-        weights, experts = self.router(tokens).float().topk(EXPERTS_PER_TOKEN)
-        weights = weights.softmax(-1).flatten()
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
-        counts = torch.zeros(len(self.down), dtype=torch.int64, device=x.device).scatter_add_(0, chosen, torch.ones_like(chosen))
-        ends = counts.cumsum(0, dtype=torch.int32)
+        router_weights, expert_ids = self.router(tokens).float().topk(EXPERTS_PER_TOKEN)
+        router_weights = router_weights.softmax(-1).flatten()
+        flat_expert_ids = expert_ids.flatten()
+        order = flat_expert_ids.argsort(stable=True)
+        rows_per_expert = torch.zeros(len(self.down), dtype=torch.int64, device=x.device).scatter_add_(
+            0, flat_expert_ids, torch.ones_like(flat_expert_ids)
+        )
+        ends = rows_per_expert.cumsum(0, dtype=torch.int32)
         rows = tokens[order // EXPERTS_PER_TOKEN]
-        gate, up = _grouped(rows, self.gate_up, ends).chunk(2, -1)
-        y = _grouped(F.silu(gate) * up, self.down, ends) * weights[order].unsqueeze(1).to(x.dtype)
+        gate, up = _grouped_matmul(rows, self.gate_up, ends).chunk(2, -1)
+        y = _grouped_matmul(F.silu(gate) * up, self.down, ends) * router_weights[order].unsqueeze(1).to(x.dtype)
         return torch.zeros_like(tokens).index_add(0, order // EXPERTS_PER_TOKEN, y.to(x.dtype)).view_as(x)
 
 
-def _grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply each row with the matrix of its expert: [r, in] and [E, in, out] to [r, out]. Row `ends[e]` is the first behind
-    those of expert e. In 16 bits by torch's grouped product, otherwise one expert after the other."""
+def _grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply rows [r, in] with the matrices of their experts [E, in, out]; return [r, out].
+
+    In bfloat16 it uses torch's grouped matrix product, otherwise one product per expert.
+
+    Args:
+        ends: index of the row after the last row of each expert [E].
+    """
     if torch.is_autocast_enabled(rows.device.type):
         rows, matrices = (t.to(torch.get_autocast_dtype(rows.device.type)) for t in (rows, matrices))
     if rows.dtype == torch.bfloat16:
         return F.grouped_mm(rows, matrices, offs=ends)
-    return torch.cat([part @ matrix for part, matrix in zip(rows.tensor_split(ends[:-1].long().cpu()), matrices, strict=True)])
+    return torch.cat(
+        [expert_rows @ matrix for expert_rows, matrix in zip(rows.tensor_split(ends[:-1].long().cpu()), matrices, strict=True)]
+    )
 
 
 class _LlamaBlock(nn.Module):
-    """A layer; [b, s, h] to [b, s, h]."""
+    """Llama layer, dense or with experts. It maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -168,7 +184,7 @@ class _LlamaBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """A Llama, dense or with experts, as one writes it by hand; tokens and labels [b, s] to the mean loss."""
+    """Llama written by hand, dense or with experts. It maps tokens and labels [b, s] to the mean loss."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -182,7 +198,7 @@ class PlainLlama(nn.Module):
         angles = torch.outer(torch.arange(shape.seq).double(), 10000.0 ** -(torch.arange(0, d, 2).double() / d))
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
-        _initialize(self, shape)
+        _init_weights(self, shape)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens)
@@ -191,8 +207,8 @@ class PlainLlama(nn.Module):
         return self.output(x, labels)
 
 
-def _initialize(model: nn.Module, shape: Shape) -> None:
-    """Draw the weights as GPT-2 does: those that end a residual branch are smaller."""
+def _init_weights(model: nn.Module, shape: Shape) -> None:
+    """Draw random initial weights as GPT-2 does: the last matrix of each residual branch has a smaller standard deviation."""
     for name, p in model.named_parameters():
         if p.dim() > 1:
             ends_branch = name.endswith(("out.weight", "down.weight", "down"))

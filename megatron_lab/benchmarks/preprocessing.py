@@ -1,6 +1,7 @@
-"""Preprocessing against the bare tokenizer, Hugging Face's tokenizers, itself with two workers, and a bound on its memory.
+"""Benchmark of preprocessing: its speed compared with tokenizer libraries and with two workers, and its peak memory.
 
-The text is what every Python has: the sources and documents of its library and installed packages. What is compared takes turns.
+The text comes from every Python installation: the sources and documents of the standard library and of installed packages. The two
+sides of each comparison are measured alternately.
 """
 
 from __future__ import annotations
@@ -18,59 +19,62 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data import DataConfig
-from megatron.config.launcher import module_start
-from megatron_lab.benchmarks.runner import all_in_turns, timed
+from megatron.config.launcher import build_module_command
+from megatron_lab.benchmarks.runner import make_timer, run_in_turns
 from megatron_lab.data_tools.preprocess.engines import Engine
 from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 
-BARE, LOOP, TWO, MEMORY_MB = 0.85, 3.0, 1.8, 300.0
-"""Asked for: at least this share of tiktoken's speed, so many times that of a plain loop of tokenizers and, with two workers, that
-of one; and less than so much memory in a process, in MB."""
+MIN_TIKTOKEN_RATIO, MIN_TOKENIZERS_RATIO, MIN_TWO_WORKER_RATIO, MAX_MEMORY_MB = 0.85, 3.0, 1.8, 300.0
+"""Bounds: minimum speed relative to tiktoken, minimum speed relative to a plain loop over Hugging Face tokenizers, minimum speed of
+two workers relative to one, and maximum memory of a process in MB."""
 
 _VOCAB_SIZE = 50257
 _TRAINING_BYTES = 12_000_000
-_LOOP_SHARE = 10  # every tenth document, for the slower one
+_DOCUMENT_STRIDE = 10  # the tokenizers library is slow, so that comparison uses every tenth document
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure on."""
+    """Sizes of the preprocessing benchmark."""
 
     megabytes: float = 60.0
-    """Of text."""
+    """Size of the text in MB."""
     pairs: int = 5
-    """Turns of the two that are compared."""
+    """Number of repetitions of each comparison. A repetition measures both sides."""
     stream_gb: float = 0.5
-    """Size of the jsonl file over which memory is watched."""
+    """Size in GB of the jsonl file for the measurement of the peak memory."""
     vocab_size: int = _VOCAB_SIZE
-    """Of the vocabulary that is trained on a part of the text."""
+    """Size of the byte-level BPE vocabulary that is trained on a part of the text."""
 
 
-def texts(megabytes: float) -> list[str]:
-    """So many megabytes of text, in mixed order; shuffled lines of the same where there is too little."""
-    found: list[str] = []
-    left = megabytes * 1e6
+def collect_texts(megabytes: float) -> list[str]:
+    """Return about `megabytes` MB of text from source files, in random order.
+
+    If the files have too little text, texts of shuffled lines of the same files are added.
+    """
+    collected: list[str] = []
+    remaining_bytes = megabytes * 1e6
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for suffix in ("py", "rst", "md", "txt") for path in library.rglob(f"*.{suffix}"))
-    order = random.Random(0)
-    order.shuffle(files)
-    for text in _read(files):
-        found.append(text)
-        left -= len(text.encode())
-        if left < 0:
-            return found
-    originals = list(found)
-    while left > 0:
-        lines = order.choice(originals).splitlines(keepends=True)
-        order.shuffle(lines)
-        found.append("".join(lines))
-        left -= len(found[-1].encode())
-    return found
+    paths = sorted(path for suffix in ("py", "rst", "md", "txt") for path in library.rglob(f"*.{suffix}"))
+    rng = random.Random(0)
+    rng.shuffle(paths)
+    for text in _read_texts(paths):
+        collected.append(text)
+        remaining_bytes -= len(text.encode())
+        if remaining_bytes < 0:
+            return collected
+    originals = list(collected)
+    while remaining_bytes > 0:
+        lines = rng.choice(originals).splitlines(keepends=True)
+        rng.shuffle(lines)
+        collected.append("".join(lines))
+        remaining_bytes -= len(collected[-1].encode())
+    return collected
 
 
-def _read(files: Sequence[Path]) -> Iterator[str]:
-    for path in files:
+def _read_texts(paths: Sequence[Path]) -> Iterator[str]:
+    for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -80,133 +84,190 @@ def _read(files: Sequence[Path]) -> Iterator[str]:
 
 
 def write_corpus(path: Path, documents: Sequence[str]) -> float:
-    """JSON lines; returns the megabytes of text in them."""
+    """Write the documents as JSON lines. Return the size of their text in MB."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
     return sum(len(text.encode()) for text in documents) / 1e6
 
 
-def show(times: dict[str, list[float]], megabytes: float, bound: float) -> bool:
-    """Print the speeds, and how many times the second's the first's is in each pair; returns whether the median keeps the bound."""
-    for name, seconds in times.items():
-        speeds = [megabytes / each for each in seconds]
+def print_speeds(times: dict[str, list[float]], megabytes: float, bound: float) -> bool:
+    """Print the speed of two competitors and the ratio of the first speed to the second.
+
+    Return whether the median ratio reaches the bound.
+
+    Args:
+        times: seconds of the two competitors by name, one value per repetition.
+        megabytes: MB of text that each repetition processes.
+        bound: minimum ratio.
+    """
+    for name, durations in times.items():
+        speeds = [megabytes / duration for duration in durations]
         print(f"  {name:34}{statistics.median(speeds):8.1f} MB/s  ({min(speeds):.1f} to {max(speeds):.1f})")
     first, second = times.values()
-    ratios = [other / own for own, other in zip(first, second, strict=True)]
+    ratios = [second_time / first_time for first_time, second_time in zip(first, second, strict=True)]
     median = statistics.median(ratios)
-    held = median >= bound
+    is_met = median >= bound
     print(
-        f"  ratio {median:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), wanted {bound:.2f}{'' if held else '   MISSED'}",
+        f"  ratio {median:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), wanted {bound:.2f}{'' if is_met else '   MISSED'}",
         flush=True,
     )
-    return held
+    return is_met
 
 
-def tool(corpus: Path, output: Path, config: DataConfig, workers: int) -> Callable[[], object]:
-    """The whole of preprocessing, from the file to the joined dataset."""
-    job, engine = PreprocessJob(config, ("text",), append_eod=True), Engine(num_workers=workers)
+def build_preprocess_action(corpus: Path, output: Path, config: DataConfig, num_workers: int) -> Callable[[], object]:
+    """Build a function that preprocesses a corpus completely: from the input file to the joined dataset."""
+    job, engine = PreprocessJob(config, ("text",), append_eod=True), Engine(num_workers=num_workers)
     return lambda: preprocess([str(corpus)], str(output), job, engine=engine)
 
 
-def against_tiktoken(folder: Path, config: DataConfig, documents: Sequence[str], pairs: int) -> bool:
-    """One worker against tiktoken alone over texts in memory."""
+def compare_with_tiktoken(folder: Path, config: DataConfig, documents: Sequence[str], pairs: int) -> bool:
+    """Compare preprocessing by one worker with tiktoken, which tokenizes texts in memory.
+
+    Return whether preprocessing reaches `MIN_TIKTOKEN_RATIO` of tiktoken's speed.
+
+    Args:
+        folder: folder into which the input file and the datasets are written.
+        config: settings of the tokenizer.
+        documents: texts of the input file.
+        pairs: number of repetitions; each measures both programs.
+    """
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
 
     ranks = data_gym_to_mergeable_bpe_ranks(config.merge_file or "", config.vocab_file or "")
-    bare = tiktoken.Encoding("bare", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)})
+    encoding = tiktoken.Encoding("bare", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)})
     megabytes = write_corpus(folder / "all.jsonl", documents)
 
-    def loop() -> None:
+    def encode_all() -> None:
         for text in documents:
-            bare.encode_ordinary(text)
+            encoding.encode_ordinary(text)
 
     print(f"one worker against tiktoken alone, {megabytes:.0f} MB in {len(documents):,} documents")
-    one = tool(folder / "all.jsonl", folder / "one", config, 1)
-    return show(
-        all_in_turns({"preprocess_data, 1 worker": timed(one), "tiktoken encode_ordinary": timed(loop)}, pairs), megabytes, BARE
+    single_worker = build_preprocess_action(folder / "all.jsonl", folder / "one", config, 1)
+    return print_speeds(
+        run_in_turns(
+            {"preprocess_data, 1 worker": make_timer(single_worker), "tiktoken encode_ordinary": make_timer(encode_all)}, pairs
+        ),
+        megabytes,
+        MIN_TIKTOKEN_RATIO,
     )
 
 
-def against_tokenizers(folder: Path, config: DataConfig, documents: Sequence[str], pairs: int) -> bool:
-    """One worker against Hugging Face tokenizers in a plain loop over texts in memory."""
+def compare_with_tokenizers(folder: Path, config: DataConfig, documents: Sequence[str], pairs: int) -> bool:
+    """Compare preprocessing by one worker with a plain loop over Hugging Face tokenizers on texts in memory.
+
+    Return whether the speed ratio reaches `MIN_TOKENIZERS_RATIO`.
+
+    Args:
+        folder: folder with tokenizer.json, into which the input file and the datasets are written.
+        config: settings of the tokenizer.
+        documents: texts, of which every `_DOCUMENT_STRIDE`-th is used.
+        pairs: number of repetitions; each measures both programs.
+    """
     from tokenizers import Tokenizer
 
-    theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    some = documents[::_LOOP_SHARE]
-    megabytes = write_corpus(folder / "some.jsonl", some)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    subset = documents[::_DOCUMENT_STRIDE]
+    megabytes = write_corpus(folder / "some.jsonl", subset)
 
-    def loop() -> None:
-        for text in some:
-            _ = theirs.encode(text).ids
+    def encode_all() -> None:
+        for text in subset:
+            _ = tokenizer.encode(text).ids
 
-    print(f"one worker against Hugging Face tokenizers in a plain loop, {megabytes:.0f} MB in {len(some):,} documents")
-    one = tool(folder / "some.jsonl", folder / "some", config, 1)
-    return show(all_in_turns({"preprocess_data, 1 worker": timed(one), "tokenizers encode": timed(loop)}, pairs), megabytes, LOOP)
+    print(f"one worker against Hugging Face tokenizers in a plain loop, {megabytes:.0f} MB in {len(subset):,} documents")
+    single_worker = build_preprocess_action(folder / "some.jsonl", folder / "some", config, 1)
+    return print_speeds(
+        run_in_turns({"preprocess_data, 1 worker": make_timer(single_worker), "tokenizers encode": make_timer(encode_all)}, pairs),
+        megabytes,
+        MIN_TOKENIZERS_RATIO,
+    )
 
 
-def two_workers(folder: Path, config: DataConfig, megabytes: float, pairs: int) -> bool:
-    """Two workers against one, on one file."""
+def compare_worker_counts(folder: Path, config: DataConfig, megabytes: float, pairs: int) -> bool:
+    """Compare preprocessing of a single file by two workers and by one.
+
+    Return whether the speed ratio reaches `MIN_TWO_WORKER_RATIO`.
+    """
     print(f"two workers against one, {megabytes:.0f} MB in one file")
-    actions = {f"preprocess_data, {n} workers": tool(folder / "all.jsonl", folder / f"by{n}", config, n) for n in (2, 1)}
-    return show(all_in_turns({name: timed(action) for name, action in actions.items()}, pairs), megabytes, TWO)
+    actions = {
+        f"preprocess_data, {num_workers} workers": build_preprocess_action(
+            folder / "all.jsonl", folder / f"by{num_workers}", config, num_workers
+        )
+        for num_workers in (2, 1)
+    }
+    return print_speeds(
+        run_in_turns({name: make_timer(action) for name, action in actions.items()}, pairs), megabytes, MIN_TWO_WORKER_RATIO
+    )
 
 
-def memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
-    """Peak memory of any process of the tool, with two workers over a jsonl file made of copies of the corpus."""
-    stream = folder / "stream.jsonl"
-    with stream.open("wb") as file, (folder / "all.jsonl").open("rb") as source:
+def measure_memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
+    """Measure the peak memory of any process of preprocessing, with two workers on a large jsonl file.
+
+    Return whether it is below `MAX_MEMORY_MB`.
+
+    The file consists of copies of the corpus.
+    """
+    corpus = folder / "stream.jsonl"
+    with corpus.open("wb") as file, (folder / "all.jsonl").open("rb") as source:
         while file.tell() < gigabytes * 1e9:
             source.seek(0)
             shutil.copyfileobj(source, file)
-    size = stream.stat().st_size / 1e9
-    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(config.vocab_file), "--merge-file", str(config.merge_file)]
-    words = ("preprocess_data", "--input", stream, "--output-prefix", folder / "stream")
-    command, environment = module_start("megatron_lab", *words)
-    # In a process between: what a child had in common with a large parent would count as its own.
+    size_gb = corpus.stat().st_size / 1e9
+    tokenizer_args = [
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        str(config.vocab_file),
+        "--merge-file",
+        str(config.merge_file),
+    ]
+    tool_args = ("preprocess_data", "--input", corpus, "--output-prefix", folder / "stream")
+    command, environment = build_module_command("megatron_lab", *tool_args)
+    # An intermediate process starts the tool, because memory that a child shares with a large parent would count for the child.
     code = (
         "import resource, subprocess, sys\n"
         "done = subprocess.run(sys.argv[1:], stderr=subprocess.PIPE, text=True)\n"
         "print(done.stderr.splitlines()[-2], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, sep='\\n')\n"
         "sys.exit(done.returncode)\n"
     )
-    argv = [sys.executable, "-c", code, *command, *flags, "--append-eod", "--workers", "2"]
+    argv = [sys.executable, "-c", code, *command, *tokenizer_args, "--append-eod", "--workers", "2"]
     done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    told, kilobytes = done.stdout.splitlines()
-    peak = int(kilobytes) * 1024 / 1e6
-    held = peak < MEMORY_MB
-    print(f"peak memory of a process over {size:.1f} GB of jsonl: {peak:.0f} MB, wanted below {MEMORY_MB:.0f}", end="")
-    print("" if held else "   MISSED")
-    print(f"  {told}", flush=True)
-    return held
+    summary, kilobytes = done.stdout.splitlines()
+    peak_mb = int(kilobytes) * 1024 / 1e6
+    is_met = peak_mb < MAX_MEMORY_MB
+    print(f"peak memory of a process over {size_gb:.1f} GB of jsonl: {peak_mb:.0f} MB, wanted below {MAX_MEMORY_MB:.0f}", end="")
+    print("" if is_met else "   MISSED")
+    print(f"  {summary}", flush=True)
+    return is_met
 
 
 def run(settings: Settings) -> bool:
-    """Print all four; returns whether what is wanted holds.
+    """Run the three speed comparisons and the memory measurement. Return whether all limits hold.
 
     Raises:
-        ValueError: tokenizers is not installed, which trains the vocabulary.
+        ValueError: the package tokenizers, which trains the vocabulary, is not installed; or the disk has too little free space.
     """
-    from megatron_lab.data_tools.tokenizer_training import train
+    from megatron_lab.data_tools.tokenizer_training import train_tokenizer
 
-    documents = texts(settings.megabytes)
+    documents = collect_texts(settings.megabytes)
     with tempfile.TemporaryDirectory(prefix="bench-preprocessing-") as name:
         folder = Path(name)
-        share = max(1, round(settings.megabytes * 1e6 / _TRAINING_BYTES))
-        train("byte-bpe", documents[::share], settings.vocab_size, [], folder)
+        stride = max(1, round(settings.megabytes * 1e6 / _TRAINING_BYTES))
+        train_tokenizer("byte-bpe", documents[::stride], settings.vocab_size, [], folder)
         config = DataConfig(
             tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
         )
-        good = [
-            against_tiktoken(folder, config, documents, settings.pairs),
-            against_tokenizers(folder, config, documents, settings.pairs),
-            two_workers(folder, config, sum(len(text.encode()) for text in documents) / 1e6, settings.pairs),
+        results = [
+            compare_with_tiktoken(folder, config, documents, settings.pairs),
+            compare_with_tokenizers(folder, config, documents, settings.pairs),
+            compare_worker_counts(folder, config, sum(len(text.encode()) for text in documents) / 1e6, settings.pairs),
         ]
-        room = shutil.disk_usage(folder).free / 1e9
-        if room < 3 * settings.stream_gb:
+        free_gb = shutil.disk_usage(folder).free / 1e9
+        if free_gb < 3 * settings.stream_gb:
             raise ValueError(
-                f"{folder}: {room:.0f} GB are free, {3 * settings.stream_gb:.0f} are needed.\n  Set TMPDIR, or stream less."
+                f"{folder}: only {free_gb:.0f} GB are free, but the benchmark needs {3 * settings.stream_gb:.0f} GB.\n"
+                "  Set TMPDIR to a folder on a larger disk, or lower --stream-gb."
             )
-        good.append(memory(folder, config, settings.stream_gb))
-    return all(good)
+        results.append(measure_memory(folder, config, settings.stream_gb))
+    return all(results)

@@ -1,5 +1,8 @@
-"""The runner of all benchmarks: it measures things in turns, since disks and shared machines are noisy. What counts is the median
-ratio over turns."""
+"""Timers and comparisons that all benchmarks share.
+
+Shared machines and disks are noisy. So the variants of a comparison are measured in turns: each turn measures every variant once.
+The result is the median over the turns of the ratio between two variants.
+"""
 
 from __future__ import annotations
 
@@ -14,92 +17,115 @@ import torch.distributed as dist
 from megatron.parallel.context import Group
 
 T = TypeVar("T")
-Seconds = list[float]
+Durations = list[float]
 
 
-def all_in_turns(
+def run_in_turns(
     measurements: Mapping[str, Callable[[], T]], turns: int, before_turn: Callable[[], object] = lambda: None
 ) -> dict[str, list[T]]:
-    """Make measurements in turns, after one turn to warm up. Every other turn goes backwards.
+    """Run every measurement once per turn (repetition), after one warm-up turn. Every second turn runs the measurements in reverse
+    order.
 
     Args:
-        before_turn: called before each turn, that to warm up included.
+        measurements: functions by name. Each runs its action and returns the measured value, such as seconds.
+        turns: number of turns, without the warm-up turn.
+        before_turn: called before each turn, including the warm-up turn.
 
     Returns:
-        what each measurement returned, turn by turn.
+        The measured values by the name of the measurement, one per turn.
     """
-    found: dict[str, list[T]] = {name: [] for name in measurements}
+    results: dict[str, list[T]] = {name: [] for name in measurements}
     for turn in range(-1, turns):
         before_turn()
         for name in measurements if turn % 2 else reversed([*measurements]):
             result = measurements[name]()
             if turn >= 0:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
-def timed(action: Callable[[], object], ready: Callable[[], object] = lambda: None) -> Callable[[], float]:
-    """Make an action a measurement of its seconds.
+def make_timer(action: Callable[[], object], setup: Callable[[], object] = lambda: None) -> Callable[[], float]:
+    """Wrap an action in a function that runs the action and returns its duration in seconds.
 
     Args:
-        ready: called before the clock starts; it waits for a device, or for other processes.
+        setup: called before the clock starts, for example to wait for a device or for other processes.
     """
 
-    def measure() -> float:
-        ready()
-        began = time.perf_counter()
+    def timer() -> float:
+        setup()
+        start = time.perf_counter()
         action()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    return measure
-
-
-def in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[Seconds, Seconds]:
-    """Make two measurements in turns; see `all_in_turns`."""
-    found = all_in_turns({"first": first, "second": second}, pairs)
-    return found["first"], found["second"]
+    return timer
 
 
-def all_ranks() -> Group:
-    """All ranks, as one of them sees them."""
+def run_pair_in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[Durations, Durations]:
+    """Run two measurements alternately, after one warm-up of each. Return the values of the first and of the second.
+
+    Args:
+        pairs: number of repetitions; each runs both measurements.
+    """
+    results = run_in_turns({"first": first, "second": second}, pairs)
+    return results["first"], results["second"]
+
+
+def get_world_group() -> Group:
+    """Return the process group of all ranks."""
     return Group("all", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
-def timed_together(action: Callable[[], object]) -> float:
-    """Seconds until all ranks are through."""
+def time_all_ranks(action: Callable[[], object]) -> float:
+    """Run an action on all ranks and return the seconds until all of them have finished."""
     dist.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     action()
     dist.barrier()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def of_slowest_rank(action: Callable[[], object]) -> Callable[[], float]:
-    """Make an action of all ranks, which begin it together, a measurement of the seconds of the slowest. All get the same."""
+def make_slowest_rank_timer(action: Callable[[], object]) -> Callable[[], float]:
+    """Wrap an action that all ranks run in a function that returns the duration on the slowest rank, in seconds.
 
-    def measure() -> float:
+    All ranks start the action at the same time and get the same duration.
+    """
+
+    def timer() -> float:
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         action()
-        seconds = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return seconds.item()
+        duration = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(duration, dist.ReduceOp.MAX)
+        return duration.item()
 
-    return measure
+    return timer
 
 
-def slowest(found: Sequence[tuple[Seconds, Seconds]]) -> tuple[Seconds, Seconds]:
-    """Of each measurement the rank that took longest."""
-    first, second = ([max(values) for values in zip(*(times[which] for times in found), strict=True)] for which in (0, 1))
+def select_slowest_rank(rank_times: Sequence[tuple[Durations, Durations]]) -> tuple[Durations, Durations]:
+    """Return, for each of two measurements and for each repetition, the duration of the slowest rank.
+
+    Args:
+        rank_times: durations of the first and of the second measurement on each rank.
+    """
+    first, second = ([max(values) for values in zip(*(times[i] for times in rank_times), strict=True)] for i in (0, 1))
     return first, second
 
 
-def show(what: str, names: tuple[str, str], times: tuple[Seconds, Seconds], num_bytes: int = 0) -> list[float]:
-    """Print medians and spreads, and return the second one's ratio to the first in each pair."""
-    for name, seconds in zip(names, times, strict=True):
-        middle = statistics.median(seconds)
-        speed = f"   {num_bytes / middle / 1e9:.2f} GB/s" if num_bytes else ""
-        print(f"{what:12}{name:32}{1e3 * middle:9.1f} ms ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}){speed}")
+def print_comparison(label: str, names: tuple[str, str], times: tuple[Durations, Durations], num_bytes: int = 0) -> list[float]:
+    """Print medians and ranges of two measurements. Return the ratio of the second to the first for each repetition.
+
+    Args:
+        label: first column of the printed lines.
+        names: names of the two measurements.
+        times: durations of the two measurements in seconds.
+        num_bytes: bytes that each measurement moves, to print a speed; 0 to print none.
+    """
+    for name, durations in zip(names, times, strict=True):
+        median = statistics.median(durations)
+        speed = f"   {num_bytes / median / 1e9:.2f} GB/s" if num_bytes else ""
+        print(f"{label:12}{name:32}{1e3 * median:9.1f} ms ({1e3 * min(durations):.1f} to {1e3 * max(durations):.1f}){speed}")
     ratios = [second / first for first, second in zip(*times, strict=True)]
-    print(f"{what:12}{names[1]} / {names[0]}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+    print(
+        f"{label:12}{names[1]} / {names[0]}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True
+    )
     return ratios

@@ -11,10 +11,10 @@ from megatron.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the batch of one step, without dropout.
+    """Sizes of a benchmark's model, which has no dropout, and of the batch of one step.
 
     A GPT has LayerNorm, learned positions, biases and tied word embeddings. A Llama has RMSNorm, rotary positions, a gated MLP, no
-    biases and an output matrix of its own.
+    biases, and an output matrix separate from the word embeddings.
     """
 
     layers: int
@@ -25,15 +25,15 @@ class Shape:
     vocab: int
     style: Literal["gpt", "llama"] = "gpt"
     kv_heads: int | None = None
-    """Key-value heads; None for as many as query heads."""
+    """Number of key-value heads; None for one per query head."""
     ffn: int | None = None
-    """Channels inside an MLP, or inside each expert; None for 4 x hidden."""
+    """Hidden size of the MLP or of each expert; None for 4 x hidden."""
     experts: int = 0
-    """Experts of each layer, two of which take each token; 0 for a dense MLP."""
+    """Number of experts in each layer, of which a token uses two; 0 for a dense MLP."""
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Flags of the model by their field names, with `True` for a flag that takes no value."""
+        """Command-line flags that select the model, by field name. A switch (a flag without a value) has the value `True`."""
         flags: dict[str, Any] = {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
@@ -54,10 +54,10 @@ class Shape:
 
     @property
     def model(self) -> ModelConfig:
-        """The settings of the model, as the command line gives them."""
+        """Model settings, as if parsed from the command line of these flags."""
         from megatron.config.cli import load
 
-        return load(command_line({**_ANY_RUN, **self.flags}), 1).config.model
+        return load(build_argv({**_REQUIRED_FLAGS, **self.flags}), 1).config.model
 
 
 EXPERTS_PER_TOKEN = 2
@@ -68,7 +68,7 @@ LLAMA_FLAGS: Mapping[str, Any] = {
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
 }
-_ANY_RUN: Mapping[str, Any] = {
+_REQUIRED_FLAGS: Mapping[str, Any] = {
     "mock_data": True,
     "tokenizer_type": "NullTokenizer",
     "vocab_size": 127,
@@ -76,16 +76,20 @@ _ANY_RUN: Mapping[str, Any] = {
     "lr": 1e-4,
     "train_iters": 1,
 }
-"""Settings that a command line must have and that do not change the model."""
+"""Flags that every command line must have and that do not change the model."""
 
 
-def command_line(flags: Mapping[str, Any]) -> list[str]:
-    """Return the command line of flags that are given by their field names. None and False leave a flag out."""
-    line: list[str] = []
+def build_argv(flags: Mapping[str, Any]) -> list[str]:
+    """Return the command line with these flags. A flag whose value is None or False is left out.
+
+    Args:
+        flags: values by the field names of the flags.
+    """
+    argv: list[str] = []
     for name, value in flags.items():
         if value is not None and value is not False:
-            line += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return line
+            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return argv
 
 
 SHAPES = {

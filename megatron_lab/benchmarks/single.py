@@ -1,7 +1,7 @@
-"""One process of this framework against other loops, speed and peak memory, as ratios within one run.
+"""Benchmark of one process of this framework, compared with other training loops: ratios of speed and of peak memory.
 
-All train on the same tokens from memory. On a CPU the framework and a peer take turns, because such machines are noisy, so two
-models are in memory at a time. On a GPU each is timed by itself, and only one model is in memory.
+All loops train on the same tokens from memory. CPUs are noisy, so on a CPU the framework and another loop are measured alternately,
+and two models are in memory at a time. On a GPU each loop is timed separately, and only one model is in memory.
 """
 
 from __future__ import annotations
@@ -20,54 +20,60 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.config.launcher import module_start
+from megatron.config.launcher import build_module_command
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.metrics.measures import peak_flops
+from megatron.metrics.measures import get_peak_flops
 from megatron.model.build import build_model
 from megatron.model.compiled import BlockCompiler
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.spec.counts import count_parameters, flops_per_step
-from megatron.tensor_parallel.cross_entropy import LossForm
+from megatron.spec.counts import count_flops_per_step, count_parameters
+from megatron.tensor_parallel.cross_entropy import LossOptions
 from megatron.training.step import TrainStep
-from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, peers, plain_step, random_tokens
-from megatron_lab.benchmarks.runner import in_turns
+from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, build_plain_step, create_random_tokens, get_peers
+from megatron_lab.benchmarks.runner import run_pair_in_turns
 from megatron_lab.benchmarks.shapes import Shape
 
-OURS = "ours"
+FRAMEWORK = "ours"
 
 
 class Comparison(NamedTuple):
-    """Times of the loops in one dtype."""
+    """Step times and first losses of the framework and its peers (other training loops of the same model) in one dtype."""
 
-    seconds: dict[str, list[float]]
-    """Seconds of a step, for each peer and turn."""
-    ours: dict[str, list[float]]
-    """Seconds of the framework's step, in the turns beside each peer."""
+    peer_times: dict[str, list[float]]
+    """Seconds per step of each peer, one value per repetition of the measurement."""
+    framework_times: dict[str, list[float]]
+    """Seconds per step of the framework by the name of a peer: the times that were measured alternately with that peer."""
     losses: dict[str, float]
     """Loss of the first step of each loop."""
 
     def ratios(self, peer: str) -> list[float]:
-        """Return how much faster the framework is than a peer, in each turn."""
-        return [theirs / ours for theirs, ours in zip(self.seconds[peer], self.ours[peer], strict=True)]
+        """Return how many times as fast as a peer the framework is, one value per repetition of the measurement."""
+        return [
+            peer_time / framework_time
+            for peer_time, framework_time in zip(self.peer_times[peer], self.framework_times[peer], strict=True)
+        ]
 
     @property
-    def all_seconds(self) -> dict[str, list[float]]:
-        """Seconds of a step, for each loop: those of the framework are of all turns."""
-        return {OURS: [time for times in self.ours.values() for time in times], **self.seconds}
+    def all_times(self) -> dict[str, list[float]]:
+        """Seconds per step of the framework and of all peers.
+
+        The framework's list joins the times that were measured alternately with each peer.
+        """
+        return {FRAMEWORK: [time for times in self.framework_times.values() for time in times], **self.peer_times}
 
 
-def our_step(
+def build_framework_step(
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device,
-    loss: LossForm = LossForm(),  # noqa: B008 (frozen)
+    loss: LossOptions = LossOptions(),  # noqa: B008 (frozen)
     compiler: BlockCompiler | None = None,
 ) -> Step:
-    """The peers' step by the framework, in one process."""
+    """Build the framework's training step in one process, for the model that the peers train too."""
     context = make_context(Topology(), 0, device)
     model = build_model(
         shape.model,
@@ -79,7 +85,7 @@ def our_step(
         loss=loss,
         compiler=compiler,
     )
-    train = TrainStep(
+    train_step = TrainStep(
         model,
         context,
         GradScaler(1.0),
@@ -88,96 +94,117 @@ def our_step(
         micro_batch_size=shape.batch,
         skip_overflow=False,
     )
-    tokens, labels = random_tokens(shape, device)
+    tokens, labels = create_random_tokens(shape, device)
     positions = torch.arange(shape.seq, device=device).unsqueeze(1).expand(-1, shape.batch)
     mask = torch.ones(shape.seq, shape.batch, device=device)
     inputs = ModelInputs(positions, tokens.t().contiguous(), labels.t().contiguous(), mask)
 
     def step() -> float:
-        return train.run([inputs], iteration=1, learning_rate=LR, weight_decay=WEIGHT_DECAY).loss
+        return train_step.run([inputs], iteration=1, learning_rate=LR, weight_decay=WEIGHT_DECAY).loss
 
     return step
 
 
 def run(
-    shape: Shape, device: torch.device, dtype_names: Sequence[str], pairs: int, steps: int, *, compiled: bool = False
+    shape: Shape, device: torch.device, dtype_names: Sequence[str], num_turns: int, steps_per_turn: int, *, compiled: bool = False
 ) -> dict[str, Comparison]:
-    """Print speed and peak memory of all, and return them by dtype.
+    """Print the speed and the peak memory of the framework and its peers. Return the comparison of each dtype, by the dtype's name.
 
     Args:
-        pairs: how often each is timed, in turn.
-        steps: in each turn.
-        compiled: the framework and the loop by hand take part compiled too.
+        dtype_names: names of dtypes in torch, such as "bfloat16".
+        num_turns: number of repetitions of the measurement.
+        steps_per_turn: steps that each training loop runs in a repetition.
+        compiled: also measure the framework and the loop written by hand with compiled layers.
     """
-    flops = flops_per_step(shape.model, shape.vocab, shape.batch)
+    flops = count_flops_per_step(shape.model, shape.vocab, shape.batch)
     threads = f"{torch.get_num_threads()} threads" if _clock(device) is time.perf_counter else "processor time of 1 thread"
-    how = f"{threads}, {device}, torch {torch.__version__}"
-    print(f"{count_parameters(shape.model, shape.vocab):,} parameters, {shape}, {how}")
-    found = {name: _compare(shape, getattr(torch, name), device, pairs, steps, compiled=compiled) for name in dtype_names}
-    for name, comparison in found.items():
-        for which, seconds in comparison.all_seconds.items():
-            middle = statistics.median(seconds)
-            line = f"{name:9} {which:14} {1e3 * middle:9.1f} ms a step ({1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}), "
-            line += f"{shape.batch * shape.seq / middle:,.0f} tokens/s, {flops / middle / 1e12:.3f} TFLOP/s"
-            peak = peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
-            print(line + (f", MFU {flops / middle / peak:.1%}" if peak else "") + f", first loss {comparison.losses[which]:.3f}")
-        for which in comparison.seconds:
-            ratios = comparison.ratios(which)
-            spread = f"median of {pairs} turns, {min(ratios):.3f} to {max(ratios):.3f}"
-            print(f"{name:9} speed of ours / {which}: {statistics.median(ratios):.3f} ({spread})")
-    for name in dtype_names:
-        peaks = {which: _peak_memory(which, shape, name, device, compiled=compiled) for which in found[name].all_seconds}
-        for which, peak_bytes in peaks.items():
-            share = f", ours / {which} {peaks[OURS] / peak_bytes:.3f}" if which != OURS else ""
-            print(f"{name:9} peak memory: {which} {peak_bytes / 2**20:.0f} MiB{share}")
-    return found
-
-
-def steps_of(shape: Shape, dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[..., Step]]:
-    """Return what makes the step of each loop that is compared, the framework's first."""
-    with_compiler: dict[str, Callable[..., Step]] = {
-        "compiled": functools.partial(our_step, compiler=BlockCompiler()),
-        "plain compiled": functools.partial(plain_step, compiled=True),
+    setup = f"{threads}, {device}, torch {torch.__version__}"
+    print(f"{count_parameters(shape.model, shape.vocab):,} parameters, {shape}, {setup}")
+    comparisons = {
+        name: _compare(shape, getattr(torch, name), device, num_turns, steps_per_turn, compiled=compiled) for name in dtype_names
     }
-    return {OURS: our_step, **peers(shape, dtype), **(with_compiler if compiled else {})}
+    for name, comparison in comparisons.items():
+        for loop, times in comparison.all_times.items():
+            median = statistics.median(times)
+            text = f"{name:9} {loop:14} {1e3 * median:9.1f} ms a step ({1e3 * min(times):.1f} to {1e3 * max(times):.1f}), "
+            text += f"{shape.batch * shape.seq / median:,.0f} tokens/s, {flops / median / 1e12:.3f} TFLOP/s"
+            peak_flops = get_peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
+            print(
+                text
+                + (f", MFU {flops / median / peak_flops:.1%}" if peak_flops else "")
+                + f", first loss {comparison.losses[loop]:.3f}"
+            )
+        for loop in comparison.peer_times:
+            ratios = comparison.ratios(loop)
+            range_text = f"median of {num_turns} turns, {min(ratios):.3f} to {max(ratios):.3f}"
+            print(f"{name:9} speed of ours / {loop}: {statistics.median(ratios):.3f} ({range_text})")
+    for name in dtype_names:
+        peaks_by_loop = {
+            loop: _measure_peak_memory(loop, shape, name, device, compiled=compiled) for loop in comparisons[name].all_times
+        }
+        for loop, peak_bytes in peaks_by_loop.items():
+            share = f", ours / {loop} {peaks_by_loop[FRAMEWORK] / peak_bytes:.3f}" if loop != FRAMEWORK else ""
+            print(f"{name:9} peak memory: {loop} {peak_bytes / 2**20:.0f} MiB{share}")
+    return comparisons
 
 
-def _compare(shape: Shape, dtype: torch.dtype, device: torch.device, pairs: int, steps: int, *, compiled: bool) -> Comparison:
-    """Time the framework beside each peer."""
-    makers = steps_of(shape, dtype, compiled=compiled)
-    make_ours = makers.pop(OURS)
+def get_step_builders(shape: Shape, dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[..., Step]]:
+    """Return functions that build the training steps of the framework and of its peers, by name. The framework is first.
+
+    Args:
+        compiled: also return the steps with compiled layers.
+    """
+    with_compiler: dict[str, Callable[..., Step]] = {
+        "compiled": functools.partial(build_framework_step, compiler=BlockCompiler()),
+        "plain compiled": functools.partial(build_plain_step, compiled=True),
+    }
+    return {FRAMEWORK: build_framework_step, **get_peers(shape, dtype), **(with_compiler if compiled else {})}
+
+
+def _compare(
+    shape: Shape, dtype: torch.dtype, device: torch.device, num_turns: int, steps_per_turn: int, *, compiled: bool
+) -> Comparison:
+    """Time the training steps of the framework and of each peer in one dtype.
+
+    On a CPU the framework and a peer are measured alternately. On a GPU each is timed separately, so that only one model is in
+    memory.
+    """
+    builders = get_step_builders(shape, dtype, compiled=compiled)
+    build_framework = builders.pop(FRAMEWORK)
     result = Comparison({}, {}, {})
 
-    def warmed(which: str, make: Callable[..., Step]) -> Step:
-        step = make(shape, dtype, device)
-        result.losses[which] = step()
+    def build_warm_step(loop: str, build: Callable[..., Step]) -> Step:
+        step = build(shape, dtype, device)
+        result.losses[loop] = step()
         step()
         return step
 
-    def alone(which: str, make: Callable[..., Step]) -> list[float]:
-        step = warmed(which, make)
-        seconds = [_timed(step, steps, _clock(device)) for _ in range(pairs)]
+    def time_separately(loop: str, build: Callable[..., Step]) -> list[float]:
+        step = build_warm_step(loop, build)
+        times = [_time_steps(step, steps_per_turn, _clock(device)) for _ in range(num_turns)]
         del step
         release_memory(device)
-        return seconds
+        return times
 
     if device.type == "cuda":
-        ours = alone(OURS, make_ours)
-        for which, make in makers.items():
-            result.ours[which], result.seconds[which] = ours, alone(which, make)
+        framework_times = time_separately(FRAMEWORK, build_framework)
+        for loop, build in builders.items():
+            result.framework_times[loop], result.peer_times[loop] = framework_times, time_separately(loop, build)
         return result
 
-    def timer(step: Step) -> Callable[[], float]:
-        return lambda: _timed(step, steps, _clock(device))
+    def make_timer(step: Step) -> Callable[[], float]:
+        return lambda: _time_steps(step, steps_per_turn, _clock(device))
 
-    our = timer(warmed(OURS, make_ours))
-    for which, make in makers.items():
-        result.ours[which], result.seconds[which] = in_turns(our, timer(warmed(which, make)), pairs)
+    framework_timer = make_timer(build_warm_step(FRAMEWORK, build_framework))
+    for loop, build in builders.items():
+        result.framework_times[loop], result.peer_times[loop] = run_pair_in_turns(
+            framework_timer, make_timer(build_warm_step(loop, build)), num_turns
+        )
     return result
 
 
 def release_memory(device: torch.device) -> None:
-    """Free what a model that nobody holds any more has left on the device: cycles of Python and the allocator's blocks."""
+    """Free device memory that belongs to a deleted model: collect reference cycles and empty the caching allocator."""
     gc.collect()
     torch.compiler.reset()
     if device.type == "cuda":
@@ -185,54 +212,75 @@ def release_memory(device: torch.device) -> None:
 
 
 def _synchronize() -> None:
-    """Wait for the device: a step may leave its update running."""
+    """Wait for the device, because a step may return before its update is complete."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds. On one thread of a CPU they are those of the processor, to which other programs on the machine add little."""
+    """Return the clock that times steps; its values are in seconds.
+
+    On one CPU thread it measures processor time, which other programs on the machine hardly change.
+    """
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _timed(step: Step, steps: int, clock: Callable[[], float]) -> float:
-    """Seconds a step."""
+def _time_steps(step: Step, num_steps: int, clock: Callable[[], float]) -> float:
+    """Run `num_steps` steps, and return the seconds per step by the given clock."""
     _synchronize()
-    began = clock()
-    for _ in range(steps):
+    start = clock()
+    for _ in range(num_steps):
         step()
     _synchronize()
-    return (clock() - began) / steps
+    return (clock() - start) / num_steps
 
 
-def _peak_memory(which: str, shape: Shape, dtype_name: str, device: torch.device, *, compiled: bool) -> int:
-    """Peak bytes of a few steps in a fresh process, above what the process held before the model was made."""
-    words = (which, json.dumps(asdict(shape)), dtype_name, device, int(compiled))
-    command, environment = module_start("megatron_lab.benchmarks.single", *words)
+def _measure_peak_memory(loop: str, shape: Shape, dtype_name: str, device: torch.device, *, compiled: bool) -> int:
+    """Run a few steps in a new process and return the peak of the memory that they add, in bytes.
+
+    Memory in use before the model is built does not count.
+
+    Args:
+        loop: name of the training loop: the framework or one of its peers.
+        compiled: compile the layers.
+    """
+    args = (loop, json.dumps(asdict(shape)), dtype_name, device, int(compiled))
+    command, environment = build_module_command("megatron_lab.benchmarks.single", *args)
     return int(subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.split()[-1])
 
 
-def measure_memory(which: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> None:
-    """The process that `_peak_memory` starts."""
+def print_peak_memory(loop: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> None:
+    """Print the peak memory of one training loop. This is the program of the process that `_measure_peak_memory` starts.
+
+    Args:
+        loop: name of the training loop: the framework or one of its peers.
+        compiled: compile the layers.
+    """
     torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
-    before = _memory("VmRSS")
+    initial_memory = _read_memory("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = steps_of(shape, dtype, compiled=compiled)[which](shape, dtype, device)
+    step = get_step_builders(shape, dtype, compiled=compiled)[loop](shape, dtype, device)
     for _ in range(3):
         step()
     if device.type == "cuda":
         print(torch.cuda.max_memory_allocated())
     else:
-        print(_memory("VmHWM") - before)
+        print(_read_memory("VmHWM") - initial_memory)
 
 
-def _memory(field: str) -> int:
-    """Resident bytes of this process: VmRSS now, VmHWM at the peak (getrusage would count the parent's peak too)."""
+def _read_memory(field: str) -> int:
+    """Return the resident memory of this process in bytes, from /proc/self/status.
+
+    getrusage would also count the peak of the parent process.
+
+    Args:
+        field: "VmRSS" for the current value, "VmHWM" for the peak.
+    """
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":
-    which, shape, dtype_name, device, compiled = sys.argv[1:]
-    measure_memory(which, Shape(**json.loads(shape)), getattr(torch, dtype_name), torch.device(device), compiled=compiled == "1")
+    loop, shape, dtype_name, device, compiled = sys.argv[1:]
+    print_peak_memory(loop, Shape(**json.loads(shape)), getattr(torch, dtype_name), torch.device(device), compiled=compiled == "1")

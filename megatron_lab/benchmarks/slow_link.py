@@ -1,13 +1,15 @@
-"""A slow network, emulated: a documented delay in the communication of the data ranks, or of other groups.
+"""Emulation of a slow network: a documented delay of the communication of the data ranks, or of other groups.
 
-The model is one serial link for each rank. A collective occupies the link for (bytes that the rank sends) / bandwidth, counted as
-a ring sends them: of a buffer of B bytes over n ranks (n - 1)/n B in a reduce-scatter or an all-gather, twice that in an
-all-reduce (Patarasuk and Yuan 2009). It begins when it is started and the link is free, so collectives follow each other in the
-order of their start. The real collective runs meanwhile; `wait()` waits for it and then sleeps until the link is through. Sleeping
-takes no core, as a network card takes none, so what is computed meanwhile is computed at full speed.
+The model is one serial link per rank. A collective occupies the link for (bytes that the rank sends) / bandwidth. The bytes are
+those of a ring algorithm over n ranks: (n - 1)/n B for a reduce-scatter or an all-gather of a buffer of B bytes, and twice that for
+an all-reduce (Patarasuk and Yuan 2009). A collective begins when it has been started and the link is free, so collectives use the
+link in the order in which they start.
 
-The delay is put around the functions of `megatron.parallel.collectives` that start a collective, for as long as `installed()`
-lasts; the framework itself knows nothing of it.
+The real collective runs during that time. `wait()` waits for it and then sleeps until the link is free. Sleeping uses no CPU core,
+just as a network card uses none, so concurrent computation runs at full speed.
+
+`SlowLink.installed()` wraps the functions of `megatron.parallel.collectives` that start a collective. The framework itself has no
+code for the emulation.
 """
 
 from __future__ import annotations
@@ -26,100 +28,110 @@ from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Group
 
 DATA_GROUPS = ("dp", "cp-dp", "tp-cp-dp")
-"""Names of the groups over which gradients and parameters of the data ranks travel."""
+"""Names of the groups over which data ranks reduce gradients and gather parameters."""
 
 
-def _reduced(tensor: torch.Tensor, size: int) -> float:
-    return 2 * (size - 1) / size * tensor.nbytes
+def _all_reduce_bytes(tensor: torch.Tensor, group_size: int) -> float:
+    return 2 * (group_size - 1) / group_size * tensor.nbytes
 
 
-def _scattered(tensor: torch.Tensor, size: int) -> float:
-    return (size - 1) / size * tensor.nbytes
+def _reduce_scatter_bytes(tensor: torch.Tensor, group_size: int) -> float:
+    return (group_size - 1) / group_size * tensor.nbytes
 
 
-def _gathered(tensor: torch.Tensor, size: int) -> float:
-    return (size - 1) * tensor.nbytes
+def _all_gather_bytes(tensor: torch.Tensor, group_size: int) -> float:
+    return (group_size - 1) * tensor.nbytes
 
 
-def _passed_on(tensor: torch.Tensor, size: int) -> float:
+def _ring_shift_bytes(tensor: torch.Tensor, group_size: int) -> float:
     return tensor.nbytes
 
 
-SENT: dict[str, Callable[[torch.Tensor, int], float]] = {
-    "start_all_reduce": _reduced,
-    "start_reduce_scatter": _scattered,
-    "start_all_gather": _gathered,
-    "start_pass_on": _passed_on,
+SENT_BYTES: dict[str, Callable[[torch.Tensor, int], float]] = {
+    "start_all_reduce": _all_reduce_bytes,
+    "start_reduce_scatter": _reduce_scatter_bytes,
+    "start_all_gather": _all_gather_bytes,
+    "start_ring_shift": _ring_shift_bytes,
 }
-"""Bytes that a rank sends, from what it puts in and the number of ranks."""
+"""Functions that return the bytes a rank sends in a collective, from the input tensor and the number of ranks."""
 
 
 class SlowPending(Pending):
-    """A collective on the link."""
+    """Collective in flight on the emulated link, complete when both the real collective and the emulated transfer are.
 
-    def __init__(self, real: Pending, done: float) -> None:
-        self._real, self._done = real, done
+    Args:
+        pending: the real collective.
+        end_time: time at which the link has sent the collective.
+    """
+
+    def __init__(self, pending: Pending, end_time: float) -> None:
+        self._pending, self._end_time = pending, end_time
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and for the link."""
-        result = self._real.wait()
-        time.sleep(max(0.0, self._done - time.perf_counter()))
+        """Wait until the real collective has ended and the emulated link has sent its bytes. Return the collective's result."""
+        result = self._pending.wait()
+        time.sleep(max(0.0, self._end_time - time.perf_counter()))
         return result
 
 
 class SlowLink:
-    """One rank's link.
+    """Emulated network link of one rank, which delays collectives according to its bandwidth.
 
     Args:
-        groups: names of those whose collectives are slowed.
+        groups: names of the process groups whose collectives are delayed.
     """
 
     def __init__(self, groups: Sequence[str] = DATA_GROUPS) -> None:
         self._groups = groups
         self.bandwidth = float("inf")
-        """Bytes a second."""
-        self.connected = True
-        """Without a link no collective of these groups runs at all: what is left is computation. (Results are wrong then.)"""
-        self.sent = 0.0
-        """Bytes given to the link since this was last set to zero."""
-        self._free = 0.0
+        """Bytes per second."""
+        self.is_connected = True
+        """False skips all collectives of these groups, so that only computation is left. Results are wrong then."""
+        self.sent_bytes = 0.0
+        """Bytes of all collectives, skipped ones included, since the caller last set this to zero."""
+        self._free_at = 0.0
 
     def start(
-        self, name: str, real: Callable[..., Pending], tensor: torch.Tensor, group: Group, *args: Any, **kwargs: Any
+        self, name: str, collective: Callable[..., Pending], tensor: torch.Tensor, group: Group, *args: Any, **kwargs: Any
     ) -> Pending:
-        """Start a collective: `real` by its name, with its arguments."""
+        """Start a collective, and occupy the link for the time that the collective's bytes take.
+
+        Args:
+            name: name of the function that starts the collective, a key of `SENT_BYTES`.
+            collective: function with that name. It gets all other arguments.
+        """
         if group.name not in self._groups or group.size == 1:
-            return real(tensor, group, *args, **kwargs)
-        size = SENT[name](tensor, group.size)
-        self.sent += size
-        if not self.connected:
-            return _untouched(name, tensor, group, *args, **kwargs)
-        self._free = max(self._free, time.perf_counter()) + size / self.bandwidth
-        return SlowPending(real(tensor, group, *args, **kwargs), self._free)
+            return collective(tensor, group, *args, **kwargs)
+        num_bytes = SENT_BYTES[name](tensor, group.size)
+        self.sent_bytes += num_bytes
+        if not self.is_connected:
+            return _skip_collective(name, tensor, group, *args, **kwargs)
+        self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self.bandwidth
+        return SlowPending(collective(tensor, group, *args, **kwargs), self._free_at)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Every collective of this process goes over the link, whichever module starts it."""
-        real = {name: getattr(collectives, name) for name in SENT}
-        ours = {name: partial(self.start, name, function) for name, function in real.items()}
-        users = [module for name, module in list(sys.modules.items()) if name.startswith(("megatron.", "megatron_lab."))]
-        _replace(users, real, ours)
+        """Send all collectives of this process over the emulated link while the context is active, whichever module starts them."""
+        originals = {name: getattr(collectives, name) for name in SENT_BYTES}
+        slowed = {name: partial(self.start, name, function) for name, function in originals.items()}
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith(("megatron.", "megatron_lab."))]
+        _replace(modules, originals, slowed)
         try:
             yield
         finally:
-            _replace(users, ours, real)
+            _replace(modules, slowed, originals)
 
 
 def _replace(modules: list[Any], old: dict[str, Any], new: dict[str, Any]) -> None:
     for module in modules:
-        for name in SENT:
+        for name in SENT_BYTES:
             if getattr(module, name, None) is old[name]:
                 setattr(module, name, new[name])
 
 
-def _untouched(name: str, tensor: torch.Tensor, group: Group, *args: Any, out: torch.Tensor | None = None) -> Pending:
-    """What a collective returns if nothing travels: memory of the right shape, whatever it holds."""
-    if out is not None or name in ("start_all_reduce", "start_pass_on"):
+def _skip_collective(name: str, tensor: torch.Tensor, group: Group, *args: Any, out: torch.Tensor | None = None) -> Pending:
+    """Return a result of the right shape without communication. Its values are arbitrary."""
+    if out is not None or name in ("start_all_reduce", "start_ring_shift"):
         return Pending(tensor if out is None else out)
     rows = tensor.shape[0]
     rows = rows * group.size if name == "start_all_gather" else rows // group.size

@@ -1,8 +1,9 @@
-"""Communication of tensor ranks beside products, with `--tp-comm-overlap` and without: products sleep, over an emulated slow link.
+"""Benchmark of tensor parallelism with and without `--tp-comm-overlap`, over an emulated slow link.
 
-Ranks run a column- and a row-parallel layer under sequence parallelism, forward and backward, with real messages and collectives
-over `slow_link`. A product sleeps for its FLOPs. The link has the bandwidth at which a gather takes a given share of the product
-beside it. Sleeping takes no core, as a network card takes none, and a GPU's products take few of a host's.
+The ranks run a column-parallel and a row-parallel layer with sequence parallelism, forward and backward, with real messages and
+collectives over `slow_link`. A matrix product sleeps in proportion to its FLOPs. The bandwidth of the link is set so that an
+all-gather takes a given share of the product that overlaps with it. Sleeping uses no CPU core, just as a network card uses none;
+and matrix products on a GPU use little of the host's cores.
 """
 
 from __future__ import annotations
@@ -19,169 +20,198 @@ import torch
 
 from megatron.parallel import overlap
 from megatron.parallel.context import make_context
-from megatron.parallel.overlap import Overlap, Pieces
+from megatron.parallel.overlap import Overlap, RingOverlap
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.products import product_into
 from megatron.parallel.topology import Topology
-from megatron.precision.products import PLAIN, Products
-from megatron.spec.weights import column, row
+from megatron.precision.gemms import DEFAULT_GEMMS, LinearGemms
+from megatron.spec.weights import build_column_parallel_linear, build_row_parallel_linear
 from megatron.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_lab.benchmarks.runner import all_in_turns, of_slowest_rank
+from megatron_lab.benchmarks.runner import make_slowest_rank_timer, run_in_turns
 from megatron_lab.benchmarks.slow_link import SlowLink
 from megatron_lab.verification.local_ranks import run_ranks
 
 BOUND = 1.1
-"""How many times the computation a pass in pieces may take, where a gather is shorter than its product."""
+"""Maximum ratio of an overlapped pass to its computation, if an all-gather is shorter than its matrix product."""
 
 _CPU = torch.device("cpu")
 _ROWS, _HIDDEN, _WIDTH = 32, 64, 192
-"""Rows of a rank, hidden size, width between the two layers."""
-_PRODUCTS = 6
-"""Of a pass: two forward, and two for each of these backward."""
+"""Rows (tokens) per rank, hidden size, and size between the two layers."""
+_NUM_PRODUCTS = 6
+"""Matrix products of a pass: two in forward, and two per forward product in backward."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Sizes and durations of the benchmark of tensor parallelism."""
 
-    ranks: int
+    num_ranks: int
     product_s: float = 0.2
-    """Seconds of each product."""
+    """Seconds that each emulated matrix product takes."""
     share: float = 0.8
-    """Time of a gather, as a share of a product."""
+    """Time that the link needs for an all-gather, as a share of a matrix product."""
     repeats: int = 5
 
 
 @dataclass(frozen=True)
-class Result:
-    """Seconds of a pass of the slowest rank, in each turn."""
+class LayerPassTimes:
+    """Times of a forward and backward of the two layers on the slowest rank: seconds, one value per repetition."""
 
     computation: list[float]
-    """Without a link."""
-    turns: list[float]
-    """Product and collective one after the other."""
-    pieces: list[float]
-    sent: float
-    """Bytes that a rank sends in a pass, either way."""
+    """Passes without communication."""
+    sequential: list[float]
+    """Passes in which matrix products and collectives run one after the other."""
+    overlapped: list[float]
+    """Passes with ring overlap: each collective is split into ring steps that overlap with partial matrix products."""
+    sent_bytes: float
+    """Bytes that a rank sends in a pass; equal with and without overlap."""
 
     def ratio(self, times: Sequence[float]) -> float:
-        """Of one kind against computation."""
-        return statistics.median(one / alone for one, alone in zip(times, self.computation, strict=True))
+        """Return the median ratio of the passes in `times` to passes without communication."""
+        return statistics.median(time / computation for time, computation in zip(times, self.computation, strict=True))
 
 
-def measure(settings: Settings) -> Result:
-    """Passes of each kind in turn; the first turn is left out."""
+def measure(settings: Settings) -> LayerPassTimes:
+    """Time passes without communication, with sequential communication and with overlapped communication.
 
-    def live(rank: int) -> Result:
+    Each repetition measures the three variants one after another.
+    """
+
+    def run_rank(rank: int) -> LayerPassTimes:
         link = SlowLink(groups=("tp",))
-        gathered = 4 * _ROWS * _HIDDEN * (settings.ranks - 1)
-        link.bandwidth = gathered / (settings.share * settings.product_s)
-        kinds: dict[str, Overlap | None] = {"computation": None, "turns": None, "pieces": Pieces()}
-        products = _Sleeping(settings)
-        passes = {name: _pass(settings.ranks, rank, way, products) for name, way in kinds.items()}
-        told: dict[str, tuple[float, float]] = {}
+        gather_bytes = 4 * _ROWS * _HIDDEN * (settings.num_ranks - 1)
+        link.bandwidth = gather_bytes / (settings.share * settings.product_s)
+        overlaps: dict[str, Overlap | None] = {"computation": None, "sequential": None, "overlapped": RingOverlap()}
+        gemms = _SleepingGemms(settings)
+        passes = {name: _build_pass(settings.num_ranks, rank, overlap_mode, gemms) for name, overlap_mode in overlaps.items()}
+        outcomes: dict[str, tuple[float, float]] = {}
 
-        def run(name: str) -> None:
-            link.connected, link.sent = name != "computation", 0.0
-            told[name] = passes[name](), link.sent
+        def run_pass(name: str) -> None:
+            link.is_connected, link.sent_bytes = name != "computation", 0.0
+            outcomes[name] = passes[name](), link.sent_bytes
 
-        with link.installed(), products.of_pieces():
-            seconds = all_in_turns({name: of_slowest_rank(partial(run, name)) for name in kinds}, settings.repeats)
-        if told["turns"] != told["pieces"]:
-            raise RuntimeError(f"(sum, bytes sent) are {told['turns']} one after the other, and {told['pieces']} in pieces")
-        return Result(**seconds, sent=told["pieces"][1])
+        with link.installed(), gemms.delay_ring_products():
+            times = run_in_turns({name: make_slowest_rank_timer(partial(run_pass, name)) for name in overlaps}, settings.repeats)
+        if outcomes["sequential"] != outcomes["overlapped"]:
+            raise RuntimeError(
+                f"overlap changes (sum of results, bytes sent) from {outcomes['sequential']} to {outcomes['overlapped']}; "
+                "they must be equal"
+            )
+        return LayerPassTimes(**times, sent_bytes=outcomes["overlapped"][1])
 
-    return run_ranks(settings.ranks, live, timeout=3600.0)[0]
+    return run_ranks(settings.num_ranks, run_rank, timeout=3600.0)[0]
 
 
-def _pass(ranks: int, rank: int, way: Overlap | None, products: Products) -> Callable[[], float]:
-    """A forward and a backward of ones, whose sums are exact; gives a sum over results and gradients."""
-    context, table = make_context(Topology(tp=ranks), rank, _CPU), ParamTable()
-    both = [*column("up", _HIDDEN, _WIDTH, bias=False, std=1.0), *row("down", _WIDTH, _HIDDEN, bias=False, std=1.0)]
-    scope = Scope(context, table, {weight.name: weight for weight in both}, torch.float32, sequence_parallel=True, overlap=way)
+def _build_pass(num_ranks: int, rank: int, overlap_mode: Overlap | None, gemms: LinearGemms) -> Callable[[], float]:
+    """Build a function that runs the column-parallel and the row-parallel layer forward and backward.
+
+    The function returns the sum of the output and of the input gradient. Inputs and weights are ones, so the sum is exact and must
+    be equal with and without overlap.
+    """
+    context, table = make_context(Topology(tp=num_ranks), rank, _CPU), ParamTable()
+    weight_specs = [
+        *build_column_parallel_linear("up", _HIDDEN, _WIDTH, bias=False, std=1.0),
+        *build_row_parallel_linear("down", _WIDTH, _HIDDEN, bias=False, std=1.0),
+    ]
+    scope = Scope(
+        context,
+        table,
+        {weight.name: weight for weight in weight_specs},
+        torch.float32,
+        sequence_parallel=True,
+        overlap=overlap_mode,
+    )
     up, down = ColumnParallelLinear(scope.child("up")), RowParallelLinear(scope.child("down"))
     for layer in (up, down):
-        layer.form = replace(layer.form, products=products)
+        layer.config = replace(layer.config, gemms=gemms)
     layers = torch.nn.Sequential(up, down)
     materialize(layers, table, _CPU)
     for entry in table:
         torch.nn.init.ones_(entry.param)
     x = torch.ones(_ROWS, 1, _HIDDEN)
 
-    def run() -> float:
-        given = x.clone().requires_grad_()
-        y = layers(given)
+    def run_pass() -> float:
+        leaf = x.clone().requires_grad_()
+        y = layers(leaf)
         y.sum().backward()
-        assert given.grad is not None
-        return (y.sum() + given.grad.sum()).item()
+        assert leaf.grad is not None
+        return (y.sum() + leaf.grad.sum()).item()
 
-    return run
+    return run_pass
 
 
-class _Sleeping:
-    """Products of this process take the time of their FLOPs."""
+class _SleepingGemms:
+    """Matrix products of linear layers (`LinearGemms`) that sleep in proportion to their FLOPs."""
 
     def __init__(self, settings: Settings) -> None:
-        whole = 2 * settings.ranks * _ROWS * _HIDDEN * (_WIDTH // settings.ranks)
-        self._flops_per_s = whole / settings.product_s
+        flops = 2 * settings.num_ranks * _ROWS * _HIDDEN * (_WIDTH // settings.num_ranks)
+        self._flops_per_s = flops / settings.product_s
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Products`."""
-        return self._slowly(2 * x.numel() * len(weight), PLAIN.output, x, weight, bias)
+    def compute_output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the output x w^T + bias, with x [..., in] and w [out, in]."""
+        return self._run_delayed(2 * x.numel() * len(weight), DEFAULT_GEMMS.compute_output, x, weight, bias)
 
-    def input_gradient(self, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See `Products`."""
-        return self._slowly(2 * grad_output.numel() * weight.shape[1], PLAIN.input_gradient, grad_output, weight)
+    def compute_input_grad(self, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the input, dy w, where dy is `grad_output` [..., out] and w is `weight` [out, in]."""
+        return self._run_delayed(2 * grad_output.numel() * weight.shape[1], DEFAULT_GEMMS.compute_input_grad, grad_output, weight)
 
-    def weight_gradient(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
-        """See `Products`."""
-        self._slowly(2 * grad_output.numel() * x.shape[1], partial(PLAIN.weight_gradient, add=add), grad_output, x, into)
+    def compute_weight_grad(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
+        """Write the weight gradient dy^T x to `into`, or add it to `into` if `add` is true.
+
+        dy is `grad_output` [..., out], and the weight gradient is [out, in].
+        """
+        self._run_delayed(
+            2 * grad_output.numel() * x.shape[1], partial(DEFAULT_GEMMS.compute_weight_grad, add=add), grad_output, x, into
+        )
 
     @contextmanager
-    def of_pieces(self) -> Iterator[None]:
-        """So do those of pieces, meanwhile."""
+    def delay_ring_products(self) -> Iterator[None]:
+        """Let the partial matrix products of ring overlap sleep too, while the context is active."""
 
-        def slowly(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return self._slowly(2 * x.numel() * matrix.shape[1], product_into, out, x, matrix, *rest)
+        def delayed_product(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, *args: Any) -> torch.Tensor:
+            return self._run_delayed(2 * x.numel() * matrix.shape[1], product_into, out, x, matrix, *args)
 
-        overlap.product_into = slowly  # type: ignore[assignment]
+        overlap.product_into = delayed_product  # type: ignore[assignment]
         try:
             yield
         finally:
             overlap.product_into = product_into
 
-    def _slowly(self, flops: int, product: Callable[..., Any], *args: Any) -> Any:
+    def _run_delayed(self, flops: int, product: Callable[..., Any], *args: Any) -> Any:
         end = time.perf_counter() + flops / self._flops_per_s
-        found = product(*args)
+        output = product(*args)
         time.sleep(max(0.0, end - time.perf_counter()))
-        return found
+        return output
 
 
-def misses(result: Result) -> list[str]:
-    """In words, what is not as it must be."""
-    ratio = result.ratio(result.pieces)
+def find_violations(result: LayerPassTimes) -> list[str]:
+    """Return a message if an overlapped pass takes more than `BOUND` times its computation."""
+    ratio = result.ratio(result.overlapped)
     return [f"a pass in pieces takes {ratio:.2f} x computation; at most {BOUND} is asked for"] if ratio > BOUND else []
 
 
 def run(settings: Settings) -> bool:
-    """Print a pass of each kind; returns whether the bound holds."""
+    """Print the pass times.
+
+    Return whether the overlapped pass is within `BOUND`; always True if an all-gather takes at least as long as a product.
+    """
     print(
-        f"{settings.ranks} tensor ranks, a column- and a row-parallel layer forward and backward: {_PRODUCTS} products of "
+        f"{settings.num_ranks} tensor ranks, a column- and a row-parallel layer forward and backward: {_NUM_PRODUCTS} products of "
         f"{1e3 * settings.product_s:.0f} ms; a gather takes {1e3 * settings.share * settings.product_s:.0f} ms\n"
         f"milliseconds a pass, medians of {settings.repeats} (min to max)"
     )
     result = measure(settings)
-    for words, times in (
+    for label, times in (
         ("computation", result.computation),
-        ("one after the other", result.turns),
-        ("in pieces", result.pieces),
+        ("one after the other", result.sequential),
+        ("in pieces", result.overlapped),
     ):
-        spread = f"({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
-        print(f"{words:>20}{1e3 * statistics.median(times):>10.1f} {spread:<14}{result.ratio(times):>8.3f} x computation")
-    print(f"a rank sends {result.sent / 1e3:.0f} kB either way")
+        range_text = f"({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
+        print(f"{label:>20}{1e3 * statistics.median(times):>10.1f} {range_text:<14}{result.ratio(times):>8.3f} x computation")
+    print(f"a rank sends {result.sent_bytes / 1e3:.0f} kB either way")
     if settings.share >= 1.0:
         print(f"a ratio of at most {BOUND} is asked for where gathers are shorter than products")
         return True
-    missed = misses(result)
-    print("\n".join(f"MISSED: {miss}" for miss in missed) if missed else "the bound holds", flush=True)
-    return not missed
+    violations = find_violations(result)
+    print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
+    return not violations

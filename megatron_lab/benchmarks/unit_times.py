@@ -1,4 +1,4 @@
-"""Measures when each unit of a model (embedding, blocks, final norm, output) computes, forward and backward."""
+"""Clock that times the units of a model (embedding, blocks, final norm, output layer) in forward and backward."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.spec.operations import Op, OpKind
+from megatron.spec.operations import Op, OpType
 from megatron.training.step import TrainStep
 
 
 class UnitTimes(NamedTuple):
-    """Seconds of one microbatch in one unit."""
+    """Seconds that one unit of a model (embedding, block, final norm or output layer) takes for one microbatch."""
 
     forward: float
     backward: float
 
 
 class UnitClock:
-    """Times the units of a training step on one stage of one chunk, from now on.
+    """Clock that times each unit of a model during training steps, on one pipeline stage with one model chunk.
 
-    A unit's forward lasts until that of the next one. Its backward begins when the gradient of its output is there, and lasts until
-    that of the unit before is.
+    It records as soon as it is created. The forward of a unit lasts until the forward of the next unit. The backward of a unit
+    begins when the gradient of its output is complete, and lasts until the gradient of the preceding unit's output is complete.
     """
 
-    def __init__(self, train: TrainStep) -> None:
+    def __init__(self, train_step: TrainStep) -> None:
         self._forward: list[list[float]] = []
         self._backward: list[list[float]] = []
-        (chunk,) = train.model.chunks.values()
+        (chunk,) = train_step.model.chunks.values()
         for unit in chunk.units():
-            unit.register_forward_pre_hook(self._enters)
-            unit.register_forward_hook(self._leaves)
-        train.executor.recorder = self
+            unit.register_forward_pre_hook(self._on_enter)
+            unit.register_forward_hook(self._on_leave)
+        train_step.executor.recorder = self
 
-    def begin(self, op: Op) -> None:
-        """Called by the executor."""
-        self._stamps(op).append([])
+    def start(self, op: Op) -> None:
+        """Start a list of timestamps for an operation. The executor calls this method when the operation starts."""
+        self._get_timestamps(op).append([])
 
     def end(self, op: Op) -> None:
-        """Called by the executor."""
-        self._stamps(op)[-1].append(time.perf_counter())
+        """Add the time at which the operation ends. The executor calls this method."""
+        self._get_timestamps(op)[-1].append(time.perf_counter())
 
     def times(self) -> list[UnitTimes]:
-        """The fastest of all microbatches so far, in the order of the forward."""
-        forward, backward = _least_gaps(self._forward), _least_gaps(self._backward)
+        """Return the times of each unit, in forward order: the shortest over all microbatches so far."""
+        forward, backward = _min_intervals(self._forward), _min_intervals(self._backward)
         return [UnitTimes(*pair) for pair in zip(forward, reversed(backward), strict=True)]
 
-    def _stamps(self, op: Op) -> list[list[float]]:
-        return self._forward if op.kind is OpKind.FORWARD else self._backward
+    def _get_timestamps(self, op: Op) -> list[list[float]]:
+        return self._forward if op.type is OpType.FORWARD else self._backward
 
-    def _enters(self, unit: nn.Module, args: Any) -> None:
+    def _on_enter(self, unit: nn.Module, args: Any) -> None:
         self._forward[-1].append(time.perf_counter())
 
-    def _leaves(self, unit: nn.Module, args: Any, out: torch.Tensor) -> None:
+    def _on_leave(self, unit: nn.Module, args: Any, out: torch.Tensor) -> None:
         if out.requires_grad:
-            out.register_hook(self._returns)
+            out.register_hook(self._on_output_grad)
 
-    def _returns(self, grad: torch.Tensor) -> None:
+    def _on_output_grad(self, grad: torch.Tensor) -> None:
         self._backward[-1].append(time.perf_counter())
 
 
-def _least_gaps(stamps: Sequence[Sequence[float]]) -> list[float]:
-    gaps = [[after - before for before, after in pairwise(row)] for row in stamps]
+def _min_intervals(timestamps: Sequence[Sequence[float]]) -> list[float]:
+    gaps = [[end - start for start, end in pairwise(row)] for row in timestamps]
     return [min(column) for column in zip(*gaps, strict=True)]
