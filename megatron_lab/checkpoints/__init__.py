@@ -1,1 +1,1 @@
-"""What `tools/checkpoint.py` does with checkpoints: inspect, compare, verify, reshard, import and export."""
+"""Subcommands of `tools/checkpoint.py`: inspect, compare, verify, reshard, import and export checkpoints."""

@@ -1,4 +1,5 @@
-"""Whether transformers computes the same logits from a Hugging Face folder as this framework from the source of its weights."""
+"""Comparison of logits and token ids between this framework and Hugging Face transformers, to verify that a conversion between them
+is right."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.data import DataConfig
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizer import build_tokenizer
-from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import Topology
 from megatron_lab.foreign.source import TensorInfo, WeightSource
-from megatron_lab.inference.forward import sequence_logits
-from megatron_lab.inference.model_from_source import model_from
+from megatron_lab.inference.forward import compute_sequence_logits
+from megatron_lab.inference.model_from_source import load_model
 
-LARGEST_DIFFERENCE = 1e-4
-_SEQUENCES, _TOKENS = 2, 128
-_TEXTS = (
+MAX_LOGIT_DIFFERENCE = 1e-4
+_NUM_SEQUENCES, _SEQUENCE_LENGTH = 2, 128
+_SAMPLE_STRINGS = (
     "The quick brown fox jumps over the lazy dog. It's 12,345.67 metres away, isn't it?",
     "  two blanks before,  two between, and two behind  ",
     "def add(a, b):\n\treturn a + b  # lines and tabs\n\n\n",
@@ -34,8 +35,8 @@ _TEXTS = (
 
 
 @dataclass(frozen=True)
-class _Rounded:
-    """A source whose weights are rounded to a dtype, as they are in the files."""
+class _RoundedSource:
+    """Weights of another source, rounded to a dtype as the weights in the exported files are."""
 
     source: WeightSource
     dtype: torch.dtype
@@ -64,56 +65,60 @@ class _Rounded:
     def notes(self) -> list[str]:
         return self.source.notes
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        return self.source.read(name, box).to(self.dtype)
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        return self.source.read(name, tensor_slice).to(self.dtype)
 
 
 def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, seed: int = 0) -> str:
-    """Compare on random ids, in float32, one process and the CPU. Holds the whole model, ours and theirs one after the other.
+    """Compare the logits of this framework with those of transformers on random token ids, in float32, in one process on the CPU.
+
+    The two models are in memory one after the other: first that of this framework, then that of transformers.
 
     Args:
-        source: the weights.
-        folder: what was written of them, or what they are read from.
-        dtype: of the weights in the folder.
+        source: weights for the model of this framework.
+        folder: Hugging Face folder for transformers. It was written from `source`, or `source` reads it.
+        dtype: dtype of the weights in the folder.
 
     Returns:
-        what was found, as a sentence.
+        The result of the comparison, as a sentence.
 
     Raises:
-        CheckpointError: the logits differ, or transformers finds tensors missing or left over.
+        CheckpointError: the logits differ, or transformers reports missing or unexpected tensors.
         ValueError: transformers is not installed, or cannot open the folder.
     """
-    transformers = _library()
-    shape = (_SEQUENCES, min(_TOKENS, source.model.seq_length))
+    transformers = _import_transformers()
+    shape = (_NUM_SEQUENCES, min(_SEQUENCE_LENGTH, source.model.seq_length))
     ids = torch.randint(source.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
     context = make_context(Topology(), 0, torch.device("cpu"))
-    model = model_from(_Rounded(source, dtype), context, torch.float32)
-    ours = sequence_logits(model, context, ids)
+    model = load_model(_RoundedSource(source, dtype), context, torch.float32)
+    logits = compute_sequence_logits(model, context, ids)
     del model
-    gc.collect()  # its modules and its table point at each other, and theirs needs the room
-    theirs = _their_logits(folder, ids)
-    if ours.shape != theirs.shape:
-        raise CheckpointError(f"{folder}: transformers gives logits {list(theirs.shape)}, here they are {list(ours.shape)}")
-    gap = (ours - theirs).abs().max().item()
-    told = (
-        f"on {shape[0]} x {shape[1]} random ids in float32 differ by at most {gap:.1e} from those of transformers "
-        f"{transformers.__version__} (the largest is {theirs.abs().max().item():.3g})"
+    gc.collect()  # free the reference cycles of the model before transformers needs the memory
+    expected = _transformers_logits(folder, ids)
+    if logits.shape != expected.shape:
+        raise CheckpointError(
+            f"{folder}: the logits of transformers have shape {list(expected.shape)}, those of this framework {list(logits.shape)}"
+        )
+    max_difference = (logits - expected).abs().max().item()
+    result = (
+        f"on {shape[0]} x {shape[1]} random ids in float32 differ by at most {max_difference:.1e} from those of transformers "
+        f"{transformers.__version__} (the largest is {expected.abs().max().item():.3g})"
     )
-    if not gap <= LARGEST_DIFFERENCE:
-        raise CheckpointError(f"the logits of {source.name} {told}, more than {LARGEST_DIFFERENCE:g}: the conversion is wrong")
-    return f"Verified: the logits of the source {told}."
+    if not max_difference <= MAX_LOGIT_DIFFERENCE:
+        raise CheckpointError(f"the logits of {source.name} {result}, more than {MAX_LOGIT_DIFFERENCE:g}: the conversion is wrong")
+    return f"Verified: the logits of the source {result}."
 
 
-def _library() -> Any:
-    """transformers, told to be quiet."""
-    transformers = optional("transformers", "--verify needs transformers")
+def _import_transformers() -> Any:
+    """Import transformers and disable its warnings and progress bars."""
+    transformers = import_optional("transformers", "--verify needs transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
-def _their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    transformers = _library()
+def _transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    transformers = _import_transformers()
     dtype_argument = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -121,38 +126,39 @@ def _their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ValueError(f"transformers {transformers.__version__} cannot open {folder}: {error}") from error
-    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "error_msgs"}
-    if wrong:
-        raise CheckpointError(f"{folder}: transformers reports {wrong}")
+    errors = {category: sorted(map(str, names)) for category, names in report.items() if names and category != "error_msgs"}
+    if errors:
+        raise CheckpointError(f"{folder}: transformers reports {errors}")
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(ids).logits
     return logits.float()
 
 
 def compare_ids(config: DataConfig, folder: Path) -> str:
-    """Compare the ids of a few texts.
+    """Compare the token ids of a few strings between the tokenizer of this framework and that of transformers.
 
     Args:
-        config: of our tokenizer.
-        folder: with the files of theirs.
+        config: settings of this framework's tokenizer.
+        folder: folder with the tokenizer files for transformers.
 
     Returns:
-        what was found, as a sentence.
+        The result of the comparison, as a sentence.
 
     Raises:
-        CheckpointError: they differ, or transformers cannot read the files.
+        CheckpointError: the ids differ, or transformers cannot read the files.
     """
-    ours = build_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     try:
-        theirs = _library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        transformers_tokenizer = _import_transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise CheckpointError(f"transformers cannot read the tokenizer in {folder}: {error}") from error
-    for text in _TEXTS:
-        mine = ours.encode(text)
-        found = theirs(text, add_special_tokens=config.tokenizer_type == "Llama2Tokenizer")["input_ids"]
-        if mine != found:
+    for text in _SAMPLE_STRINGS:
+        ids = tokenizer.encode(text)
+        transformers_ids = transformers_tokenizer(text, add_special_tokens=config.tokenizer_type == "Llama2Tokenizer")["input_ids"]
+        if ids != transformers_ids:
             raise CheckpointError(
-                f"the tokenizer in {folder} gives other ids in transformers: {text!r} is {found} there and {mine} here.\n"
-                "  --no-tokenizer writes the weights alone."
+                f"the tokenizer in {folder} gives other ids in transformers: {text!r} is {transformers_ids} there "
+                f"and {ids} in this framework.\n"
+                "  --no-tokenizer writes only the weights."
             )
-    return f"transformers' AutoTokenizer gives the same ids on {len(_TEXTS)} texts."
+    return f"transformers' AutoTokenizer gives the same ids on {len(_SAMPLE_STRINGS)} texts."

@@ -1,4 +1,4 @@
-"""Compares two tensors: whether they are the same, where they first differ, and where most."""
+"""Comparison of two tensors: whether they are equal, their first difference, and their largest difference."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-_AT_ONCE = 1 << 20
-"""Elements that are widened to float64 at once."""
+_BLOCK_NUMEL = 1 << 20
+"""Number of elements that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
 class Element:
-    """One element of each tensor."""
+    """Index of an element that two tensors have at the same position, and its value in each tensor."""
 
     index: tuple[int, ...]
     first: float
@@ -21,60 +21,64 @@ class Element:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How two tensors of one shape differ."""
+    """Result of comparing two tensors of the same shape that are not equal."""
 
-    differing: int
-    """Elements that are not equal (NaN equals NaN)."""
-    first: Element
-    """The first of them, row-major."""
-    largest: Element
-    """The one with the largest absolute difference; NaN against a number counts as infinite."""
-    absolute: float
-    """That difference."""
-    relative: float
-    """Norm of the difference over the norm of the first tensor; infinite where that is 0 or a difference is not finite."""
+    num_different: int
+    """Number of elements that are not equal (NaN equals NaN)."""
+    first_difference: Element
+    """First element that differs, in row-major order."""
+    max_difference: Element
+    """Element with the largest absolute difference. The difference between NaN and a number counts as infinite."""
+    max_abs_difference: float
+    """Absolute difference of the two values of `max_difference`."""
+    relative_norm: float
+    """Norm of the difference divided by the norm of the first tensor. Infinite if that norm is 0, or if a difference is not
+    finite."""
 
 
-def difference(first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
-    """Compare by value; dtypes may differ. None if all elements are equal.
+def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
+    """Compare the elements of two tensors, whose dtypes may differ. Returns None if all elements are equal.
 
     Args:
-        first: any shape, on the CPU.
-        second: the same shape.
+        first: tensor of any shape, on the CPU.
+        second: tensor of the same shape, on the CPU.
     """
     flat_first, flat_second = first.reshape(-1), second.reshape(-1)
-    differing, square, reference, largest = 0, 0.0, 0.0, -1.0
-    first_at = largest_at = -1
-    for start in range(0, flat_first.numel(), _AT_ONCE):
-        a, b = (_wide(flat[start : start + _AT_ONCE]) for flat in (flat_first, flat_second))
-        reference += float(a.double().square().sum())
+    num_different, difference_sq_sum, first_sq_sum, max_difference = 0, 0.0, 0.0, -1.0
+    first_index = max_index = -1
+    for start in range(0, flat_first.numel(), _BLOCK_NUMEL):
+        a, b = (_to_float64(flat[start : start + _BLOCK_NUMEL]) for flat in (flat_first, flat_second))
+        first_sq_sum += float(a.double().square().sum())
         unequal = (a != b) & ~(a.isnan() & b.isnan())
         count = int(unequal.sum())
         if not count:
             continue
-        gap = (a - b).double().abs().where(unequal, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
-        if first_at < 0:
-            first_at = start + int(unequal.int().argmax())
-        at = int(gap.argmax())
-        if float(gap[at]) > largest:
-            largest, largest_at = float(gap[at]), start + at
-        differing += count
-        square += float(gap.square().sum())
-    if not differing:
+        abs_difference = (a - b).double().abs().where(unequal, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+        if first_index < 0:
+            first_index = start + int(unequal.int().argmax())
+        offset = int(abs_difference.argmax())
+        if float(abs_difference[offset]) > max_difference:
+            max_difference, max_index = float(abs_difference[offset]), start + offset
+        num_different += count
+        difference_sq_sum += float(abs_difference.square().sum())
+    if not num_different:
         return None
-    relative = (square / reference) ** 0.5 if 0 < reference < float("inf") else float("inf")
-    elements = [Element(_index(at, first.shape), float(flat_first[at]), float(flat_second[at])) for at in (first_at, largest_at)]
-    return TensorDifference(differing, elements[0], elements[1], largest, relative)
+    relative = (difference_sq_sum / first_sq_sum) ** 0.5 if 0 < first_sq_sum < float("inf") else float("inf")
+    elements = [
+        Element(_unravel_index(offset, first.shape), float(flat_first[offset]), float(flat_second[offset]))
+        for offset in (first_index, max_index)
+    ]
+    return TensorDifference(num_different, elements[0], elements[1], max_difference, relative)
 
 
-def _wide(part: torch.Tensor) -> torch.Tensor:
-    """In a dtype in which differences are exact enough: float64, and integers as they are."""
-    return part.double() if part.is_floating_point() else part
+def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert floating-point elements to float64, so that differences are precise enough. Integers do not change."""
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _index(at: int, shape: torch.Size) -> tuple[int, ...]:
+def _unravel_index(flat_index: int, shape: torch.Size) -> tuple[int, ...]:
     index = []
     for size in reversed(shape):
-        at, inside = divmod(at, size)
-        index.append(inside)
+        flat_index, coordinate = divmod(flat_index, size)
+        index.append(coordinate)
     return tuple(reversed(index))

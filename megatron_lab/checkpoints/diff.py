@@ -1,8 +1,7 @@
-"""Compare the weights of two folders, and their moments if both have them: the first and the largest differences.
+"""Print the first and the largest differences between the weights of two folders, and between their moments if both have them.
 
-Any two folders that hold weights: a training checkpoint at any layout, a Hugging Face folder, a checkpoint of Megatron-LM. As with
-diff(1), the exit status is 0 if they are the same, 1 if they differ, and 2 if they cannot be compared. Peak memory: one tensor of
-each.
+Each folder may be a training checkpoint of any layout, a Hugging Face folder, or a checkpoint of Megatron-LM. As with diff(1), the
+exit status is 0 if they are equal, 1 if they differ, and 2 if they cannot be compared. Peak memory: one tensor of each folder.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from megatron_lab.checkpoints.text import columns, in_order
+from megatron_lab.checkpoints.text import format_table, sort_tensor_names
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the subcommand `diff` to its parser."""
     parser.add_argument("first", metavar="A", help="a --save folder, one checkpoint in it, or a folder of another program")
     parser.add_argument("second", metavar="B", help="the folder to compare it with")
     parser.add_argument("--step", type=int, nargs=2, metavar=("N", "M"), default=(None, None), help="iterations of A and of B")
@@ -38,52 +37,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print."""
+    """Run the subcommand `diff`: compare two folders and print the result. Returns the exit status: 0 if they are equal, otherwise
+    1."""
     from megatron_lab.foreign.opening import open_source
 
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance {args.tolerance}: it must not be negative")
     first, second = open_source(args.first, args.step[0]), open_source(args.second, args.step[1])
-    found = compare(first, second, args.tolerance)
-    print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found, args.largest)))
-    return 0 if found["same"] else 1
+    result = compare(first, second, args.tolerance)
+    print(json.dumps(result, indent=1) if args.json else "\n".join(format_lines(result, args.largest)))
+    return 0 if result["same"] else 1
 
 
 def compare(first: WeightSource, second: WeightSource, tolerance: float = 0.0) -> dict[str, Any]:
-    """Every difference, in JSON types."""
-    from megatron_lab.checkpoints.compare import difference
+    """Compare all tensors of two sources of weights. Returns the differences as a JSON object.
 
-    mine, theirs, kinds = _tensors(first, second)
-    only_a = [name for name in mine if name not in theirs]
-    only_b = [name for name in theirs if name not in mine]
-    shapes, dtypes, differing, same = {}, {}, {}, 0
-    for name in mine:
-        if name not in theirs:
+    Args:
+        tolerance: largest absolute difference that counts as equal.
+    """
+    from megatron_lab.checkpoints.compare import compare_tensors
+
+    tensors_a, tensors_b, prefixes = _common_tensors(first, second)
+    only_a = [name for name in tensors_a if name not in tensors_b]
+    only_b = [name for name in tensors_b if name not in tensors_a]
+    shapes, dtypes, differing, num_equal = {}, {}, {}, 0
+    for name in tensors_a:
+        if name not in tensors_b:
             continue
-        one, other = mine[name], theirs[name]
-        if one.shape != other.shape:
-            shapes[name] = [list(one.shape), list(other.shape)]
+        info_a, info_b = tensors_a[name], tensors_b[name]
+        if info_a.shape != info_b.shape:
+            shapes[name] = [list(info_a.shape), list(info_b.shape)]
             continue
-        if one.dtype != other.dtype:
-            dtypes[name] = [str(tensor.dtype).removeprefix("torch.") for tensor in (one, other)]
-        gap = difference(_read(first, name), _read(second, name))
-        if gap is None or gap.relative <= tolerance:
-            same += 1
+        if info_a.dtype != info_b.dtype:
+            dtypes[name] = [str(tensor.dtype).removeprefix("torch.") for tensor in (info_a, info_b)]
+        tensor_difference = compare_tensors(_read_tensor(first, name), _read_tensor(second, name))
+        if tensor_difference is None or tensor_difference.relative_norm <= tolerance:
+            num_equal += 1
             continue
         differing[name] = {
-            "elements": gap.differing,
-            "of": math.prod(one.shape),
-            "first": _element(gap.first),
-            "largest": _element(gap.largest),
-            "absolute": gap.absolute,
-            "relative": gap.relative,
+            "elements": tensor_difference.num_different,
+            "of": math.prod(info_a.shape),
+            "first": _element_to_json(tensor_difference.first_difference),
+            "largest": _element_to_json(tensor_difference.max_difference),
+            "absolute": tensor_difference.max_abs_difference,
+            "relative": tensor_difference.relative_norm,
         }
     return {
         "a": first.name,
         "b": second.name,
-        "kinds": kinds,
+        "kinds": prefixes,
         "same": not (only_a or only_b or shapes or differing),
-        "equal_tensors": same,
+        "equal_tensors": num_equal,
         "only_in_a": only_a,
         "only_in_b": only_b,
         "other_shape": shapes,
@@ -92,48 +96,62 @@ def compare(first: WeightSource, second: WeightSource, tolerance: float = 0.0) -
     }
 
 
-def lines(found: dict[str, Any], largest: int) -> list[str]:
-    """The comparison as text."""
-    told = [f"a: {found['a']}", f"b: {found['b']}", f"compared: {', '.join(found['kinds'])}"]
-    told += [f"only in a: {name}" for name in found["only_in_a"]]
-    told += [f"only in b: {name}" for name in found["only_in_b"]]
-    told += [f"other shape: {name} {a} in a, {b} in b" for name, (a, b) in found["other_shape"].items()]
-    if pairs := sorted({tuple(pair) for pair in found["other_dtype"].values()}):
+def format_lines(result: dict[str, Any], num_shown: int) -> list[str]:
+    """Format the result of `compare` as lines of text.
+
+    Args:
+        result: return value of `compare`.
+        num_shown: number of largest differences to show.
+    """
+    text_rows = [f"a: {result['a']}", f"b: {result['b']}", f"compared: {', '.join(result['kinds'])}"]
+    text_rows += [f"only in a: {name}" for name in result["only_in_a"]]
+    text_rows += [f"only in b: {name}" for name in result["only_in_b"]]
+    text_rows += [f"other shape: {name} {a} in a, {b} in b" for name, (a, b) in result["other_shape"].items()]
+    if pairs := sorted({tuple(pair) for pair in result["other_dtype"].values()}):
         text = ", ".join(f"{a} in a and {b} in b" for a, b in pairs)
-        told.append(f"other type, compared by value: {len(found['other_dtype'])} tensors ({text})")
-    different = found["different"]
-    told.append(f"{found['equal_tensors']} tensors are the same, {len(different)} differ")
+        text_rows.append(f"other type, compared by value: {len(result['other_dtype'])} tensors ({text})")
+    different = result["different"]
+    text_rows.append(f"{result['equal_tensors']} tensors are the same, {len(different)} differ")
     if different:
-        name, gap = next(iter(different.items()))
-        told.append(f"first difference: {name} {gap['first']['index']}: {gap['first']['a']!r} in a, {gap['first']['b']!r} in b")
+        name, difference = next(iter(different.items()))
+        text_rows.append(
+            f"first difference: {name} {difference['first']['index']}: "
+            f"{difference['first']['a']!r} in a, {difference['first']['b']!r} in b"
+        )
         rows = [("largest differences", "relative", "absolute", "elements", "at", "a", "b")]
-        for name, gap in sorted(different.items(), key=lambda item: -item[1]["relative"])[:largest]:
-            at = gap["largest"]
-            counts = f"{gap['elements']:,} of {gap['of']:,}"
-            values = (str(at["index"]), f"{at['a']:.9g}", f"{at['b']:.9g}")
-            rows.append((name, f"{gap['relative']:.3g}", f"{gap['absolute']:.3g}", counts, *values))
-        told += columns(rows, right=(1, 2, 3, 5, 6))
-    return told
+        for name, difference in sorted(different.items(), key=lambda item: -item[1]["relative"])[:num_shown]:
+            element = difference["largest"]
+            counts = f"{difference['elements']:,} of {difference['of']:,}"
+            values = (str(element["index"]), f"{element['a']:.9g}", f"{element['b']:.9g}")
+            rows.append((name, f"{difference['relative']:.3g}", f"{difference['absolute']:.3g}", counts, *values))
+        text_rows += format_table(rows, right_aligned=(1, 2, 3, 5, 6))
+    return text_rows
 
 
-def _tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
-    """What is compared of each, by full name (`model.<parameter>`, `exp_avg.<parameter>`), and its kinds."""
-    from megatron.parallel.params import global_records
+def _common_tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
+    """Return the tensors of each source that can be compared, by full name (`model.<parameter>`, `exp_avg.<parameter>`), and the
+    prefixes (`model`, `exp_avg` and so on) that both sources have."""
+    from megatron.parallel.params import build_global_records
     from megatron_lab.foreign.source import StoredCheckpoint
 
-    both = [dict(source.tensors) if isinstance(source, StoredCheckpoint) else _weights(source) for source in (first, second)]
-    kinds = [{name.partition(".")[0] for name in tensors} for tensors in both]
-    common = kinds[0] & kinds[1]
-    order = global_records(first.model, first.vocab_size)
-    mine, theirs = ({name: one[name] for name in in_order(one, order) if name.partition(".")[0] in common} for one in both)
-    return mine, theirs, sorted(common, key=lambda kind: (kind != "model", kind))
+    tensor_maps = [
+        dict(source.tensors) if isinstance(source, StoredCheckpoint) else _weights_by_full_name(source)
+        for source in (first, second)
+    ]
+    prefixes = [{name.partition(".")[0] for name in tensors} for tensors in tensor_maps]
+    common = prefixes[0] & prefixes[1]
+    order = build_global_records(first.model, first.vocab_size)
+    tensors_a, tensors_b = (
+        {name: infos[name] for name in sort_tensor_names(infos, order) if name.partition(".")[0] in common} for infos in tensor_maps
+    )
+    return tensors_a, tensors_b, sorted(common, key=lambda prefix: (prefix != "model", prefix))
 
 
-def _weights(source: WeightSource) -> dict[str, TensorInfo]:
+def _weights_by_full_name(source: WeightSource) -> dict[str, TensorInfo]:
     return {f"model.{name}": tensor for name, tensor in source.weights.items()}
 
 
-def _read(source: WeightSource, full_name: str) -> torch.Tensor:
+def _read_tensor(source: WeightSource, full_name: str) -> torch.Tensor:
     from megatron_lab.foreign.source import StoredCheckpoint
 
     if isinstance(source, StoredCheckpoint):
@@ -141,5 +159,5 @@ def _read(source: WeightSource, full_name: str) -> torch.Tensor:
     return source.read(full_name.removeprefix("model."))
 
 
-def _element(element: Element) -> dict[str, Any]:
+def _element_to_json(element: Element) -> dict[str, Any]:
     return {"index": list(element.index), "a": element.first, "b": element.second}

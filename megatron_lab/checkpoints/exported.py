@@ -1,4 +1,4 @@
-"""What an export of weights has written."""
+"""Result of exporting weights to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export."""
+    """Result of exporting weights to a Hugging Face folder, for the summary and the model card."""
 
     folder: Path
     family: str
     dtype: str
     num_parameters: int
     num_bytes: int
-    """Bytes of the weights."""
-    peak_bytes: int
-    """The most bytes of weights held at a time: the largest parameter in its own dtype and in that of the files, or in parts."""
+    """Size of the weights in bytes."""
+    max_memory_bytes: int
+    """Peak size of weights in memory, in bytes: the largest parameter in its dtype in the source, and the tensors to which it
+    is converted."""
     notes: list[str]
     """Notes for the user."""
-    checked: str | None
-    """The sentence that `check` returned."""
+    verification: str | None
+    """Result of the comparison with transformers, as a sentence. None if there was no comparison."""

@@ -1,6 +1,6 @@
-"""Writes any source of weights as a folder that transformers, and programs built on it, can open.
+"""Writer of Hugging Face folders from any source of weights, for transformers and programs that build on it.
 
-It streams: one parameter is in memory at a time, with the tensors that it becomes.
+The weights are streamed: only one parameter is in memory at a time, with the tensors to which it is converted.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.global_tensor import bytes_of
+from megatron.checkpoint.errors import CheckpointError, format_list
+from megatron.checkpoint.global_tensor import tensor_bytes
 from megatron.checkpoint.local_storage import sync_folder
-from megatron.checkpoint.safetensors_file import Entry, header_bytes, in_files
+from megatron.checkpoint.safetensors_file import TensorEntry, encode_header, split_into_files
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.parallel.products import dtype_name
 from megatron_lab.checkpoints.exported import Export
-from megatron_lab.checkpoints.model_card import UNKNOWN, model_card
-from megatron_lab.foreign.huggingface.families import fitting
+from megatron_lab.checkpoints.model_card import UNKNOWN, build_model_card
+from megatron_lab.foreign.huggingface.families import select_family
 from megatron_lab.foreign.huggingface.family import Family
 from megatron_lab.foreign.huggingface.fields import CONFIG
-from megatron_lab.foreign.huggingface.layout import WeightLayout, their_tensors
+from megatron_lab.foreign.huggingface.layout import WeightLayout, convert_to_hf
 from megatron_lab.foreign.huggingface.weight_files import INDEX, SINGLE
-from megatron_lab.foreign.source import WeightSource, misfits
+from megatron_lab.foreign.source import WeightSource, find_mismatches
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""transformers' own limit for a file."""
+"""Maximum size of the data of one file; the default of transformers."""
 GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of tokens with a role, as far as they are known."""
+    """Ids of special tokens for config.json and generation_config.json. None if not known."""
 
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
 
     def to_json(self) -> dict[str, int | None]:
-        """The ids by transformers' names."""
+        """Return the ids by the names that transformers uses."""
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
@@ -62,70 +62,78 @@ def export(
     check: Callable[[Path], str] | None = None,
     card: Callable[[Export, bool], str] | None = None,
 ) -> Export:
-    """Write a folder; it appears under its name when it is complete.
+    """Write a Hugging Face folder. It is written under a temporary name, and renamed when it is complete.
 
     Args:
-        source: the model.
-        folder: must not exist, or be empty.
-        family: the architecture to write, by its model_type; by default the first that has all parts of the model.
-        dtype: dtype of the weights, but for those that need 32 bits; by default the widest in the source of the others.
-        max_shard_bytes: most bytes of data in one file.
-        tokens: ids for config.json and generation_config.json.
-        extras: writes further files (the tokenizer's) into the folder, and returns notes for the user.
-        check: tests the folder before it gets its name: raises, or returns a sentence on its result, for the README.
-
-        card: makes the text of README.md of what was written, and whether a tokenizer is there; by default a card without a run.
+        source: model to write.
+        folder: folder to write. It must not exist, or must be empty.
+        family: `model_type` of the architecture to write. By default the first architecture that supports all features of the
+            model.
+        dtype: dtype of the weights, except those that need 32 bits. By default the widest dtype of these weights in the source.
+        max_shard_bytes: maximum size of the data in one file.
+        tokens: special token ids for config.json and generation_config.json.
+        extras: function that writes additional files (the tokenizer's) into the folder, and returns notes for the user.
+        check: function that verifies the folder before it gets its final name. It raises an error, or returns a sentence for
+            README.md.
+        card: function that returns the text of README.md from the result of the export and whether there is a tokenizer. By default
+            a model card without information about the training run.
 
     Raises:
-        CheckpointError: the folder is taken, no architecture fits, or special tokens lie outside the vocabulary.
+        CheckpointError: the folder is not empty, no architecture fits, or special tokens are outside of the vocabulary.
         OSError: a file cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
-    chosen = fitting(source.model, family)
+    selected_family = select_family(source.model, family)
     _check_tokens(tokens, source.vocab_size)
-    layouts = chosen.layouts(source.model, source.vocab_size)
+    layouts = selected_family.build_layouts(source.model, source.vocab_size)
     _check_weights(source, layouts)
-    others = (source.weights[name].dtype for name, layout in layouts.items() if not layout.keeps_32_bits)
-    dtype = dtype or functools.reduce(torch.promote_types, others)
-    found = {  # of what parameters share, once
-        name: Entry(name, dtype_name(layout.stored_as(dtype)), shape)
+    weight_dtypes = (source.weights[name].dtype for name, layout in layouts.items() if not layout.requires_float32)
+    dtype = dtype or functools.reduce(torch.promote_types, weight_dtypes)
+    unique_entries = {  # tensors that several parameters share appear once
+        name: TensorEntry(name, dtype_name(layout.get_hf_dtype(dtype)), shape)
         for layout in layouts.values()
-        for name, shape in layout.their_shapes().items()
+        for name, shape in layout.hf_shapes().items()
     }
-    entries = [*found.values()]
+    entries = [*unique_entries.values()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        write_shards(temporary, in_files(entries, lambda entry: entry.num_bytes, max_shard_bytes), _tensors(source, layouts, dtype))
-        _write_json(temporary / CONFIG, _config(chosen, source, dtype, tokens))
+        write_shards(
+            temporary,
+            split_into_files(entries, lambda entry: entry.num_bytes, max_shard_bytes),
+            _convert_tensors(source, layouts, dtype),
+        )
+        _write_json(temporary / CONFIG, _build_config(selected_family, source, dtype, tokens))
         _write_json(temporary / GENERATION_CONFIG, {role: id for role, id in tokens.to_json().items() if id is not None})
-        notes = [*source.notes, *_unsaid(source, chosen), *(extras(temporary) if extras else [])]
-        written = Export(
+        notes = [*source.notes, *_describe_unsupported(source, selected_family), *(extras(temporary) if extras else [])]
+        result = Export(
             folder=folder,
-            family=chosen.model_type,
+            family=selected_family.model_type,
             dtype=dtype_name(dtype),
             num_parameters=sum(math.prod(layout.shape) for layout in layouts.values()),
             num_bytes=sum(entry.num_bytes for entry in entries),
-            peak_bytes=max(math.prod(info.shape) * (info.dtype.itemsize + dtype.itemsize) for info in source.weights.values()),
+            max_memory_bytes=max(
+                math.prod(info.shape) * (info.dtype.itemsize + dtype.itemsize) for info in source.weights.values()
+            ),
             notes=notes,
-            checked=check(temporary) if check else None,
+            verification=check(temporary) if check else None,
         )
         has_tokenizer = (temporary / "tokenizer_config.json").exists()
-        text = (
-            model_card(source, None, written, licence=UNKNOWN, has_tokenizer=has_tokenizer)
+        card_text = (
+            build_model_card(source, None, result, licence=UNKNOWN, has_tokenizer=has_tokenizer)
             if card is None
-            else card(written, has_tokenizer)
+            else card(result, has_tokenizer)
         )
-        (temporary / "README.md").write_text(text, encoding="utf-8")
+        (temporary / "README.md").write_text(card_text, encoding="utf-8")
         sync_folder(temporary)
-        temporary.rename(folder)  # onto nothing, or an empty folder
+        temporary.rename(folder)  # `folder` does not exist or is empty
         sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return written
+    return result
 
 
 def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
@@ -135,37 +143,47 @@ def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
 
 
 def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> None:
-    """Check that every parameter of the source goes into the files, and that every one that belongs there is in the source."""
-    wrong = misfits(source.weights, {name: layout.shape for name, layout in layouts.items()})
-    wrong += [f"{name} has no place there" for name in source.weights if name not in layouts]
-    if wrong:
-        raise CheckpointError(f"{source.name} does not hold the model that it describes:\n  " + listed(wrong, "\n  "))
+    """Check that the source and the architecture have the same parameters, so that every parameter is written and none is
+    missing."""
+    errors = find_mismatches(source.weights, {name: layout.shape for name, layout in layouts.items()})
+    errors += [f"{name} is not a parameter of the architecture" for name in source.weights if name not in layouts]
+    if errors:
+        raise CheckpointError(f"{source.name} does not hold the model that it describes:\n  " + format_list(errors, "\n  "))
 
 
-def _tensors(source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the order of the files, made one parameter at a time."""
-    yield from their_tensors(layouts, lambda name: source.read(name).to(layouts[name].stored_as(dtype)))
+def _convert_tensors(
+    source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the Hugging Face tensors in the order of the files. Only one parameter is converted at a time."""
+    yield from convert_to_hf(layouts, lambda name: source.read(name).to(layouts[name].get_hf_dtype(dtype)))
 
 
-def write_shard(path: Path, entries: Sequence[Entry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write one file of these entries, whose tensors the stream gives in their order."""
-    with open_storage(path.parent).create(path.name) as file:  # brings it to the disk while it is written
-        file.write(header_bytes(entries, metadata={"format": "pt"}))  # transformers reads no file without it
-        for entry in entries:
-            key, tensor = next(stream)
-            data = bytes_of(tensor)
-            assert key == entry.key and len(data) == entry.num_bytes, f"{key} in the place of {entry.key}"
-            file.write(data)
-            del tensor, data  # before the next is made
-
-
-def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write the files, and the index if there are several.
+def write_shard(path: Path, entries: Sequence[TensorEntry], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write one safetensors file.
 
     Args:
-        folder: where.
-        shards: the entries of each file; see `in_files`.
-        tensors: name and content of all entries, in their order; one is taken when the one before is written.
+        path: path of the file.
+        entries: tensors of the file, in order.
+        stream: yields the name and content of each tensor, in the order of `entries`.
+    """
+    with open_storage(path.parent).create(path.name) as file:  # flushes the file to the disk during the write
+        file.write(encode_header(entries, metadata={"format": "pt"}))  # transformers requires this entry
+        for entry in entries:
+            key, tensor = next(stream)
+            data = tensor_bytes(tensor)
+            assert key == entry.key and len(data) == entry.num_bytes, f"{key} instead of {entry.key}"
+            file.write(data)
+            del tensor, data  # free the memory before the next tensor is created
+
+
+def write_shards(folder: Path, shards: Sequence[Sequence[TensorEntry]], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write the safetensors files, and the index if there are several files.
+
+    Args:
+        folder: folder of the files.
+        shards: entries of each file, from `split_into_files`.
+        tensors: yields the name and content of all entries, in order. The next tensor is requested when the previous one is
+            written.
 
     Raises:
         OSError: a file cannot be written.
@@ -177,17 +195,17 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]], tensors: Itera
             write_shard(folder / name, entries, tensors)
         except OSError as error:
             if error.errno is None:
-                raise  # not from the system
-            needed = sum(entry.num_bytes for entry in entries)
-            raise OSError(error.errno, f"{error.strerror} ({needed:,} bytes are needed)", str(folder / name)) from error
-    assert next(tensors, None) is None, "tensors are left over"
+                raise  # not an error of the operating system
+            num_bytes = sum(entry.num_bytes for entry in entries)
+            raise OSError(error.errno, f"{error.strerror} ({num_bytes:,} bytes are needed)", str(folder / name)) from error
+    assert next(tensors, None) is None, "there are more tensors than entries"
     if len(shards) > 1:
         size = sum(entry.num_bytes for entries in shards for entry in entries)
-        placed = {entry.key: name for name, entries in zip(names, shards, strict=True) for entry in entries}
-        _write_json(folder / f"{SINGLE}{INDEX}", {"metadata": {"total_size": size}, "weight_map": placed})
+        weight_map = {entry.key: name for name, entries in zip(names, shards, strict=True) for entry in entries}
+        _write_json(folder / f"{SINGLE}{INDEX}", {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
-def _config(family: Family, source: WeightSource, dtype: torch.dtype, tokens: SpecialTokens) -> dict[str, Any]:
+def _build_config(family: Family, source: WeightSource, dtype: torch.dtype, tokens: SpecialTokens) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -199,11 +217,14 @@ def _config(family: Family, source: WeightSource, dtype: torch.dtype, tokens: Sp
     }
 
 
-def _unsaid(source: WeightSource, family: Family) -> list[str]:
-    """Settings of the model that the architecture has no field for, but that matter beyond continuing its training here."""
+def _describe_unsupported(source: WeightSource, family: Family) -> list[str]:
+    """Return notes about settings of the model that config.json cannot express, but that matter when the model is used or
+    fine-tuned with other programs."""
     notes = []
     if source.model.fp32_residual_connection:
-        notes.append("the residual stream was float32 (--fp32-residual-connection); there it has the type of the weights")
+        notes.append(
+            "the residual stream was float32 (--fp32-residual-connection); in transformers it has the dtype of the weights"
+        )
     if source.model.hidden_dropout and "resid_pdrop" not in family.write(source.model):
         notes.append(f"the dropout of hidden states ({source.model.hidden_dropout:g}) has no field in {family.model_type}")
     return notes

@@ -1,10 +1,10 @@
-"""Write a Hugging Face folder, or a checkpoint of Megatron-LM, as a checkpoint to continue from at any layout.
+"""Convert a Hugging Face folder, or a checkpoint of Megatron-LM, to a checkpoint that runs of any layout can load.
 
-OUTPUT becomes a --save folder, with the files of the tokenizer beside its checkpoint. Of a Hugging Face folder that has iteration
-0, and weights alone, in their own type: a run begins with them by --use-checkpoint-args and either --pretrained-checkpoint OUTPUT
-or --load OUTPUT --finetune. Of Megatron-LM, in the format torch or torch_dist, it has the iteration, optimizer state, counts,
-schedules and loss scale of the run too, which goes on by --use-checkpoint-args --load OUTPUT. The peak of memory is one parameter;
-with --verify the whole model in float32.
+OUTPUT becomes a --save folder, with the tokenizer's files next to its checkpoint. The import of a Hugging Face folder is a
+checkpoint of iteration 0 with only weights, in their original dtype. A run starts from it with --use-checkpoint-args and either
+--pretrained-checkpoint OUTPUT or --load OUTPUT --finetune. The import from Megatron-LM (format torch or torch_dist) also contains
+the iteration, optimizer state, counters, schedules and loss scale of the run. That run continues with --use-checkpoint-args --load
+OUTPUT. Peak memory: one parameter; with --verify the complete model in float32.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, DataConfig, run_settings, tokenizer_settings
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, get_run_tokenizer_settings, get_tokenizer_settings
 from megatron.config.save import run_record
-from megatron_lab.checkpoints.text import size
-from megatron_lab.checkpoints.tokenizer_choice import add_choice, chosen_tokenizer, local_folder
+from megatron_lab.checkpoints.text import format_bytes
+from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
 
-    from megatron.parallel.boxes import Box
+    from megatron.parallel.tensor_slice import TensorSlice
     from megatron_lab.foreign.source import TensorInfo, WeightSource
 
 _TOKENIZER = "tokenizer"
-_BESIDE = (
+_TOKENIZER_COMPANIONS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""Files beside a tokenizer.json that belong to it, or say which of its tokens have a role."""
+"""Files next to a tokenizer.json that belong to it, or that define its special tokens."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the subcommand `import` to its parser."""
     parser.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, or a folder of Megatron-LM")
     parser.add_argument(
-        "output", metavar="OUTPUT", type=local_folder, help="the --save folder to write; must not exist, or be empty"
+        "output", metavar="OUTPUT", type=parse_local_folder, help="the --save folder to write; must not exist, or be empty"
     )
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take of several, instead of the newest")
     parser.add_argument("--ema", action="store_true", help="of a run with --ema-decay, take the moving average of the weights")
@@ -64,32 +64,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare logits with transformers first, and write nothing if they differ by more than 1e-4",
     )
-    add_choice(parser)
+    add_tokenizer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import and say what was written."""
+    """Run the subcommand `import`: write the checkpoint and print a summary. Returns the exit status."""
     from megatron_lab.checkpoints.stream import write_checkpoint
     from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 
     output: Path = args.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already; choose another name, or remove it")
-    source, tokenizer = _open(args)
-    checked = "not compared with transformers (--verify does, of a Hugging Face folder)"
+    source, tokenizer = _open_source_and_tokenizer(args)
+    verification = "not compared with transformers (--verify does, of a Hugging Face folder)"
     if args.verify:
         if not isinstance(source, HuggingFaceFolder):
-            raise ValueError(f"--verify compares with transformers, which does not read {args.source}: leave it out")
+            raise ValueError(f"--verify compares with transformers, which cannot read {args.source}. Remove --verify")
         import torch
 
         from megatron_lab.checkpoints.against_transformers import compare_logits
 
-        checked = compare_logits(source, source.folder, torch.float64)
+        verification = compare_logits(source, source.folder, torch.float64)
     try:
-        data = DataConfig() if tokenizer is None else _copied(tokenizer, output / _TOKENIZER)
-        content = _content(source, data, weights_only=args.weights_only)
+        data = DataConfig() if tokenizer is None else _copy_tokenizer(tokenizer, output / _TOKENIZER)
+        content = _build_content(source, data, weights_only=args.weights_only)
         record = run_record(content.settings, sys.argv[1:])
-        written = write_checkpoint(
+        path = write_checkpoint(
             output,
             content.iteration,
             content.tensors,
@@ -100,16 +100,17 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         shutil.rmtree(output / _TOKENIZER, ignore_errors=True)
         with contextlib.suppress(OSError):
-            output.rmdir()  # empty again
+            output.rmdir()  # it is empty again
         raise
     num_bytes = {name: info.dtype.itemsize * math.prod(info.shape) for name, info in content.tensors.items()}
     print(
-        f"wrote {written}: {sum(math.prod(info.shape) for info in source.weights.values()):,} parameters"
-        f"{content.told} ({size(sum(num_bytes.values()))}); at most {size(max(num_bytes.values()))} of a tensor in memory at a time"
+        f"wrote {path}: {sum(math.prod(info.shape) for info in source.weights.values()):,} parameters"
+        f"{content.description} ({format_bytes(sum(num_bytes.values()))}); "
+        f"at most {format_bytes(max(num_bytes.values()))} of a tensor in memory at a time"
     )
     for note in source.notes:
         print(f"note: {note}")
-    print(checked)
+    print(verification)
     if content.iteration:
         print("its samples were in Megatron-LM's order: a run on the same data goes on in it with --data-order megatron")
     print(f"go on from it with --use-checkpoint-args {'--load' if content.iteration else '--pretrained-checkpoint'} {output}")
@@ -117,93 +118,103 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Content(NamedTuple):
-    """What goes into the checkpoint."""
+    """Tensors, settings and state of the checkpoint to write."""
 
     iteration: int
     settings: Config
     tensors: Mapping[str, TensorInfo]
-    read: Callable[[str, Box], torch.Tensor]
+    read: Callable[[str, TensorSlice], torch.Tensor]
     state: dict[str, Any]
-    told: str = ""
+    description: str = ""
 
 
-def _content(source: WeightSource, data: DataConfig, *, weights_only: bool) -> _Content:
-    """The weights of a source, or the whole state of a run of Megatron-LM.
+def _build_content(source: WeightSource, data: DataConfig, *, weights_only: bool) -> _Content:
+    """Collect the content of the checkpoint to write: the weights of a source, or the complete state of a Megatron-LM run.
 
     Raises:
-        CheckpointError: the state is there and cannot be read exactly.
+        CheckpointError: the source has training state that cannot be converted exactly.
     """
     from megatron_lab.foreign.megatron_source import MegatronSource
-    from megatron_lab.foreign.runs import settings_of, state_of
+    from megatron_lab.foreign.runs import convert_run_state, convert_settings
 
-    if isinstance(source, MegatronSource) and not weights_only and (run := source.saved) is not None:
-        settings = settings_of(source, data)
-        state = state_of(run, settings, source.name)
-        told = f" with optimizer state, iteration {run.iteration:,} after {state['progress']['consumed_samples']:,} samples"
-        return _Content(run.iteration, settings, source.tensors, source.read_stored, state, told)
+    if isinstance(source, MegatronSource) and not weights_only and (saved_run := source.saved_run) is not None:
+        settings = convert_settings(source, data)
+        state = convert_run_state(saved_run, settings, source.name)
+        description = (
+            f" with optimizer state, iteration {saved_run.iteration:,} after {state['progress']['consumed_samples']:,} samples"
+        )
+        return _Content(saved_run.iteration, settings, source.tensors, source.read_stored, state, description)
     if isinstance(source, MegatronSource):
         source.notes.append(
             "Left out: state of the optimizer and of the run." if weights_only else "It was saved without optimizer state."
         )
     weights = {f"model.{name}": info for name, info in source.weights.items()}
 
-    def read(name: str, box: Box) -> torch.Tensor:
-        return source.read(name.removeprefix("model."), box)
+    def read(name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        return source.read(name.removeprefix("model."), tensor_slice)
 
     return _Content(0, Config(model=source.model, data=data), weights, read, {"has_optimizer": False})
 
 
-def _open(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
-    """The weights and the tokenizer; the vocabulary of a checkpoint of Megatron-LM without its padding."""
+def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
+    """Open the source and find its tokenizer. The padding of the vocabulary in a checkpoint of Megatron-LM is removed."""
     from megatron.data.tokenizer import build_tokenizer
-    from megatron_lab.foreign.adapters import merged
+    from megatron_lab.foreign.adapters import merge_adapters
     from megatron_lab.foreign.megatron_source import MegatronSource
     from megatron_lab.foreign.opening import open_source
 
-    source = merged(open_source(args.source, args.step, average=args.ema))
+    source = merge_adapters(open_source(args.source, args.step, average=args.ema))
     from_megatron = isinstance(source, MegatronSource)
     if args.weights_only and not from_megatron:
-        raise ValueError(f"--weights-only has no effect on {args.source}, of which nothing else is read: leave it out")
+        raise ValueError(f"--weights-only has no effect on {args.source}, of which only the weights are read. Remove it")
     if args.embedding_rows is not None and not from_megatron:
-        raise ValueError(f"--embedding-rows has no effect on {args.source}, which says how many rows it has: leave it out")
-    tokenizer = chosen_tokenizer(args, source)
-    ids = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
-    rows = args.embedding_rows or ids
-    if isinstance(source, MegatronSource) and args.embedding_rows is None and ids is not None and not source.pads_to_this(ids):
+        raise ValueError(f"--embedding-rows has no effect on {args.source}, which records its number of rows. Remove it")
+    tokenizer = select_tokenizer(args, source)
+    num_ids = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
+    num_rows = args.embedding_rows or num_ids
+    if (
+        isinstance(source, MegatronSource)
+        and args.embedding_rows is None
+        and num_ids is not None
+        and not source.pads_to_stored_rows(num_ids)
+    ):
         raise ValueError(
-            f"the tokenizer has {ids:,} ids, which Megatron-LM does not pad to the rows that {args.source} has: it may be another "
-            "one's. If it is its tokenizer, say by --embedding-rows how many rows are no padding"
+            f"the tokenizer has {num_ids:,} ids, which Megatron-LM does not pad to the rows that {args.source} has: it may "
+            "belong to another model. If it is the right tokenizer, set --embedding-rows to the number of rows without padding"
         )
-    if from_megatron and rows is not None and rows != source.vocab_size:
-        source = open_source(args.source, args.step, vocab_size=rows)
-    if tokenizer is None or ids is None or ids == source.vocab_size:
+    if from_megatron and num_rows is not None and num_rows != source.vocab_size:
+        source = open_source(args.source, args.step, vocab_size=num_rows)
+    if tokenizer is None or num_ids is None or num_ids == source.vocab_size:
         return source, tokenizer
-    if ids > source.vocab_size:
+    if num_ids > source.vocab_size:
         raise ValueError(
-            f"the tokenizer has {ids:,} ids, but {source.name} only {source.vocab_size:,} rows in its embedding: this is not its "
-            "tokenizer"
+            f"the tokenizer has {num_ids:,} ids, but {source.name} only {source.vocab_size:,} rows in its embedding: "
+            "this is not its tokenizer"
         )
-    kind = str(tokenizer.tokenizer_type)
-    if "vocab_size" not in run_settings(kind) or "vocab_size" in tokenizer_settings(kind):
-        raise ValueError(f"{source.name} has {source.vocab_size:,} rows in its embedding, but {kind} {ids:,} ids")
+    tokenizer_type = str(tokenizer.tokenizer_type)
+    if "vocab_size" not in get_run_tokenizer_settings(tokenizer_type) or "vocab_size" in get_tokenizer_settings(tokenizer_type):
+        raise ValueError(
+            f"{source.name} has {source.vocab_size:,} rows in its embedding, but the tokenizer {tokenizer_type} has "
+            f"{num_ids:,} ids. Choose the tokenizer of this model"
+        )
     source.notes.append(
-        f"the embedding has {source.vocab_size:,} rows, the tokenizer {ids:,} ids: all rows are kept (--vocab-size)"
+        f"the embedding has {source.vocab_size:,} rows, the tokenizer {num_ids:,} ids: all rows are kept (--vocab-size)"
     )
     return source, dataclasses.replace(tokenizer, vocab_size=source.vocab_size)
 
 
-def _copied(tokenizer: DataConfig, folder: Path) -> DataConfig:
-    """The settings of a tokenizer whose files were copied into a folder."""
-    files = {name: Path(getattr(tokenizer, name)) for name in TOKENIZER_FILES if getattr(tokenizer, name) is not None}
-    if files:
+def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:
+    """Copy the files of a tokenizer into a folder, and return the tokenizer's settings with the new paths."""
+    paths = {name: Path(getattr(tokenizer, name)) for name in TOKENIZER_FILE_SETTINGS if getattr(tokenizer, name) is not None}
+    if paths:
         folder.mkdir(parents=True)
-    for name, file in files.items():
+    for name, file in paths.items():
         if file.is_dir():
-            file = files[name] = file / "tokenizer.json"
+            file = paths[name] = file / "tokenizer.json"
         shutil.copyfile(file, folder / file.name)
         if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
-            for beside in _BESIDE:
-                if (file.parent / beside).is_file():
-                    shutil.copyfile(file.parent / beside, folder / beside)
-    copies: dict[str, Any] = {name: str((folder / file.name).resolve()) for name, file in files.items()}
-    return dataclasses.replace(tokenizer, **copies)
+            for companion in _TOKENIZER_COMPANIONS:
+                if (file.parent / companion).is_file():
+                    shutil.copyfile(file.parent / companion, folder / companion)
+    copied_paths: dict[str, Any] = {name: str((folder / file.name).resolve()) for name, file in paths.items()}
+    return dataclasses.replace(tokenizer, **copied_paths)

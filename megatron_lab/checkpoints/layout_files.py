@@ -1,4 +1,4 @@
-"""Which boxes of which tensors each rank of a layout holds, computed for any layout without its ranks."""
+"""Slices of tensors that each rank of a layout holds and writes, computed in a single process."""
 
 from __future__ import annotations
 
@@ -10,52 +10,63 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.model.build import build_model
-from megatron.parallel.boxes import Box
 from megatron.parallel.context import connect_fake, disconnect
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.partition import build_layer_table
 
 
-def files_of_layout(
+def plan_layout_files(
     model: ModelConfig, parallel: ParallelConfig, vocab_size: int, tensors: Collection[str]
-) -> list[list[tuple[str, Box]]]:
-    """The boxes of every rank of one model replica, by rank. What several ranks hold is the first one's.
+) -> list[list[tuple[str, TensorSlice]]]:
+    """Return the tensor slices that each rank of one model replica writes to a checkpoint, by rank. If several ranks hold a slice,
+    only the first of them lists it.
 
-    Leaves and enters the default process group, so call it in a process that has none.
+    The function creates the default process group and destroys it, so call it in a process without one.
 
     Args:
-        model: shape and parts.
-        parallel: sizes of tensor, pipeline and experts, schedule and split of the layers.
+        model: architecture of the model.
+        parallel: sizes of the tensor, pipeline and expert groups, schedule and split of the layers.
         vocab_size: rows of the word embedding, without padding.
-        tensors: full names of what is stored, weights and moments (`model.<parameter>`, `exp_avg.<parameter>`).
+        tensors: full names of the stored tensors, weights and moments (`model.<parameter>`, `exp_avg.<parameter>`).
 
     Raises:
-        ValueError: the layers or the heads do not divide so.
+        ValueError: the layers or heads are not divisible by this layout.
     """
-    kinds_of: dict[str, list[str]] = {}
-    for full in tensors:
-        kind, _, parameter = full.partition(".")
-        kinds_of.setdefault(parameter, []).append(kind)
-    table = table_of(model, parallel, vocab_size)
-    topology = replica_of(parallel)
-    files: list[list[tuple[str, Box]]] = []
-    written: set[tuple[str, Box]] = set()
+    prefixes: dict[str, list[str]] = {}
+    for full_name in tensors:
+        prefix, _, parameter = full_name.partition(".")
+        prefixes.setdefault(parameter, []).append(prefix)
+    table = build_layer_table(model, parallel, vocab_size)
+    topology = build_replica_topology(parallel)
+    rank_slices: list[list[tuple[str, TensorSlice]]] = []
+    assigned: set[tuple[str, TensorSlice]] = set()
     for rank in range(topology.world_size):
         context = connect_fake(topology, rank)
         try:
-            built = build_model(
+            chunk_model = build_model(
                 model, context, dtype=torch.float32, vocab_size=vocab_size, sequence_parallel=False, seed=0, table=table
             )
-            held = [(entry.record.name, entry.record.held_box(context.axis_sizes, context.coordinates)) for entry in built.params]
+            local_slices = [
+                (param.record.name, param.record.local_slice(context.axis_sizes, context.coordinates))
+                for param in chunk_model.params
+            ]
         finally:
             disconnect()
-        boxes = [each for each in held if each not in written]
-        written.update(boxes)
-        files.append([(f"{kind}.{name}", box) for name, box in boxes if box.numel for kind in kinds_of.get(name, ())])
-    return files
+        new_slices = [item for item in local_slices if item not in assigned]
+        assigned.update(new_slices)
+        rank_slices.append(
+            [
+                (f"{prefix}.{name}", tensor_slice)
+                for name, tensor_slice in new_slices
+                if tensor_slice.numel
+                for prefix in prefixes.get(name, ())
+            ]
+        )
+    return rank_slices
 
 
-def replica_of(parallel: ParallelConfig) -> Topology:
-    """The fewest ranks that hold the whole model: one data rank, or as many as it takes to hold each expert."""
+def build_replica_topology(parallel: ParallelConfig) -> Topology:
+    """Build the smallest topology that holds the complete model. It has one data rank, or more if expert parallelism needs them."""
     tp, ep, etp = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
     return Topology(tp, 1, math.lcm(tp, etp * ep) // tp, parallel.pipeline_model_parallel_size, ep=ep, expert_tensor=etp)

@@ -1,4 +1,4 @@
-"""The model card of an export, README.md: what the model is, what its run read, how it was trained."""
+"""Model card (README.md) of an export: the model, its training data, and its training settings."""
 
 from __future__ import annotations
 
@@ -15,108 +15,119 @@ from megatron.metrics.history import read_history
 from megatron.parallel.topology import Topology
 from megatron.training.progress import Progress
 from megatron_lab.checkpoints.exported import Export
-from megatron_lab.checkpoints.text import size
+from megatron_lab.checkpoints.text import format_bytes
 from megatron_lab.foreign.source import StoredCheckpoint, WeightSource
 
 UNKNOWN = "unknown"
-"""What stands in the licence field until somebody names a licence."""
-_LOSSES = ("lm_loss", "validation_loss", "test_loss")
-"""Numbers of the run's record that the card tells."""
+"""Content of the licence field if the user has not set a licence."""
+_LOSS_NAMES = ("lm_loss", "validation_loss", "test_loss")
+"""Losses in the history of a run that the model card shows."""
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """What the run read of one dataset."""
+class DatasetSummary:
+    """Name of a dataset, and the number of tokens and documents that the run has read from it."""
 
     name: str
-    tokens: float
-    """Read of it, by its weights in the blends."""
-    documents: int
+    num_tokens: float
+    """Number of tokens read from the dataset, estimated from the weight of the dataset in the blends."""
+    num_documents: int
     fingerprint: str
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a checkpoint knows of the run that wrote it."""
+class TrainingSummary:
+    """Facts about the training run for the model card, read from the checkpoint that the run wrote."""
 
     iteration: int
-    tokens: int
-    """Tokens read, over all passes."""
-    datasets: tuple[Dataset, ...]
-    """Of the whole run, in the order in which it took them up; empty for made-up data."""
+    num_tokens: int
+    """Number of tokens read, including repeated passes over the data."""
+    datasets: tuple[DatasetSummary, ...]
+    """Datasets that the run has read since its start, in the order of their first use. Empty for mock data."""
     config: Config
-    ranks: str
+    layout: str
     versions: Mapping[str, str]
     losses: Mapping[str, tuple[int, float]]
-    """The last of each kind up to that iteration, with its iteration; from the run's record, if it is there."""
+    """Iteration and value of the last loss of each type (training, validation and so on) up to `iteration`, from the run's
+    history file. Empty if there is no history."""
 
     @classmethod
-    def of(cls, source: WeightSource) -> Trained | None:
-        """From a checkpoint of a run; None for a folder of another program, and for weights that were only imported."""
+    def of(cls, source: WeightSource) -> TrainingSummary | None:
+        """Build the summary of a training checkpoint. Returns None for folders of other programs and for imported weights."""
         if not isinstance(source, StoredCheckpoint) or "progress" not in source.state:
             return None
         progress, config = Progress.from_json(source.state["progress"]), source.settings
         ends = [*(phase.first_sample - phase.passed_over for phase in progress.phases[1:]), progress.consumed_samples]
-        read = [(end - phase.first_sample) * phase.seq_length for phase, end in zip(progress.phases, ends, strict=True)]
-        found: dict[tuple[str, str], Dataset] = {}
-        for phase, tokens in zip(progress.phases, read, strict=True):
-            weights = sum(part.weight for part in phase.parts)
-            for part in phase.parts:
-                key = PurePath(part.prefix).name, part.fingerprint
-                before = found[key].tokens if key in found else 0.0
-                found[key] = Dataset(key[0], before + tokens * part.weight / weights, part.num_documents, part.fingerprint)
-        all_tokens = sum(read) if progress.phases else progress.consumed_samples * config.model.seq_length
+        phase_tokens = [(end - phase.first_sample) * phase.seq_length for phase, end in zip(progress.phases, ends, strict=True)]
+        datasets: dict[tuple[str, str], DatasetSummary] = {}
+        for phase, tokens in zip(progress.phases, phase_tokens, strict=True):
+            weights = sum(dataset.weight for dataset in phase.parts)
+            for dataset in phase.parts:
+                key = PurePath(dataset.prefix).name, dataset.fingerprint
+                previous_tokens = datasets[key].num_tokens if key in datasets else 0.0
+                datasets[key] = DatasetSummary(
+                    key[0], previous_tokens + tokens * dataset.weight / weights, dataset.num_documents, dataset.fingerprint
+                )
+        total_tokens = sum(phase_tokens) if progress.phases else progress.consumed_samples * config.model.seq_length
         parallel = config.parallel
-        ranks = Topology(
+        topology = Topology(
             parallel.tensor_model_parallel_size, parallel.context_parallel_size, pp=parallel.pipeline_model_parallel_size
         )
         return cls(
             progress.iteration,
-            all_tokens,
-            tuple(found.values()),
+            total_tokens,
+            tuple(datasets.values()),
             config,
-            str(ranks).removesuffix(" x data 1"),
+            str(topology).removesuffix(" x data 1"),
             source.config.get("versions", {}),
-            _losses(Path(source.name).parent, progress.iteration),
+            _read_losses(Path(source.name).parent, progress.iteration),
         )
 
 
-def _losses(folder: Path, iteration: int) -> dict[str, tuple[int, float]]:
-    """The last loss of each kind in the record of the run in a folder that is not of a later iteration."""
+def _read_losses(folder: Path, iteration: int) -> dict[str, tuple[int, float]]:
+    """Return the last loss of each type, at or before an iteration, from the history file of a run."""
     try:
         history = read_history(folder)
     except ValueError:
         return {}
-    found: dict[str, tuple[int, float]] = {}
-    for line in (*history.logs, *history.evaluations):
-        at = line["iteration"]
-        found |= {name: (at, line[name]) for name in _LOSSES if at <= iteration and isinstance(line.get(name), float)}
-    return found
+    losses: dict[str, tuple[int, float]] = {}
+    for entry in (*history.logs, *history.evaluations):
+        entry_iteration = entry["iteration"]
+        losses |= {
+            name: (entry_iteration, entry[name])
+            for name in _LOSS_NAMES
+            if entry_iteration <= iteration and isinstance(entry.get(name), float)
+        }
+    return losses
 
 
-def model_card(source: WeightSource, trained: Trained | None, written: Export, *, licence: str, has_tokenizer: bool) -> str:
-    """The card.
+def build_model_card(
+    source: WeightSource, summary: TrainingSummary | None, result: Export, *, licence: str, has_tokenizer: bool
+) -> str:
+    """Return the text of the model card.
 
     Args:
-        source: the weights that were written.
-        trained: what is known of the run.
-        licence: an identifier of the Hub, such as apache-2.0.
+        source: source of the exported weights.
+        summary: information about the training run. None if unknown.
+        result: result of the export.
+        licence: identifier of the licence on the Hugging Face Hub, such as apache-2.0.
     """
-    name = written.folder.name
+    name = result.folder.name
     imports = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
     tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if has_tokenizer else ""
-    parts = [
+    sections = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\nlicense: {licence}\n---\n",
         f"# {name}\n",
-        f"A language model of {written.num_parameters:,} parameters in {written.dtype} ({size(written.num_bytes)}), architecture "
-        f"`{written.family}`: {source.model.num_layers} layers of width {source.model.hidden_size:,}, sequences of "
+        f"A language model of {result.num_parameters:,} parameters in {result.dtype} ({format_bytes(result.num_bytes)}), "
+        f"architecture `{result.family}`: {source.model.num_layers} layers of width {source.model.hidden_size:,}, sequences of "
         f"{source.model.seq_length:,} tokens, vocabulary {source.vocab_size:,}.\n",
-        (written.checked or "The logits were not compared with those of the training framework (--verify was not given).") + "\n",
+        (result.verification or "The logits were not compared with those of the training framework (--verify was not given).")
+        + "\n",
         f"```python\nfrom transformers import {imports}\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n{tokenizer}```\n',
         *(
-            _of_the_run(trained)
-            if trained is not None
+            _format_run(summary)
+            if summary is not None
             else ["## Data\n", "Not known: the weights come without the record of a run.\n"]
         ),
         "## Licence\n",
@@ -124,33 +135,36 @@ def model_card(source: WeightSource, trained: Trained | None, written: Export, *
         if licence != UNKNOWN
         else "Not chosen yet: the field `license` at the top of this file is to be filled in.\n",
     ]
-    if written.notes:
-        parts += ["## Notes\n", "".join(f"- {without_folders(note)}\n" for note in written.notes)]
-    return "\n".join(parts)
+    if result.notes:
+        sections += ["## Notes\n", "".join(f"- {strip_folders(note)}\n" for note in result.notes)]
+    return "\n".join(sections)
 
 
-def _of_the_run(trained: Trained) -> Iterator[str]:
-    """The sections on data, training and loss."""
+def _format_run(summary: TrainingSummary) -> Iterator[str]:
+    """Yield the lines of the sections on data, training and loss."""
     yield "## Data\n"
-    yield f"The run read {trained.tokens:,} tokens in {trained.iteration:,} iterations" + (
-        ":\n" if trained.datasets else " that were made up (--mock-data): the model has learned no language.\n"
+    yield f"The run read {summary.num_tokens:,} tokens in {summary.iteration:,} iterations" + (
+        ":\n" if summary.datasets else " that were made up (--mock-data): the model has learned no language.\n"
     )
-    if trained.datasets:
-        rows = [(one.name, f"about {one.tokens:,.0f}", f"{one.documents:,}", one.fingerprint) for one in trained.datasets]
-        yield _table(("dataset", "tokens read", "documents", "fingerprint"), rows)
+    if summary.datasets:
+        rows = [
+            (dataset.name, f"about {dataset.num_tokens:,.0f}", f"{dataset.num_documents:,}", dataset.fingerprint)
+            for dataset in summary.datasets
+        ]
+        yield _format_table(("dataset", "tokens read", "documents", "fingerprint"), rows)
     yield "## Training\n"
-    yield _table(("setting", "value"), [*_settings(trained)])
+    yield _format_table(("setting", "value"), [*_format_settings(summary)])
     yield "## Loss\n"
-    if trained.losses:
+    if summary.losses:
         names = {"lm_loss": "training", "validation_loss": "validation", "test_loss": "test"}
-        losses = [(names[name], f"{loss:.4f}", f"{at:,}") for name, (at, loss) in trained.losses.items()]
-        yield _table(("loss (nats a token)", "value", "iteration"), losses)
+        losses = [(names[name], f"{loss:.4f}", f"{iteration:,}") for name, (iteration, loss) in summary.losses.items()]
+        yield _format_table(("loss (nats a token)", "value", "iteration"), losses)
     else:
         yield "Not known here: the run's record (history.jsonl) was not found. `tools/evaluate.py` measures it.\n"
 
 
-def _settings(trained: Trained) -> Iterator[tuple[str, str]]:
-    training, optimizer, model = trained.config.training, trained.config.optimizer, trained.config.model
+def _format_settings(summary: TrainingSummary) -> Iterator[tuple[str, str]]:
+    training, optimizer, model = summary.config.training, summary.config.optimizer, summary.config.model
     yield "sequence length", f"{model.seq_length:,}"
     if training.global_batch_size is not None:
         batch = training.global_batch_size
@@ -169,45 +183,44 @@ def _settings(trained: Trained) -> Iterator[tuple[str, str]]:
         )
     yield "weight decay, clipping", f"{optimizer.weight_decay:g}, {optimizer.clip_grad:g}"
     yield "dropout", f"attention {model.attention_dropout:g}, hidden {model.hidden_dropout:g}"
-    yield "precision", _precision(trained.config.precision)
+    yield "precision", _format_precision(summary.config.precision)
     yield "seed", str(training.seed)
-    yield "layout", trained.ranks
-    if trained.versions:
+    yield "layout", summary.layout
+    if summary.versions:
         yield (
             "software",
-            ", ".join(f"{name} {trained.versions[name]}" for name in (DISTRIBUTION, "torch") if name in trained.versions),
+            ", ".join(f"{name} {summary.versions[name]}" for name in (DISTRIBUTION, "torch") if name in summary.versions),
         )
 
 
-def _precision(precision: PrecisionConfig) -> str:
-    plain = {"bfloat16": precision.bf16, "float16": precision.fp16, "float64": precision.fp64}
-    products = "" if precision.fp8_format is None else f", products in {precision.fp8_format}"
-    return next((name for name, chosen in plain.items() if chosen), "float32") + products
+def _format_precision(precision: PrecisionConfig) -> str:
+    dtypes = {"bfloat16": precision.bf16, "float16": precision.fp16, "float64": precision.fp64}
+    gemm_format = "" if precision.fp8_format is None else f", products in {precision.fp8_format}"
+    return next((name for name, is_enabled in dtypes.items() if is_enabled), "float32") + gemm_format
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+def _format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    table_rows = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in table_rows)
 
 
-def without_folders(text: str) -> str:
-    """The text with the last part of each path in it: `/home/me/runs/a/iter_0000100` as `iter_0000100`."""
+def strip_folders(text: str) -> str:
+    """Replace each path in the text with its last component, to hide folders of the user: `/home/me/runs/a/iter_0000100` becomes
+    `iter_0000100`."""
     return re.sub(r"(?<![\w/.~:])(?:~|\.{1,2})?/(?:[^\s/`'\"(),]+/)*(?=[^\s/])", "", text)
 
 
-def next_steps(folder: Path, *, has_tokenizer: bool) -> list[str]:
-    """Commands for what one does with an export, ready to be pasted."""
-    place = shlex.quote(str(folder))
-    open_it = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({str(folder)!r}))"
+def format_next_steps(folder: Path, *, has_tokenizer: bool) -> list[str]:
+    """Return commands for typical uses of an export, ready to paste into a shell."""
+    path = shlex.quote(str(folder))
+    code = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({str(folder)!r}))"
     if has_tokenizer:
-        open_it = (
-            f"from transformers import pipeline; print(pipeline('text-generation', {str(folder)!r})('The', max_new_tokens=20))"
-        )
+        code = f"from transformers import pipeline; print(pipeline('text-generation', {str(folder)!r})('The', max_new_tokens=20))"
     steps = [
-        ("transformers", f"python -c {shlex.quote(open_it)}"),
-        ("vLLM", f"vllm serve {place}" + ("" if has_tokenizer else " --skip-tokenizer-init")),
-        ("upload", f"hf upload {shlex.quote(folder.name)} {place}"),
+        ("transformers", f"python -c {shlex.quote(code)}"),
+        ("vLLM", f"vllm serve {path}" + ("" if has_tokenizer else " --skip-tokenizer-init")),
+        ("upload", f"hf upload {shlex.quote(folder.name)} {path}"),
     ]
-    if has_tokenizer:  # a GGUF file holds its tokenizer
-        steps.insert(2, ("GGUF, in llama.cpp", f"python convert_hf_to_gguf.py {place} --outfile {shlex.quote(f'{folder}.gguf')}"))
+    if has_tokenizer:  # a GGUF file contains the tokenizer
+        steps.insert(2, ("GGUF, in llama.cpp", f"python convert_hf_to_gguf.py {path} --outfile {shlex.quote(f'{folder}.gguf')}"))
     return ["next:", *(f"  {name + ':':<20}{command}" for name, command in steps)]

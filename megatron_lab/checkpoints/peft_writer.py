@@ -1,7 +1,8 @@
-"""Writes LoRA's adapters as the folder that PEFT opens beside a model of Hugging Face.
+"""Writer of LoRA adapters as a folder that the library PEFT can load on top of a Hugging Face model.
 
-A projection of ours may be several of theirs (queries, keys and values; the halves of a gated MLP). Its adapter then becomes one of
-each, with the same A and the rows of B that are theirs, which computes the same.
+A projection of this framework may correspond to several Hugging Face projections (query, key and value; gate and up of an MLP). Its
+adapter then becomes one adapter for each of them, with the full matrix A and the matching rows of B, which computes the same
+function.
 """
 
 from __future__ import annotations
@@ -17,77 +18,77 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.local_storage import sync_folder
-from megatron.checkpoint.safetensors_file import Entry
+from megatron.checkpoint.safetensors_file import TensorEntry
 from megatron.parallel.products import dtype_name
-from megatron.spec.weights import in_layer
+from megatron.spec.weights import split_layer_name
 from megatron_lab.checkpoints.huggingface_writer import write_shard
-from megatron_lab.foreign.adapters import adapter_names, without_adapters
-from megatron_lab.foreign.huggingface.families import fitting
-from megatron_lab.foreign.source import OtherModel, WeightSource
+from megatron_lab.foreign.adapters import get_adapter_names, remove_lora_settings
+from megatron_lab.foreign.huggingface.families import select_family
+from megatron_lab.foreign.source import DerivedSource, WeightSource
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_BEFORE = "base_model.model."
-"""PEFT's name for the model that it wraps."""
+_MODEL_PREFIX = "base_model.model."
+"""Prefix that PEFT puts before the names of the wrapped model."""
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """The result of an export."""
+class AdapterExport:
+    """Result of exporting LoRA adapters, for the summary."""
 
     folder: Path
     family: str
     targets: tuple[str, ...]
-    """The modules that have an adapter, by the ends of their names."""
+    """Names of the Hugging Face modules that have an adapter (PEFT's `target_modules`), without the prefix of their layer."""
     num_parameters: int
 
 
 def export_adapters(
     source: WeightSource, folder: Path, *, base: str | None = None, family: str | None = None, dtype: torch.dtype | None = None
-) -> Adapters:
-    """Write the adapters; the folder appears under its name when it is complete.
+) -> AdapterExport:
+    """Write the LoRA adapters of a model as a PEFT folder. It is written under a temporary name, and renamed when it is complete.
 
     Args:
-        source: a model with adapters.
-        folder: must not exist, or be empty.
-        base: name or folder of the model of Hugging Face beside which they belong, for `adapter_config.json`.
-        family: its architecture; by default the first that has all parts of the model.
-        dtype: of the adapters; by default that of the source.
+        source: model with adapters.
+        folder: folder to write. It must not exist, or must be empty.
+        base: name or folder of the Hugging Face model to which the adapters belong, for `adapter_config.json`.
+        family: architecture of that model. By default the first architecture that supports all features of the model.
+        dtype: dtype of the adapters. By default that of the source.
 
     Raises:
-        CheckpointError: the folder is taken, the model has no adapters, or no architecture fits it as it is.
+        CheckpointError: the folder is not empty, the model has no adapters, or no architecture fits the base model.
     """
     model = source.model
     if model.lora_rank is None:
-        raise CheckpointError(f"{source.name} has no adapters (--lora-rank): leave --format peft out")
+        raise CheckpointError(f"{source.name} has no adapters (--lora-rank). Remove --format peft")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
-    plain = OtherModel(source, without_adapters(model))
-    chosen = fitting(plain.model, family)
-    transposed, targets = False, set[str]()
-    layouts = chosen.layouts(plain.model, source.vocab_size)
-    adapted = [name for name in layouts if adapter_names(name)[0] in source.weights]
+    base_source = DerivedSource(source, remove_lora_settings(model))
+    selected_family = select_family(base_source.model, family)
+    is_transposed, targets = False, set[str]()
+    layouts = selected_family.build_layouts(base_source.model, source.vocab_size)
+    adapted_names = [name for name in layouts if get_adapter_names(name)[0] in source.weights]
 
-    def made() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in adapted:
-            a, b = (source.read(each) for each in adapter_names(name))
-            a, b = (each if dtype is None else each.to(dtype) for each in (a, b))
-            of_rows = replace(layouts[name], shape=(*b.shape[:-1], model.lora_rank or 0), transposed=False)
-            for theirs, rows in of_rows.theirs(b):
-                module = f"{_BEFORE}{theirs.removesuffix('.weight')}"
+    def generate_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in adapted_names:
+            a, b = (source.read(param) for param in get_adapter_names(name))
+            a, b = (param if dtype is None else param.to(dtype) for param in (a, b))
+            b_layout = replace(layouts[name], shape=(*b.shape[:-1], model.lora_rank or 0), is_transposed=False)
+            for target_name, rows in b_layout.iter_hf_tensors(b):
+                module = f"{_MODEL_PREFIX}{target_name.removesuffix('.weight')}"
                 yield f"{module}.lora_A.weight", a
                 yield f"{module}.lora_B.weight", rows
 
-    for name in adapted:
-        transposed |= layouts[name].transposed
-        layer, _ = in_layer(name)
-        before = f"{chosen.prefix}{chosen.layer.format(layer)}."
-        targets |= {theirs.removeprefix(before).removesuffix(".weight") for theirs in layouts[name].rows}
+    for name in adapted_names:
+        is_transposed |= layouts[name].is_transposed
+        layer, _ = split_layer_name(name)
+        layer_prefix = f"{selected_family.prefix}{selected_family.layer_name.format(layer)}."
+        targets |= {target_name.removeprefix(layer_prefix).removesuffix(".weight") for target_name in layouts[name].row_counts}
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        entries = [Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in made()]
-        write_shard(temporary / WEIGHTS, entries, made())
+        entries = [TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in generate_tensors()]
+        write_shard(temporary / WEIGHTS, entries, generate_tensors())
         content = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -97,7 +98,7 @@ def export_adapters(
             "lora_dropout": 0.0,
             "target_modules": sorted(targets),
             "bias": "none",
-            "fan_in_fan_out": transposed,
+            "fan_in_fan_out": is_transposed,
             "use_rslora": False,
             "init_lora_weights": True,
             "inference_mode": True,
@@ -105,10 +106,10 @@ def export_adapters(
         }
         (temporary / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sync_folder(temporary)
-        temporary.rename(folder)  # onto nothing, or an empty folder
+        temporary.rename(folder)  # `folder` does not exist or is empty
         sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     numel = sum(torch.Size(entry.shape).numel() for entry in entries)
-    return Adapters(folder, chosen.model_type, tuple(sorted(targets)), numel)
+    return AdapterExport(folder, selected_family.model_type, tuple(sorted(targets)), numel)

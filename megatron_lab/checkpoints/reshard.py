@@ -1,7 +1,8 @@
-"""Write a checkpoint anew, in files cut as the ranks of a layout hold them, moments included.
+"""Rewrite a checkpoint, including moments, with the files that the ranks of another layout would have written.
 
-No run needs this: every run reads every checkpoint. It is for sites that want each rank to read one file of its own, or to store
-the files of a layout. The content stays the same, and so does its digest. Peak memory: one box (what one rank holds of one tensor).
+Training never needs this, because a run of any layout can load any checkpoint. It is for sites where each rank should read only one
+file, or that archive the files of a layout. The tensors and the content digest do not change. Peak memory: one slice (of one tensor
+on one rank).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the subcommand `reshard` to its parser."""
     parser.add_argument("source", metavar="SOURCE", help="a --save folder, or one checkpoint in it")
     parser.add_argument("output", metavar="OUTPUT", help="the --save folder to write to; it must not hold this iteration yet")
     parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
 
-    def add(*names: str, **settings: Any) -> None:
-        parser.add_argument(*names, **settings)
+    def add(*names: str, **options: Any) -> None:
+        parser.add_argument(*names, **options)
 
     add("--tensor-model-parallel-size", "--tp", type=int, default=1, metavar="N", help="tensor ranks (1)")
     add("--pipeline-model-parallel-size", "--pp", type=int, default=1, metavar="N", help="pipeline stages (1)")
@@ -38,85 +39,94 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write it, and say what was written."""
+    """Run the subcommand `reshard`: write the checkpoint and print a summary. Returns the exit status."""
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.save_folder import checkpoint_name, iteration_of
+    from megatron.checkpoint.save_folder import checkpoint_name, parse_iteration
     from megatron.checkpoint.storage_kinds import open_storage
-    from megatron_lab.checkpoints.layout_files import files_of_layout
+    from megatron_lab.checkpoints.layout_files import plan_layout_files
     from megatron_lab.checkpoints.stream import write_checkpoint
     from megatron_lab.foreign.opening import open_source
     from megatron_lab.foreign.source import StoredCheckpoint
 
     source = open_source(args.source, args.step)
     if not isinstance(source, StoredCheckpoint):
-        raise CheckpointError(f"{args.source} is not a checkpoint of this program: bring it into one with the import command first")
-    iteration = iteration_of(source.name)
+        raise CheckpointError(f"{args.source} is not a checkpoint of this program. Convert it with the import command first")
+    iteration = parse_iteration(source.name)
     if iteration is None:
         raise CheckpointError(
-            f"{source.name}: the folder's name does not say the iteration; it must be called iter_ and the number"
+            f"{source.name}: the name of the folder must be iter_ followed by the iteration, such as iter_0000100"
         )
     output = open_storage(args.output)
-    if output.names(checkpoint_name(iteration)):
-        raise CheckpointError(f"{output.at(checkpoint_name(iteration))} is there already: give another OUTPUT")
-    config = with_layout(source.settings, args)
-    files = files_of_layout(config.model, config.parallel, source.vocab_size, source.tensors)
-    _check_complete(source, files)
+    if output.list_names(checkpoint_name(iteration)):
+        raise CheckpointError(f"{output.location_of(checkpoint_name(iteration))} exists already: set another OUTPUT")
+    config = apply_layout(source.settings, args)
+    rank_slices = plan_layout_files(config.model, config.parallel, source.vocab_size, source.tensors)
+    _check_complete(source, rank_slices)
     record = {**source.config, "config": {**source.config["config"], "parallel": dataclasses.asdict(config.parallel)}}
-    written = write_checkpoint(
+    path = write_checkpoint(
         args.output,
         iteration,
         source.tensors,
         source.read_stored,
         record,
         source.state,
-        files=files,
+        rank_slices=rank_slices,
         max_file_bytes=args.max_file_bytes,
         content_digest=source.manifest.content_digest,
     )
-    before, after = source.manifest.content_digest, StoredCheckpoint(written).manifest.content_digest
-    print(f"wrote {written}: files of {len(files)} ranks, content digest {after}" + (", as before" if before == after else ""))
+    old_digest, new_digest = source.manifest.content_digest, StoredCheckpoint(path).manifest.content_digest
+    print(
+        f"wrote {path}: files of {len(rank_slices)} ranks, content digest {new_digest}"
+        + (", as before" if old_digest == new_digest else "")
+    )
     return 0
 
 
-def with_layout(saved: Config, args: argparse.Namespace) -> Config:
-    """The settings of the run with the layout asked for.
+def apply_layout(saved: Config, args: argparse.Namespace) -> Config:
+    """Return the settings of the saved run with the layout that the flags request.
 
     Raises:
-        ConfigError: the model cannot be laid out so; the message says what can.
+        ConfigError: the model does not fit this layout. The message says which layouts fit.
     """
     from megatron.config.errors import ConfigError
     from megatron.config.flags import flags
     from megatron.config.parallel import ParallelConfig
-    from megatron.config.rules import violations
-    from megatron_lab.checkpoints.layout_files import replica_of
+    from megatron.config.rules import find_violations
+    from megatron_lab.checkpoints.layout_files import build_replica_topology
 
     fields = {field.name for field in dataclasses.fields(ParallelConfig)}
-    plain = {name: value for name, value in vars(args).items() if name in fields and value is not None}
-    known = {flag.field: flag for flag in flags().values() if flag.topic == "parallel"}
-    for name, value in plain.items():
+    values = {name: value for name, value in vars(args).items() if name in fields and value is not None}
+    flags_by_field = {flag.field: flag for flag in flags().values() if flag.topic == "parallel"}
+    for name, value in values.items():
         try:
-            plain[name] = known[name].from_plain(value)
+            values[name] = flags_by_field[name].from_json(value)
         except ValueError as error:
-            raise ValueError(f"--{known[name].name} {value}: {error}") from error
-    parallel = ParallelConfig(**plain)
+            raise ValueError(f"--{flags_by_field[name].name} {value}: {error}") from error
+    parallel = ParallelConfig(**values)
     if saved.model.num_experts is not None and parallel.tensor_model_parallel_size > 1:
-        parallel = dataclasses.replace(parallel, sequence_parallel=True)  # which changes nothing that is stored
+        parallel = dataclasses.replace(
+            parallel, sequence_parallel=True
+        )  # required by the rules; it does not change the stored tensors
     config = dataclasses.replace(saved, parallel=parallel)
-    dense = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    of_experts = parallel.expert_model_parallel_size, parallel.expert_tensor_size
-    ranks = replica_of(parallel).world_size if min(*dense, *of_experts) > 0 else 0
-    asked = {f"--{name.replace('_', '-')}" for name in plain}
-    # Rules about anything else are none of a file's business.
-    wrong = [violation for violation in violations(config, ranks) if asked.intersection(violation.flags) or ranks < 1]
-    if wrong:
-        raise ConfigError(wrong)
+    dense_sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    expert_sizes = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    world_size = build_replica_topology(parallel).world_size if min(*dense_sizes, *expert_sizes) > 0 else 0
+    requested_flags = {f"--{name.replace('_', '-')}" for name in values}
+    # Only rules about the requested flags matter for the files.
+    violations = [
+        violation
+        for violation in find_violations(config, world_size)
+        if requested_flags.intersection(violation.flags) or world_size < 1
+    ]
+    if violations:
+        raise ConfigError(violations)
     return config
 
 
-def _check_complete(source: StoredCheckpoint, files: list[list[tuple[str, Any]]]) -> None:
-    """Nothing that is stored may be left out because the model has no such parameter."""
-    from megatron.checkpoint.errors import CheckpointError, listed
+def _check_complete(source: StoredCheckpoint, rank_slices: list[list[tuple[str, Any]]]) -> None:
+    """Check that the new layout covers every stored tensor. Otherwise a tensor that the model does not have would be lost."""
+    from megatron.checkpoint.errors import CheckpointError, format_list
 
-    placed = {name for file in files for name, _ in file}
-    if left := [name for name in source.tensors if name not in placed and 0 not in source.tensors[name].shape]:
-        raise CheckpointError(f"{source.name} holds tensors that its model does not have: {listed(left)}")
+    assigned_names = {name for slices in rank_slices for name, _ in slices}
+    if missing := [name for name in source.tensors if name not in assigned_names and 0 not in source.tensors[name].shape]:
+        raise CheckpointError(f"{source.name} holds tensors that its model does not have: {format_list(missing)}")

@@ -1,4 +1,4 @@
-"""Write a checkpoint of a whole model in one process, one box in memory at a time: for conversions."""
+"""Writes a complete checkpoint in one process, with one slice in memory at a time. Conversions use it."""
 
 from __future__ import annotations
 
@@ -9,87 +9,101 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.global_tensor import bytes_of
-from megatron.checkpoint.rank_parts import BoxToWrite, HeldTensor, share_out, write_part
-from megatron.checkpoint.save_folder import checkpoint_name, commit, encoded, merged
+from megatron.checkpoint.global_tensor import tensor_bytes
+from megatron.checkpoint.rank_parts import LocalTensorSpec, WriteItem, plan_save, write_rank_files
+from megatron.checkpoint.save_folder import checkpoint_name, commit, encode_json_files, merge_manifests
 from megatron.checkpoint.storage_kinds import open_storage
-from megatron.parallel.boxes import Box
 from megatron.parallel.products import dtype_name
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.foreign.source import TensorInfo
 
 _TOKEN = "0"
-"""Token of all conversions, in place of a run's. Each removes what a killed one left, and nothing of a run that saves there."""
+"""Token that all conversions use in place of a run's token. So a conversion removes the remains of killed conversions, but not
+those of runs."""
 
 
 def write_checkpoint(
     folder: Path | str,
     iteration: int,
     tensors: Mapping[str, TensorInfo],
-    read: Callable[[str, Box], torch.Tensor],
+    read: Callable[[str, TensorSlice], torch.Tensor],
     config: dict[str, Any],
     state: dict[str, Any],
     *,
-    files: Sequence[Sequence[tuple[str, Box]]] | None = None,
+    rank_slices: Sequence[Sequence[tuple[str, TensorSlice]]] | None = None,
     max_file_bytes: int | None = 5 << 30,
     content_digest: str | None = None,
 ) -> str:
-    """Write `<folder>/iter_<iteration>/` and point the latest file to it. It is complete or, after a failure, not there.
+    """Write the checkpoint `<folder>/iter_<iteration>/` and update the latest file. If writing fails, no incomplete checkpoint
+    remains.
 
     Args:
-        folder: the save folder, or its URL; made if it does not exist.
-        iteration: number of the checkpoint. One of the same number is replaced.
-        tensors: everything to store, by full name, e.g. `model.layers.0.mlp.up.weight`.
-        read: gives the elements of a box of a tensor, in the sizes of the box and the dtype of the tensor; called once for each.
-        config: goes into `config.json`.
-        state: goes into `state.json`.
-        files: the boxes in each rank's file, for files as a layout has them (a box in several is written into one of them); by
-            default whole tensors, in their order.
-        max_file_bytes: begin another data file where one would become larger (a box is never cut).
-        content_digest: the digest that the checkpoint must have, if it is known.
+        folder: path or URL of the save folder. It is created if it does not exist.
+        iteration: iteration of the checkpoint. An existing checkpoint of this iteration is replaced.
+        tensors: all tensors to store, by full name, such as `model.layers.0.mlp.up.weight`.
+        read: returns the elements of a slice of a tensor, in the sizes of the slice and the dtype of the tensor. Called once per
+            slice.
+        config: content of `config.json`.
+        state: content of `state.json`.
+        rank_slices: slices of each rank, to write the files of a layout. A slice that several ranks hold is written once. By
+            default complete tensors are written, in order.
+        max_file_bytes: start another data file when the current file would exceed this size. A slice is never split.
+        content_digest: expected digest of the content, if known.
 
     Returns:
-        the folder of the checkpoint, or its URL.
+        Path or URL of the checkpoint's folder.
 
     Raises:
-        CheckpointError: it cannot be written, the boxes are not whole tensors, `read` gives something else than was announced, or
-            the content has another digest.
+        CheckpointError: the checkpoint cannot be written, slices do not cover the tensors exactly, `read` returns another shape or
+            dtype than `tensors` says, or the content has another digest than expected.
     """
     save, name = open_storage(folder), checkpoint_name(iteration)
-    small = encoded(config, state)
-    parts = share_out(_held(tensors, files), max_file_bytes)
+    small_files = encode_json_files(config, state)
+    plans = plan_save(_build_specs(tensors, rank_slices), max_file_bytes)
 
-    def data_of(box: BoxToWrite) -> memoryview:
-        tensor = read(box.name, box.box)
-        if tuple(tensor.shape) != box.box.sizes or dtype_name(tensor.dtype) != box.dtype:
+    def read_data(item: WriteItem) -> memoryview:
+        tensor = read(item.name, item.tensor_slice)
+        if tuple(tensor.shape) != item.tensor_slice.sizes or dtype_name(tensor.dtype) != item.dtype:
             raise CheckpointError(
-                f"{box.key} was read as {list(tensor.shape)} {dtype_name(tensor.dtype)}, not {list(box.box.sizes)} {box.dtype}"
+                f"{item.key} was read as {list(tensor.shape)} {dtype_name(tensor.dtype)}, "
+                f"not {list(item.tensor_slice.sizes)} {item.dtype}"
             )
-        return bytes_of(tensor)
+        return tensor_bytes(tensor)
 
     draft = save.draft(name, _TOKEN)
     try:
-        draft.make()
-        written = [write_part(draft, part, data_of) for part in parts]
-        if content_digest is not None and (found := merged(written).content_digest) != content_digest:
-            raise CheckpointError(f"what was read has the content digest {found}, and it should be {content_digest}")
-        commit(save, draft, iteration, written, small)
+        draft.create_folder()
+        rank_manifests = [write_rank_files(draft, plan, read_data) for plan in plans]
+        if content_digest is not None and (actual_digest := merge_manifests(rank_manifests).content_digest) != content_digest:
+            raise CheckpointError(
+                f"the tensors that were read have the content digest {actual_digest}, but should have {content_digest}"
+            )
+        commit(save, draft, iteration, rank_manifests, small_files)
     except OSError as error:
-        draft.abandon()
-        raise CheckpointError(f"cannot save {save.at(name)}: {error}") from error
+        draft.discard()
+        raise CheckpointError(f"cannot save {save.location_of(name)}: {error}") from error
     except BaseException:
-        draft.abandon()
+        draft.discard()
         raise
-    return save.at(name)
+    return save.location_of(name)
 
 
-def _held(tensors: Mapping[str, TensorInfo], files: Sequence[Sequence[tuple[str, Box]]] | None) -> list[list[HeldTensor]]:
-    """The boxes of each file, as if a rank held them; the first lists all tensors, also those without elements."""
-    if files is None:
-        files = [[(name, Box.whole(info.shape)) for name, info in tensors.items() if 0 not in info.shape]]
-    world = []
-    for number, file in enumerate(files):
-        boxes: dict[str, list[Box]] = {name: [] for name in tensors} if number == 0 else {}
-        for name, box in file:
-            boxes.setdefault(name, []).append(box)
-        world.append([HeldTensor(name, tensors[name].shape, dtype_name(tensors[name].dtype), tuple(boxes[name])) for name in boxes])
-    return world
+def _build_specs(
+    tensors: Mapping[str, TensorInfo], rank_slices: Sequence[Sequence[tuple[str, TensorSlice]]] | None
+) -> list[list[LocalTensorSpec]]:
+    """Build the tensor specs of the ranks that would hold these slices. The first rank lists all tensors, so that tensors without
+    elements are stored too."""
+    if rank_slices is None:
+        rank_slices = [[(name, TensorSlice.full(info.shape)) for name, info in tensors.items() if 0 not in info.shape]]
+    world_specs = []
+    for index, slices in enumerate(rank_slices):
+        slices_by_name: dict[str, list[TensorSlice]] = {name: [] for name in tensors} if index == 0 else {}
+        for name, tensor_slice in slices:
+            slices_by_name.setdefault(name, []).append(tensor_slice)
+        world_specs.append(
+            [
+                LocalTensorSpec(name, tensors[name].shape, dtype_name(tensors[name].dtype), tuple(slices_by_name[name]))
+                for name in slices_by_name
+            ]
+        )
+    return world_specs

@@ -1,12 +1,12 @@
-"""Formats numbers for people."""
+"""Formatting of sizes, tables and tensor names for the output of `tools/checkpoint.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 
-def size(num_bytes: float) -> str:
-    """Bytes as `1.5 GB`: powers of 1000, three digits."""
+def format_bytes(num_bytes: float) -> str:
+    """Format a number of bytes with three digits and a decimal unit, such as `1.5 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -14,29 +14,30 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:,.4g} TB"
 
 
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as lines with aligned columns; those in `right` are aligned to the right."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))] if rows else []
+def format_table(rows: Sequence[Sequence[str]], right_aligned: Sequence[int] = ()) -> list[str]:
+    """Format rows as lines with aligned columns. Columns whose index is in `right_aligned` are aligned to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return [
         "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if i in right_aligned else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
 
 
-def in_order(full_names: Iterable[str], of_the_model: Iterable[str]) -> list[str]:
-    """Names such as `exp_avg.layers.0.mlp.up.weight`: weights first, then each kind of moment; within one in the model's order.
+def sort_tensor_names(full_names: Iterable[str], model_order: Iterable[str]) -> list[str]:
+    """Sort full tensor names such as `exp_avg.layers.0.mlp.up.weight`: weights first, then moments by prefix; within a prefix in
+    the order of the model.
 
     Args:
-        full_names: what is to be ordered.
-        of_the_model: the model's parameters in the order of the forward; what is not among them comes last.
+        full_names: names to sort.
+        model_order: parameter names in the order of the forward pass. Names of other parameters come last.
     """
-    place = {name: at for at, name in enumerate(of_the_model)}
+    position = {name: i for i, name in enumerate(model_order)}
 
-    def key(full: str) -> tuple[bool, str, int, str]:
-        kind, _, name = full.partition(".")
-        return kind != "model", kind, place.get(name, len(place)), name
+    def key(full_name: str) -> tuple[bool, str, int, str]:
+        prefix, _, name = full_name.partition(".")
+        return prefix != "model", prefix, position.get(name, len(position)), name
 
     return sorted(full_names, key=key)

@@ -1,4 +1,4 @@
-"""Chooses the tokenizer that goes with a model to another format."""
+"""Selection of the tokenizer for a model that is converted to another format."""
 
 from __future__ import annotations
 
@@ -7,56 +7,67 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.data import TOKENIZER_FILES, DataConfig
-from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
 
 if TYPE_CHECKING:
     from megatron_lab.foreign.source import WeightSource
 
 
-def local_folder(text: str) -> Path:
-    """Of a flag: where a tokenizer's files are copied to, which is not done to object stores."""
+def parse_local_folder(text: str) -> Path:
+    """Parse a flag whose value is an output folder. URLs are refused, because tokenizer files are not copied to object stores."""
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is a URL: write to a local folder, and copy it")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a URL, but the output must be a local folder. Write to a local folder, and copy it"
+        )
     return Path(text)
 
 
-def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a tokenizer, and --no-tokenizer."""
+def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the tokenizer flags and --no-tokenizer to a parser."""
     add_tokenizer_flags(parser, required=False)
-    parser.add_argument("--no-tokenizer", action="store_true", help="carry over the weights alone")
+    parser.add_argument("--no-tokenizer", action="store_true", help="convert only the weights")
     parser.set_defaults(flags=parser)
 
 
-def chosen_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
-    """The tokenizer that the flags name, or the source's own, of which they may name other files; None with --no-tokenizer.
+def select_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
+    """Return settings for the tokenizer that the flags name, otherwise for the source's tokenizer. Returns None with
+    --no-tokenizer.
+
+    The flags may also replace single files of the source's tokenizer.
 
     Raises:
-        ValueError: there is none.
+        ValueError: neither the flags nor the source name a tokenizer.
     """
     if args.no_tokenizer:
         return None
-    named = named_tokenizer(args, source)
-    if named is None:
+    tokenizer = find_tokenizer(args, source)
+    if tokenizer is None:
         raise ValueError(
-            f"no tokenizer is known of {source.name}.\n  Name it by --tokenizer-type and its files, or carry over the weights "
-            "alone by --no-tokenizer."
+            f"{source.name} has no known tokenizer.\n  Set --tokenizer-type and its files, or convert only the weights with "
+            "--no-tokenizer."
         )
-    return named
+    return tokenizer
 
 
-def named_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
-    """The tokenizer that the flags name, or the source's own, of which they may name other files; None if it is not known.
+def find_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
+    """Return settings for the tokenizer that the flags name, otherwise for the source's tokenizer. Returns None if neither names a
+    tokenizer.
+
+    The flags may also replace single files of the source's tokenizer.
 
     Raises:
-        ValueError: a file is named that this kind of tokenizer has not.
+        ValueError: a flag names a file that this type of tokenizer does not have.
     """
     if args.tokenizer_type is not None:
-        return tokenizer_config(args, args.flags)
-    own = source.tokenizer
-    if own is None or own.tokenizer_type is None:
+        return build_tokenizer_config(args, args.flags)
+    source_tokenizer = source.tokenizer
+    if source_tokenizer is None or source_tokenizer.tokenizer_type is None:
         return None
-    elsewhere = {name: getattr(args, name) for name in TOKENIZER_FILES if getattr(args, name) is not None}
-    if odd := [name for name in elsewhere if getattr(own, name) is None]:
-        raise ValueError(f"--{odd[0].replace('_', '-')} does not belong to the tokenizer of {source.name}, {own.tokenizer_type}")
-    return dataclasses.replace(own, **elsewhere)
+    replaced_paths = {name: getattr(args, name) for name in TOKENIZER_FILE_SETTINGS if getattr(args, name) is not None}
+    if invalid_names := [name for name in replaced_paths if getattr(source_tokenizer, name) is None]:
+        raise ValueError(
+            f"--{invalid_names[0].replace('_', '-')} does not belong to the tokenizer of {source.name}, "
+            f"{source_tokenizer.tokenizer_type}"
+        )
+    return dataclasses.replace(source_tokenizer, **replaced_paths)

@@ -1,4 +1,4 @@
-"""Reads all of a checkpoint and names its faults, one box in memory at a time."""
+"""Verification of a complete checkpoint, with one slice in memory at a time."""
 
 from __future__ import annotations
 
@@ -7,69 +7,74 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.data_files import BoxRead, DataFiles
+from megatron.checkpoint.data_files import DataFileReader, SliceRead
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.global_tensor import bytes_of, torch_dtype
-from megatron.checkpoint.manifest import NO_SUMS, StoredTensor, content_sums, tiles
-from megatron.checkpoint.save_folder import faults_of_files, manifest_in, read_json
+from megatron.checkpoint.global_tensor import tensor_bytes, torch_dtype
+from megatron.checkpoint.manifest import EMPTY_HASH, StoredTensor, hash_content, is_partition
+from megatron.checkpoint.save_folder import find_file_problems, load_manifest, read_json
 from megatron.checkpoint.storage import CONFIG, STATE, Storage
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
-class Verified:
-    """The result of reading a whole checkpoint, with its faults."""
+class VerificationResult:
+    """Result of verifying all files of a checkpoint: the problems, and what was read."""
 
-    tensors: int
+    num_tensors: int
     num_bytes: int
-    """Bytes of all boxes."""
-    digest: str | None
-    """Digest of the content; None in an older checkpoint, which holds no content sums."""
-    faults: tuple[str, ...]
+    """Size of all slices in bytes."""
+    content_digest: str | None
+    """Digest of the content. None for old checkpoints, which have no content hashes."""
+    problems: tuple[str, ...]
 
 
-def verify(inside: Storage, progress: Callable[[str], None] = lambda name: None) -> Verified:
-    """Read all of a checkpoint. At most one box is in memory.
+def verify_checkpoint(checkpoint: Storage, on_tensor: Callable[[str], None] = lambda name: None) -> VerificationResult:
+    """Read all files of a checkpoint and verify their sizes, checksums and content hashes. At most one slice is in memory.
 
     Args:
-        inside: its folder.
-        progress: called with the name of each tensor before it is read.
+        checkpoint: folder of the checkpoint.
+        on_tensor: called with the name of each tensor before it is read.
 
     Raises:
-        CheckpointError: it was written by a newer version.
+        CheckpointError: a newer version of this program wrote the checkpoint.
     """
     try:
-        manifest = manifest_in(inside)
+        manifest = load_manifest(checkpoint)
     except DamagedCheckpointError as error:
-        return Verified(0, 0, None, (str(error),))
-    faults = [*faults_of_files(inside, manifest)]
+        return VerificationResult(0, 0, None, (str(error),))
+    problems = [*find_file_problems(checkpoint, manifest)]
     for name in (CONFIG, STATE):
         try:
-            read_json(inside, name, manifest)
+            read_json(checkpoint, name, manifest)
         except DamagedCheckpointError as error:
-            faults.append(str(error))
+            problems.append(str(error))
     num_bytes = 0
-    with DataFiles(inside, manifest) as files:
-        for name, stored in manifest.tensors.items():
-            progress(name)
-            num_bytes += sum(box.box.numel for box in stored.boxes) * torch_dtype(stored.dtype).itemsize
-            faults += _faults_of_tensor(name, stored, files)
-    return Verified(len(manifest.tensors), num_bytes, manifest.content_digest, tuple(dict.fromkeys(faults)))
+    with DataFileReader(checkpoint, manifest) as reader:
+        for name, stored_tensor in manifest.tensors.items():
+            on_tensor(name)
+            num_bytes += (
+                sum(stored_slice.tensor_slice.numel for stored_slice in stored_tensor.slices)
+                * torch_dtype(stored_tensor.dtype).itemsize
+            )
+            problems += _verify_tensor(name, stored_tensor, reader)
+    return VerificationResult(len(manifest.tensors), num_bytes, manifest.content_digest, tuple(dict.fromkeys(problems)))
 
 
-def _faults_of_tensor(name: str, stored: StoredTensor, files: DataFiles) -> list[str]:
-    if not tiles(stored.shape, [box.box for box in stored.boxes]):
-        return [f"{name}: its boxes do not make up a whole tensor of shape {list(stored.shape)}"]
-    faults, total = [], NO_SUMS
-    for box in stored.boxes:
-        data = torch.empty(box.box.sizes, dtype=torch_dtype(stored.dtype))
+def _verify_tensor(name: str, stored_tensor: StoredTensor, reader: DataFileReader) -> list[str]:
+    if not is_partition(stored_tensor.shape, [stored_slice.tensor_slice for stored_slice in stored_tensor.slices]):
+        return [f"{name}: its slices do not cover a tensor of shape {list(stored_tensor.shape)} exactly once"]
+    problems, content_hash = [], EMPTY_HASH
+    for stored_slice in stored_tensor.slices:
+        data = torch.empty(stored_slice.tensor_slice.sizes, dtype=torch_dtype(stored_tensor.dtype))
         try:
-            files.read(box, stored.dtype, [BoxRead(Box.whole(box.box.sizes), data)])
+            reader.read(stored_slice, stored_tensor.dtype, [SliceRead(TensorSlice.full(stored_slice.tensor_slice.sizes), data)])
         except DamagedCheckpointError as error:
-            faults.append(str(error))
+            problems.append(str(error))
             continue
-        if stored.content is not None:
-            total = total.plus(content_sums(bytes_of(data), stored.dtype, box.box, stored.shape))
-    if not faults and stored.content not in (None, total.hex):
-        faults.append(f"{name}: its content sums are {total.hex}, the manifest says {stored.content}")
-    return faults
+        if stored_tensor.content is not None:
+            content_hash = content_hash.combine(
+                hash_content(tensor_bytes(data), stored_tensor.dtype, stored_slice.tensor_slice, stored_tensor.shape)
+            )
+    if not problems and stored_tensor.content not in (None, content_hash.hex):
+        problems.append(f"{name}: its content hash is {content_hash.hex}, the manifest has {stored_tensor.content}")
+    return problems

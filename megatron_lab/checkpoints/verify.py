@@ -1,6 +1,6 @@
-"""Read every byte of checkpoints and compare it with the checksums and content sums in their manifests.
+"""Read every byte of checkpoints and compare it with the checksums and content hashes in their manifests.
 
-The exit status is 1 if anything is wrong, and all of it is named. Peak memory: one box (what one rank held of one tensor).
+All problems are listed. The exit status is 1 if there are any. Peak memory: one slice (of one tensor on one rank).
 """
 
 from __future__ import annotations
@@ -15,56 +15,63 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Add the flags of the subcommand `verify` to its parser."""
     parser.add_argument("source", metavar="SOURCE", help="one checkpoint, or a --save folder: then every checkpoint in it")
     parser.add_argument("--step", type=int, metavar="N", help="only this iteration of the folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check; one line for each checkpoint, and one for each fault."""
-    from megatron_lab.checkpoints.text import size
-    from megatron_lab.checkpoints.verified import verify
+    """Run the subcommand `verify`: print one line per checkpoint, and one line per problem. Returns the exit status: 1 if there is
+    a problem, otherwise 0."""
+    from megatron_lab.checkpoints.text import format_bytes
+    from megatron_lab.checkpoints.verified import verify_checkpoint
 
-    faults = 0
-    for place in _places(args.source, args.step):
-        if isinstance(place, str):
-            print(place)
-            faults += 1
+    num_problems = 0
+    for checkpoint in _find_checkpoints(args.source, args.step):
+        if isinstance(checkpoint, str):
+            print(checkpoint)
+            num_problems += 1
             continue
-        found = verify(place, _progress)
+        result = verify_checkpoint(checkpoint, _show_progress)
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr)
-        faults += len(found.faults)
-        if found.faults:
-            print("\n  ".join([f"{place.location} is damaged:", *found.faults]))
+        num_problems += len(result.problems)
+        if result.problems:
+            print("\n  ".join([f"{checkpoint.location} is damaged:", *result.problems]))
         else:
-            digest = f"content digest {found.digest}" if found.digest else "no content sums to compare with (older format)"
-            print(f"{place.location} is sound: {found.tensors} tensors, {size(found.num_bytes)}, {digest}")
-    return 1 if faults else 0
+            digest = (
+                f"content digest {result.content_digest}"
+                if result.content_digest
+                else "no content hashes to compare with (older format)"
+            )
+            print(f"{checkpoint.location} is sound: {result.num_tensors} tensors, {format_bytes(result.num_bytes)}, {digest}")
+    return 1 if num_problems else 0
 
 
-def _places(source: str, step: int | None) -> Iterator[Storage | str]:
-    """The checkpoints to read, and what is wrong with the folder."""
+def _find_checkpoints(source: str, step: int | None) -> Iterator[Storage | str]:
+    """Yield the checkpoints to verify. If the latest file of a save folder is missing or wrong, also yield a message about it."""
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.save_folder import LATEST, checkpoint_name, iterations_in, latest_in
+    from megatron.checkpoint.save_folder import LATEST, checkpoint_name, list_iterations, read_latest
     from megatron.checkpoint.storage import MANIFEST
     from megatron.checkpoint.storage_kinds import open_storage
 
     folder = open_storage(source)
-    if folder.size(MANIFEST) is not None:
+    if folder.file_size(MANIFEST) is not None:
         if step is not None:
-            raise CheckpointError(f"{source} is one checkpoint: there is no iteration {step} to choose")
+            raise CheckpointError(f"{source} is one checkpoint, so no iteration ({step}) can be selected in it")
         yield folder
         return
-    iterations = iterations_in(folder)
+    iterations = list_iterations(folder)
     if not iterations or (step is not None and step not in iterations):
         raise CheckpointError(f"{source} holds no checkpoint" + ("" if step is None else f" of iteration {step}"))
-    latest = latest_in(folder)
+    latest = read_latest(folder)
     if step is None and latest not in iterations:
-        yield f"{folder.at(LATEST)} " + ("is missing or unreadable" if latest is None else f"names {latest}, which is not there")
+        yield f"{folder.location_of(LATEST)} " + (
+            "is missing or unreadable" if latest is None else f"names {latest}, which is not there"
+        )
     yield from (folder.child(checkpoint_name(iteration)) for iteration in iterations if step in (None, iteration))
 
 
-def _progress(name: str) -> None:
+def _show_progress(name: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
