@@ -1,7 +1,8 @@
-"""A cluster file scaled by what runs with --plan-report found: how fast devices compute, how fast links send, and how sure that is.
+"""Calibration of a cluster file: its rates are adjusted to the step times that runs with --plan-report have measured.
 
-Two numbers are fitted, so that few reports are enough: what computing takes over what was foretold, and what sending takes. The
-parts that timers tell apart are sums of both. Each number is held at 1 as if one report more had found no difference.
+Two factors are fitted, so that few reports suffice: how much longer than predicted computation takes, and how much longer
+communication takes. Each time that a run can measure contains both computation and communication. The prediction itself counts as
+one more report with both factors 1.
 """
 
 from __future__ import annotations
@@ -13,135 +14,170 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lab.cluster.rates import fit
-from megatron_lab.monitoring.plan_report import AT_END, BETWEEN, grouped
-from megatron_lab.planner.cluster import Cluster, Reached
+from megatron_lab.cluster.rates import fit_rates
+from megatron_lab.monitoring.plan_report import IDLE_PARTS, STEP_END_PARTS, group_by_timer
+from megatron_lab.planner.cluster import Cluster, Efficiency
 
 COMPUTING, SENDING = "computing", "sending"
-_FASTEST, _SLOWEST = 1 / 3, 3.0
-"""Between these lies what a number may be: beyond, something else is wrong."""
-_SENT = ("messages", "gradients", "parameters", "numbers", "sharded state")
-_LEAST_SPREAD = 0.03
-_LEAST_SENT = 0.02
-"""Where less of the time is sending, nothing can be said of links."""
+_MIN_SCALE, _MAX_SCALE = 1 / 3, 3.0
+"""Bounds of a factor. A factor outside of them has another cause than a wrong rate in the cluster file."""
+_COMMUNICATION_TYPES = ("messages", "gradients", "parameters", "numbers", "sharded state")
+"""Names of the parts of a predicted step that are communication."""
+_MIN_SPREAD = 0.03
+_MIN_COMMUNICATION_SHARE = 0.02
+"""Minimum predicted communication time, as a share of the measured time. With less, the factor of communication is not fitted."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a run foretold and found, in seconds."""
+class RunReport:
+    """Predicted and measured times of a run, in seconds, read from a report of --plan-report."""
 
-    parts: Mapping[str, float]
-    """Foretold."""
-    found: Mapping[str, float]
-    """Measured, by the names of `grouped`."""
-    seconds: float
-    """Measured."""
+    predicted_s: Mapping[str, float]
+    """Predicted seconds of each component of a step, such as matrix products or an all-reduce."""
+    measured_s: Mapping[str, float]
+    """Measured seconds of each group of components that timers can separate, by the names of `group_by_timer`."""
+    step_s: float
+    """Measured duration of a step."""
 
 
-def read_report(path: Path) -> Report:
-    """A report of a run.
+def read_report(path: Path) -> RunReport:
+    """Read a report of --plan-report.
 
     Raises:
-        ValueError: the file cannot be read, or is none.
+        ValueError: the file cannot be read, or is not a report.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        parts = {str(name): float(seconds) for name, seconds in given["foretold"]["parts"].items()}
-        measured = given["measured"]
-        found = {name: float(measured["parts"][name]) for name in grouped(parts)}
-        report = Report(parts, found, float(measured["seconds"]))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        predicted_s = {str(name): float(time) for name, time in values["foretold"]["parts"].items()}
+        measured_values = values["measured"]
+        measured_s = {name: float(measured_values["parts"][name]) for name in group_by_timer(predicted_s)}
+        report = RunReport(predicted_s, measured_s, float(measured_values["seconds"]))
     except OSError as error:
         raise ValueError(f"--calibrate {path} cannot be read: {error.strerror}.") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"--calibrate {path} is no report of --plan-report ({error}).") from error
-    if not all(math.isfinite(one) and one >= 0 for one in (*parts.values(), *found.values())) or report.seconds <= 0:
-        raise ValueError(f"--calibrate {path} has a time that is no number from 0 on.")
+        raise ValueError(f"--calibrate {path} is not a report of --plan-report ({error}).") from error
+    if not all(math.isfinite(x) and x >= 0 for x in (*predicted_s.values(), *measured_s.values())) or report.step_s <= 0:
+        raise ValueError(f"--calibrate {path} contains a time that is negative or not a finite number.")
     return report
 
 
-def sends(part: str) -> bool:
-    """Whether a part of a step is sending; all others are computing, and waiting for it."""
-    return part in _SENT or part.endswith(" ranks")
+def is_communication(work_type: str) -> bool:
+    """Return whether a component of the predicted step time is communication. All other components are computation, or waiting for
+    computation.
+
+    Args:
+        work_type: name of the component.
+    """
+    return work_type in _COMMUNICATION_TYPES or work_type.endswith(" ranks")
 
 
-def pieces_of(report: Report) -> list[tuple[dict[str, float], float]]:
-    """For each part that timers tell apart: foretold seconds of computing and of sending in it, and what was measured."""
-    found = []
-    for name, seconds in report.found.items():
-        own = {"waiting between operations": BETWEEN, "end of the step": AT_END}.get(name)
-        mine = {part: took for part, took in report.parts.items() if (part in own if own else part not in (*BETWEEN, *AT_END))}
-        amounts = {
-            COMPUTING: sum(took for part, took in mine.items() if not sends(part)),
-            SENDING: sum(took for part, took in mine.items() if sends(part)),
+def pair_times(report: RunReport) -> list[tuple[dict[str, float], float]]:
+    """Pair the predicted and measured times of each group of components that timers can separate.
+
+    Returns:
+        for each group, the predicted seconds of computation and of communication, and the measured seconds of the group. Groups
+        below 2 % of the step are omitted.
+    """
+    pairs = []
+    for name, measured in report.measured_s.items():
+        timer_types = {"waiting between operations": IDLE_PARTS, "end of the step": STEP_END_PARTS}.get(name)
+        predicted = {
+            work_type: time
+            for work_type, time in report.predicted_s.items()
+            if (work_type in timer_types if timer_types else work_type not in (*IDLE_PARTS, *STEP_END_PARTS))
         }
-        if seconds > 0.02 * report.seconds and sum(amounts.values()) > 0.02 * report.seconds:  # else it is noise
-            found.append((amounts, seconds))
-    return found
+        amounts = {
+            COMPUTING: sum(time for work_type, time in predicted.items() if not is_communication(work_type)),
+            SENDING: sum(time for work_type, time in predicted.items() if is_communication(work_type)),
+        }
+        if measured > 0.02 * report.step_s and sum(amounts.values()) > 0.02 * report.step_s:  # smaller values are noise
+            pairs.append((amounts, measured))
+    return pairs
 
 
-def scales(reports: Sequence[Report]) -> dict[str, float]:
-    """What computing and sending take, over what was foretold."""
-    pieces = [piece for report in reports for piece in pieces_of(report)]
-    sent = sum(amounts[SENDING] for amounts, _ in pieces) > _LEAST_SENT * sum(seconds for _, seconds in pieces)
-    if not sent:
-        pieces = [({COMPUTING: amounts[COMPUTING]}, seconds) for amounts, seconds in pieces if amounts[COMPUTING]]
-    found, _ = fit(pieces) if pieces else ({}, [])
-    held = len(reports) / (len(reports) + 1)
-    bounded = {name: min(_SLOWEST, max(_FASTEST, found.get(name, 1.0))) for name in (COMPUTING, SENDING if sent else COMPUTING)}
-    return {name: bounded.get(name, 1.0) ** held for name in (COMPUTING, SENDING)}
+def fit_scales(reports: Sequence[RunReport]) -> dict[str, float]:
+    """Fit the two factors by which computation and communication take longer than predicted. Each factor is between fixed bounds,
+    and with few reports it stays close to 1."""
+    pairs = [pair for report in reports for pair in pair_times(report)]
+    has_communication = sum(amounts[SENDING] for amounts, _ in pairs) > _MIN_COMMUNICATION_SHARE * sum(
+        measured for _, measured in pairs
+    )
+    if not has_communication:
+        pairs = [({COMPUTING: amounts[COMPUTING]}, measured) for amounts, measured in pairs if amounts[COMPUTING]]
+    scales, _ = fit_rates(pairs) if pairs else ({}, [])
+    weight = len(reports) / (len(reports) + 1)
+    bounded_scales = {
+        name: min(_MAX_SCALE, max(_MIN_SCALE, scales.get(name, 1.0)))
+        for name in (COMPUTING, SENDING if has_communication else COMPUTING)
+    }
+    return {name: bounded_scales.get(name, 1.0) ** weight for name in (COMPUTING, SENDING)}
 
 
-def calibrated(cluster: Cluster, reports: Sequence[Report]) -> tuple[Cluster, list[str]]:
-    """The cluster scaled by the reports, and what was done in words."""
-    scale = scales(reports)
-    computing, sending = scale[COMPUTING], scale[SENDING]
-    errors = []
+def calibrate(cluster: Cluster, reports: Sequence[RunReport]) -> tuple[Cluster, list[str]]:
+    """Scale the rates of a cluster so that its predictions fit the measured times of reports. Return the new cluster and messages
+    that describe the changes."""
+    scales = fit_scales(reports)
+    computing, sending = scales[COMPUTING], scales[SENDING]
+    log_errors = []
     for report in reports:
-        again = sum(seconds * scale[SENDING if sends(part) else COMPUTING] for part, seconds in report.parts.items())
-        errors.append(math.log(report.seconds / again))
-    # As if the file's spread came from two runs more.
-    spread = math.sqrt((2 * cluster.spread**2 + sum(error**2 for error in errors)) / (2 + len(errors)))
-    words = [
-        f"computing takes {computing:.3g} of what was foretold, sending {sending:.3g}; spread {max(spread, _LEAST_SPREAD):.3g} "
+        scaled_s = sum(
+            time * scales[SENDING if is_communication(work_type) else COMPUTING] for work_type, time in report.predicted_s.items()
+        )
+        log_errors.append(math.log(report.step_s / scaled_s))
+    # The spread in the file counts as much as two runs.
+    spread = math.sqrt((2 * cluster.spread**2 + sum(error**2 for error in log_errors)) / (2 + len(log_errors)))
+    messages = [
+        f"computation takes {computing:.3g} times as long as predicted, communication {sending:.3g} times; "
+        f"spread {max(spread, _MIN_SPREAD):.3g} "
         f"(was {cluster.spread:.3g}), of {len(reports)} report{'s' * (len(reports) > 1)}"
     ]
     changes: dict[str, Any] = {
-        "reached": _reached(cluster.reached, computing, sending, measured=bool(cluster.peak_tflops) and cluster.device == "cpu"),
-        "spread": round(max(spread, _LEAST_SPREAD), 4),
+        "reached": _scale_efficiency(
+            cluster.reached, computing, sending, is_measured=bool(cluster.peak_tflops) and cluster.device == "cpu"
+        ),
+        "spread": round(max(spread, _MIN_SPREAD), 4),
     }
     for names, factor in (
         (("kernel_us", "host_us", "product_us", "step_ms"), computing),
         (("node_us", "network_us"), sending),
     ):
         changes |= {name: getattr(cluster, name) * factor for name in names}
-    return replace(cluster, **changes), words
+    return replace(cluster, **changes), messages
 
 
-def _reached(reached: Reached, computing: float, sending: float, *, measured: bool) -> Reached:
-    """Shares, none above 1; but where all of a machine's figures are measured, they are no limits of a maker."""
+def _scale_efficiency(efficiency: Efficiency, computing: float, sending: float, *, is_measured: bool) -> Efficiency:
+    """Divide the efficiencies of computation and communication by the factors by which they take longer than predicted.
 
-    def share(value: float, factor: float) -> float:
-        return value / factor if measured else min(max(1.0, value), value / factor)
+    An efficiency is at most 1, unless the cluster's peak rates were measured: then they are not upper limits.
 
-    return Reached(
-        products={dtype: share(value, computing) for dtype, value in reached.products.items()},
-        attention=share(reached.attention, computing),
-        attention_backward=share(reached.attention_backward, computing),
-        memory=share(reached.memory, computing),
-        state=share(reached.state, computing),
-        node=share(reached.node, sending),
-        network=share(reached.network, sending),
+    Args:
+        computing: factor of computation.
+        sending: factor of communication.
+        is_measured: the peak rates were measured.
+    """
+
+    def scale_share(value: float, factor: float) -> float:
+        return value / factor if is_measured else min(max(1.0, value), value / factor)
+
+    return Efficiency(
+        products={dtype: scale_share(value, computing) for dtype, value in efficiency.products.items()},
+        attention=scale_share(efficiency.attention, computing),
+        attention_backward=scale_share(efficiency.attention_backward, computing),
+        memory=scale_share(efficiency.memory, computing),
+        state=scale_share(efficiency.state, computing),
+        node=scale_share(efficiency.node, sending),
+        network=scale_share(efficiency.network, sending),
     )
 
 
-def calibrate_into(path: Path, cluster: Cluster, reports: Sequence[Path]) -> list[str]:
-    """Write a calibrated cluster file; returns lines to tell.
+def write_calibrated_cluster(path: Path, cluster: Cluster, reports: Sequence[Path]) -> list[str]:
+    """Calibrate a cluster by the reports of runs, and write its cluster file. Return messages for the user.
 
     Raises:
         ValueError: a report cannot be used.
     """
-    found, words = calibrated(cluster, [read_report(report) for report in reports])
+    calibrated, messages = calibrate(cluster, [read_report(report) for report in reports])
     path.parent.mkdir(parents=True, exist_ok=True)
-    comment = f"# {cluster.name}, calibrated by tools/check_cluster.py --calibrate: {words[0]}\n"
-    path.write_text(comment + found.yaml(), encoding="utf-8")
-    return [f"wrote {path}", *words]
+    comment = f"# {cluster.name}, calibrated by tools/check_cluster.py --calibrate: {messages[0]}\n"
+    path.write_text(comment + calibrated.to_yaml(), encoding="utf-8")
+    return [f"wrote {path}", *messages]

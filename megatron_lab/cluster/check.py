@@ -1,4 +1,5 @@
-"""The steps of a cluster check as every node goes through them. One node, the head, compares the results and judges."""
+"""Check of a cluster before a run. All nodes execute its steps. One node, the head node, compares the results and decides whether
+there is a problem."""
 
 from __future__ import annotations
 
@@ -15,157 +16,181 @@ import torch
 from megatron.checkpoint.storage import is_url
 from megatron.config.config import Config
 from megatron_lab.cluster import verdict
-from megatron_lab.cluster.facts import NodeFacts, node_facts
+from megatron_lab.cluster.facts import NodeInfo, collect_node_info
 from megatron_lab.cluster.meeting import Meeting
 from megatron_lab.cluster.ranks import PROGRAM, RankEnd, run_ranks
 from megatron_lab.cluster.verdict import Verdict
 
-_SEEN_S = 10.0
-"""Time in which a file of the head must be seen through a shared file system."""
+_FILE_VISIBLE_TIMEOUT_S = 10.0
+"""Seconds within which a file written by the head must become visible in a shared file system."""
 _MARGIN_S = 30.0
-"""How much longer than the head a node waits for its words."""
+"""Seconds that other nodes wait longer than the head, so that they receive its result."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started, and how long to wait for it."""
+    """Job for which the cluster is checked: its size, the node at which its nodes meet, and how long to wait."""
 
-    nodes: int
+    num_nodes: int
     ranks_per_node: int
     head: str
+    """Name or address of the head node."""
     port: int
-    expected: Sequence[str] = ()
-    """Names of the nodes, if they are known."""
+    """Port of the head node, to which the other nodes connect."""
+    expected_hosts: Sequence[str] = ()
+    """Names of the nodes, if known."""
     device_bytes: int | None = None
-    """What the run takes on a GPU, if it is known."""
-    wait_s: float = 600.0
-    """For all nodes to come."""
-    limit_s: float = 300.0
-    """For the ranks to be done."""
+    """Memory that the run needs on one GPU, if known."""
+    join_timeout_s: float = 600.0
+    """Seconds to wait for all nodes to join."""
+    ranks_timeout_s: float = 300.0
+    """Seconds to wait for the ranks to finish."""
 
 
 def run_check(job: Job, config: Config, program: Sequence[str] = PROGRAM) -> list[str]:
-    """This node's part. The head prints what is found.
+    """Run all steps of the check on this node. The head node prints the results.
 
     Args:
-        program: what a rank runs.
+        program: command that each rank runs.
 
     Returns:
-        the faults, the same on every node.
+        the problems, which are equal on every node.
 
     Raises:
-        MeetingError: this node and the head do not find each other.
+        MeetingError: this node and the head node cannot connect.
     """
-    facts = node_facts(config, job.ranks_per_node)
-    check = _Check(job, config, program, facts, Meeting(job.head, job.port, job.nodes, facts.host, job.wait_s))
-    faults = check.facts_agree() or check.nodes_see_the_same() or check.links_work()
+    node_info = collect_node_info(config, job.ranks_per_node)
+    check = _Check(job, config, program, node_info, Meeting(job.head, job.port, job.num_nodes, node_info.host, job.join_timeout_s))
+    problems = check.check_node_info() or check.check_clocks_and_folder() or check.check_links()
     check.meeting.leave(_MARGIN_S)
-    return faults
+    return problems
 
 
 @dataclass
 class _Check:
+    """Steps of the check on one node, called in order. Each `check_` method returns the problems, which are equal on every node."""
+
     job: Job
     config: Config
     program: Sequence[str]
-    facts: NodeFacts
+    node_info: NodeInfo
     meeting: Meeting
     hosts: dict[int, str] = field(default_factory=dict)
-    """For the head: the names of the nodes that came, by number; no two are the same."""
+    """Unique names of the nodes that have joined, by node index. Only set on the head."""
 
-    def facts_agree(self) -> list[str]:
-        """All nodes come, none finds a fault of its own, and versions are the same."""
-        job, found = self.job, Verdict()
-        self.meeting.put("facts", asdict(self.facts))
+    def check_node_info(self) -> list[str]:
+        """Check that all nodes join, that no node has reported a problem of its own, and that all nodes have equal versions of
+        software and hardware."""
+        job, result = self.job, Verdict()
+        self.meeting.put("facts", asdict(self.node_info))
         if self.meeting.is_head:
-            said = self.meeting.gather("facts", time.monotonic() + job.wait_s)
-            nodes = {node: NodeFacts(**facts) for node, facts in said.items()}
-            often = Counter(facts.host for facts in nodes.values())
-            for node, facts in nodes.items():
-                facts.host += f" (node {node})" if often[facts.host] > 1 else ""
-                self.hosts[node] = facts.host
-            every = list(nodes.values())
-            found.notes.append(self._summary(every))
-            found.faults += self._missing(said, job.wait_s) + verdict.own_faults(every) + verdict.disagreements(every)
-        return self._told("facts agree", found, job.wait_s)
+            messages = self.meeting.gather("facts", time.monotonic() + job.join_timeout_s)
+            info_by_node = {node: NodeInfo(**node_info) for node, node_info in messages.items()}
+            host_counts = Counter(node_info.host for node_info in info_by_node.values())
+            for node, node_info in info_by_node.items():
+                node_info.host += f" (node {node})" if host_counts[node_info.host] > 1 else ""
+                self.hosts[node] = node_info.host
+            node_infos = list(info_by_node.values())
+            result.notes.append(self._format_summary(node_infos))
+            result.problems += (
+                self._find_missing_nodes(messages, job.join_timeout_s)
+                + verdict.list_node_problems(node_infos)
+                + verdict.find_version_mismatches(node_infos)
+            )
+        return self._share_verdict("facts agree", result, job.join_timeout_s)
 
-    def nodes_see_the_same(self) -> list[str]:
-        """Clocks, and the save folder, in which the head leaves a file for the others to find."""
-        found, marker, head = Verdict(), self._marker(), self.meeting.is_head
-        if head and marker is not None:
+    def check_clocks_and_folder(self) -> list[str]:
+        """Compare the clocks of all nodes. Check that a file that the head writes into the save folder is visible on every node."""
+        result, marker, is_head = Verdict(), self._get_marker_path(), self.meeting.is_head
+        if is_head and marker is not None:
             marker.touch()
         try:
-            if head:
-                self.meeting.tell("clock", time.time())
-            ahead = -self.meeting.hear("clock", _MARGIN_S) + time.time()
-            self.meeting.put("sees", {"ahead": ahead, "marker": marker is None or _appears(marker)})
-            if head:
-                said = self.meeting.gather("sees", time.monotonic() + _MARGIN_S)
-                blind = [self.hosts[node] for node, sees in said.items() if not sees["marker"]]
-                found.faults += self._missing(said, _MARGIN_S)
-                found.faults += verdict.skewed({self.hosts[node]: sees["ahead"] for node, sees in said.items()})
-                found.faults += verdict.apart(blind, f"--save {self.config.checkpoint.save}", self.facts.host)
+            if is_head:
+                self.meeting.broadcast("clock", time.time())
+            offset_s = -self.meeting.receive("clock", _MARGIN_S) + time.time()
+            self.meeting.put("sees", {"ahead": offset_s, "marker": marker is None or _wait_for_file(marker)})
+            if is_head:
+                reports = self.meeting.gather("sees", time.monotonic() + _MARGIN_S)
+                blind_hosts = [self.hosts[node] for node, report in reports.items() if not report["marker"]]
+                result.problems += self._find_missing_nodes(reports, _MARGIN_S)
+                result.problems += verdict.find_skewed_clocks(
+                    {self.hosts[node]: report["ahead"] for node, report in reports.items()}
+                )
+                result.problems += verdict.find_unshared_folders(
+                    blind_hosts, f"--save {self.config.checkpoint.save}", self.node_info.host
+                )
         finally:
-            if head and marker is not None:
+            if is_head and marker is not None:
                 marker.unlink(missing_ok=True)
-        return self._told("nodes see the same", found, _MARGIN_S)
+        return self._share_verdict("nodes see the same", result, _MARGIN_S)
 
-    def links_work(self) -> list[str]:
-        """Every rank reaches every other, sums are right, no node is slow."""
-        job, device, found = self.job, device_kind(self.config.parallel.device), Verdict()
+    def check_links(self) -> list[str]:
+        """Check that all ranks reach each other, that an all-reduce gives the correct result, and that no node is slow."""
+        job, device_type, result = self.job, select_device_type(self.config.parallel.device), Verdict()
         ends = run_ranks(
-            self.meeting.index, job.ranks_per_node, job.nodes, job.head, job.port, device, job.limit_s, program=self.program
+            self.meeting.index,
+            job.ranks_per_node,
+            job.num_nodes,
+            job.head,
+            job.port,
+            device_type,
+            job.ranks_timeout_s,
+            program=self.program,
         )
         self.meeting.put("ends", [end.__dict__ for end in ends])
         if self.meeting.is_head:
-            said = self.meeting.gather("ends", time.monotonic() + _MARGIN_S)
-            by_host = {self.hosts[node]: [RankEnd(**end) for end in said[node]] for node in sorted(said)}
-            found.faults += self._missing(said, job.limit_s + _MARGIN_S)
-            found.faults += verdict.link_faults(by_host, job.limit_s) + verdict.memory_faults(by_host, job.device_bytes)
-            if not found.faults:
-                found = verdict.speeds(by_host, device)
-                found.notes += [] if found.faults else ["all is well"]
-        return self._told("links work", found, job.limit_s + _MARGIN_S)
+            ends_by_node = self.meeting.gather("ends", time.monotonic() + _MARGIN_S)
+            by_host = {self.hosts[node]: [RankEnd(**end) for end in ends_by_node[node]] for node in sorted(ends_by_node)}
+            result.problems += self._find_missing_nodes(ends_by_node, job.ranks_timeout_s + _MARGIN_S)
+            result.problems += verdict.find_link_problems(by_host, job.ranks_timeout_s) + verdict.find_memory_problems(
+                by_host, job.device_bytes
+            )
+            if not result.problems:
+                result = verdict.compare_rates(by_host, device_type)
+                result.notes += [] if result.problems else ["no problems found"]
+        return self._share_verdict("links work", result, job.ranks_timeout_s + _MARGIN_S)
 
-    def _missing(self, said: Mapping[int, Any], limit_s: float) -> list[str]:
-        return verdict.missing([self.hosts[node] for node in said], self.job.nodes, self.job.expected, limit_s)
+    def _find_missing_nodes(self, reports: Mapping[int, Any], timeout_s: float) -> list[str]:
+        return verdict.find_missing_nodes(
+            [self.hosts[node] for node in reports], self.job.num_nodes, self.job.expected_hosts, timeout_s
+        )
 
-    def _told(self, topic: str, found: Verdict, patience_s: float) -> list[str]:
-        """The head's verdict, on every node. The head prints it."""
+    def _share_verdict(self, key: str, result: Verdict, timeout_s: float) -> list[str]:
+        """Send the head node's result to all nodes, and return its problems. The head node also prints the result."""
         if not self.meeting.is_head:
-            return self.meeting.hear(topic, patience_s + _MARGIN_S)  # type: ignore[no-any-return]
-        self.meeting.tell(topic, found.faults)
-        for line in found.notes:
-            print(f"check_cluster: {line}", flush=True)
-        for line in found.faults:
-            print(f"check_cluster: {line}", file=sys.stderr, flush=True)
-        return found.faults
+            return self.meeting.receive(key, timeout_s + _MARGIN_S)  # type: ignore[no-any-return]
+        self.meeting.broadcast(key, result.problems)
+        for message in result.notes:
+            print(f"check_cluster: {message}", flush=True)
+        for message in result.problems:
+            print(f"check_cluster: {message}", file=sys.stderr, flush=True)
+        return result.problems
 
-    def _marker(self) -> Path | None:
+    def _get_marker_path(self) -> Path | None:
         save = self.config.checkpoint.save
-        if not save or is_url(save) or self.job.nodes == 1:
+        if not save or is_url(save) or self.job.num_nodes == 1:
             return None
         return Path(save.removeprefix("file://")) / ".check-shared"
 
-    def _summary(self, nodes: list[NodeFacts]) -> str:
-        what = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
-        spaces = [node.free_space for node in nodes if node.free_space is not None]
-        needed = max(node.room_needed for node in nodes)  # unknown on a node that cannot read the tokenizer
-        size = f" of {needed / 1e9:,.3g} GB" if needed else ""
-        room = f"; {min(spaces) / 1e9:,.0f} GB free for checkpoints{size}" if spaces else ""
-        return f"{len(nodes)} node{'s' * (len(nodes) > 1)} of {self.job.ranks_per_node} ranks: {what}{room}"
+    def _format_summary(self, nodes: list[NodeInfo]) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items())
+        free_bytes = [node.free_space for node in nodes if node.free_space is not None]
+        checkpoint_bytes = max(node.room_needed for node in nodes)  # 0 on a node that cannot read the tokenizer
+        size = f" of {checkpoint_bytes / 1e9:,.3g} GB" if checkpoint_bytes else ""
+        storage = f"; {min(free_bytes) / 1e9:,.0f} GB free for checkpoints{size}" if free_bytes else ""
+        return f"{len(nodes)} node{'s' * (len(nodes) > 1)} of {self.job.ranks_per_node} ranks: {versions}{storage}"
 
 
-def device_kind(device: str) -> str:
-    """The kind of device that the ranks will choose by --device."""
+def select_device_type(device: str) -> str:
+    """Return the type of device (cpu or cuda) that ranks use for a value of --device."""
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _appears(marker: Path) -> bool:
-    """Whether the file is there, at once or soon."""
-    end = time.monotonic() + _SEEN_S
-    while not marker.exists():
-        if time.monotonic() > end:
+def _wait_for_file(path: Path) -> bool:
+    """Wait until a file is visible. Return False if it is not visible within the time limit."""
+    deadline = time.monotonic() + _FILE_VISIBLE_TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
     return True

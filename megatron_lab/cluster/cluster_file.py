@@ -1,4 +1,5 @@
-"""Writes a measured cluster's file: its fields, and in comments what was measured, when, on what, and how sure each figure is."""
+"""File of a measured cluster: YAML with the rates that the planner uses, and comments that say what was measured, when, on which
+hardware and how accurately."""
 
 from __future__ import annotations
 
@@ -6,47 +7,50 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.launcher import launched
-from megatron_lab.cluster.measurement import Measured, measure_here, measure_rank
-from megatron_lab.cluster.rates import Figure, cluster_of
+from megatron.config.launcher import read_process_info
+from megatron_lab.cluster.measurement import Measurement, measure_on_local_ranks, measure_rank
+from megatron_lab.cluster.rates import Figure, build_cluster
 from megatron_lab.planner.cluster import Cluster
 
 
-def measure_into(path: Path, device: str, ranks: int, planned: Sequence[str], world_size: int) -> list[str]:
-    """Measure, by ranks started here or as one of a launcher's, and write the file on the first rank.
+def write_measured_cluster(path: Path, device: str, num_ranks: int, run_flags: Sequence[str], world_size: int) -> list[str]:
+    """Measure the cluster, and write its cluster file on the first rank. Start local ranks if no launcher has started this process.
 
     Args:
         device: auto, cpu or cuda.
-        ranks: of this node, where no launcher started this.
-        planned: flags of a run whose products are measured too.
-        world_size: ranks of that run.
+        num_ranks: number of local ranks to start, without a launcher.
+        run_flags: flags of a run whose shapes of matrix products are also measured.
+        world_size: number of ranks of that run.
 
     Returns:
-        lines to tell; empty on other ranks.
+        messages for the user; empty on other ranks.
     """
     if "RANK" in os.environ:
-        found = measure_rank(device, planned, world_size)
-        if launched().rank:
+        measurement = measure_rank(device, run_flags, world_size)
+        if read_process_info().rank:
             return []
     else:
-        found = measure_here(device, ranks, planned, world_size)
-    cluster, figures = cluster_of(found, path.stem)
+        measurement = measure_on_local_ranks(device, num_ranks, run_flags, world_size)
+    cluster, figures = build_cluster(measurement, path.stem)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(cluster, found, figures), encoding="utf-8")
-    return [f"wrote {path}", *(f"{one.name}: {one.value}; {one.spread}" for one in figures)]
+    path.write_text(format_cluster_file(cluster, measurement, figures), encoding="utf-8")
+    return [f"wrote {path}", *(f"{figure.name}: {figure.value}; {figure.accuracy}" for figure in figures)]
 
 
-def text_of(cluster: Cluster, found: Measured, figures: Sequence[Figure]) -> str:
-    """The file."""
-    nodes = found.ranks // found.per_node
-    where = f"{nodes} node{'s' * (nodes > 1)} of {found.per_node} ranks, {found.device}, {found.threads} threads a rank"
+def format_cluster_file(cluster: Cluster, measurement: Measurement, figures: Sequence[Figure]) -> str:
+    """Format the YAML text of a cluster file, with comments."""
+    num_nodes = measurement.num_ranks // measurement.ranks_per_node
+    hardware = (
+        f"{num_nodes} node{'s' * (num_nodes > 1)} of {measurement.ranks_per_node} ranks, {measurement.device}, "
+        f"{measurement.num_threads} threads a rank"
+    )
     comments = [
-        f"Measured by tools/check_cluster.py --measure on {found.when}: {where}, torch {found.torch}.",
-        "Rates are fitted to products and attention alone and to forwards and backwards of small models (docs/planning.md):",
-        *(f"  {one.name}: {one.value}; {one.spread}" for one in figures),
+        f"Measured by tools/check_cluster.py --measure on {measurement.date}: {hardware}, torch {measurement.torch_version}.",
+        "Rates are fitted to the times of single matrix products and attention, and of passes of small models (docs/planning.md):",
+        *(f"  {figure.name}: {figure.value}; {figure.accuracy}" for figure in figures),
     ]
-    if nodes == 1:
-        comments.append("Links between nodes were not measured: those here are the figures inside the node.")
-    if found.device != "cpu":
-        comments.append("Products in 8 bits were not measured: they are taken to reach what those of bfloat16 do.")
-    return "".join(f"# {line}\n" for line in comments) + cluster.yaml()
+    if num_nodes == 1:
+        comments.append("Links between nodes were not measured: this file repeats the values inside the node.")
+    if measurement.device != "cpu":
+        comments.append("FP8 matrix products were not measured: they are assumed to be as efficient as those of bfloat16.")
+    return "".join(f"# {comment}\n" for comment in comments) + cluster.to_yaml()

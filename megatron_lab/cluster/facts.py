@@ -1,4 +1,4 @@
-"""What a node reports about itself, and the faults that it finds without asking another node."""
+"""Properties that a node determines about itself, and the problems that it finds without contact to another node."""
 
 from __future__ import annotations
 
@@ -18,118 +18,128 @@ import torch
 
 from megatron.checkpoint.storage import is_url
 from megatron.config.config import Config
-from megatron.config.data import DataConfig, split_words
+from megatron.config.data import DataConfig, read_split_blends
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.tokenizer import build_tokenizer, embedding_rows
+from megatron.data.tokenizer import build_tokenizer, compute_embedding_rows
 from megatron.spec.counts import count_parameters
 
 T = TypeVar("T")
-BYTES_SAVED = 12
-"""Of a parameter in a checkpoint: weight and both moments of Adam in float32."""
+CHECKPOINT_BYTES_PER_PARAM = 12
+"""Bytes of one parameter in a checkpoint: the weight and both moments of Adam in float32."""
 
 RANKS_PER_CORE = 64
-"""The most on a CPU. A rank takes 1.5 s of a core to start, and 150 MB: so many take a third of the usual --limit to start, and
-10 GB for each core."""
+"""Maximum number of ranks per CPU core. A rank needs 1.5 s of a core and 150 MB to start. At this limit, the start takes a
+third of the default --limit, and 10 GB of memory per core."""
 
 
 @dataclass
-class NodeFacts:
-    """Of one node; JSON-able."""
+class NodeInfo:
+    """Properties of one node that the cluster check compares with those of other nodes. Serializable as JSON."""
 
     host: str
     versions: dict[str, str]
-    """What must be the same on all nodes."""
+    """Versions of software and hardware that must be equal on all nodes, by name."""
     faults: list[str] = field(default_factory=list)
+    """Problems that the node has found without contact to other nodes, as messages."""
     free_space: int | None = None
-    """Bytes in the save folder; None where none is given or it is a URL."""
+    """Free bytes in the save folder; None without a save folder or if it is a URL."""
     room_needed: int = 0
-    """Bytes of one checkpoint; 0 where the model's size is not known."""
+    """Bytes of one checkpoint; 0 if the size of the model is unknown."""
 
 
-def node_facts(config: Config, ranks: int) -> NodeFacts:
-    """Look at this node. Nothing is started.
+def collect_node_info(config: Config, num_ranks: int) -> NodeInfo:
+    """Collect the information about this node, without starting ranks.
 
     Args:
-        config: of the run.
-        ranks: processes that the node is to start.
+        config: settings of the run.
+        num_ranks: number of ranks that the job starts on this node.
     """
-    facts = NodeFacts(socket.gethostname(), versions(config.parallel.device))
-    rows = _tried(facts.faults, lambda: embedding_rows(build_tokenizer(config.data), config.data))
-    for prefix in _prefixes(config.data, facts.faults):
-        _tried(facts.faults, functools.partial(IndexedDataset, prefix))
-    facts.faults.extend(too_many(ranks, config.parallel.device))
+    node_info = NodeInfo(socket.gethostname(), collect_versions(config.parallel.device))
+    embedding_rows = _try_action(node_info.faults, lambda: compute_embedding_rows(build_tokenizer(config.data), config.data))
+    for prefix in _iterate_dataset_prefixes(config.data, node_info.faults):
+        _try_action(node_info.faults, functools.partial(IndexedDataset, prefix))
+    node_info.faults.extend(check_num_ranks(num_ranks, config.parallel.device))
     if config.checkpoint.save and not is_url(config.checkpoint.save):
-        if rows:
-            facts.room_needed = BYTES_SAVED * count_parameters(config.model, rows)
-        look_at_folder(Path(config.checkpoint.save.removeprefix("file://")), facts)
-    return facts
+        if embedding_rows:
+            node_info.room_needed = CHECKPOINT_BYTES_PER_PARAM * count_parameters(config.model, embedding_rows)
+        check_save_folder(Path(config.checkpoint.save.removeprefix("file://")), node_info)
+    return node_info
 
 
-def too_many(ranks: int, device: str) -> list[str]:
-    """What is wrong with so many ranks on this node."""
-    gpus = torch.cuda.device_count() if device != "cpu" else 0
-    if gpus or device == "cuda":
-        return [f"{gpus} GPUs for {ranks} ranks (a GPU that is lost, or CUDA_VISIBLE_DEVICES)"] if gpus < ranks else []
-    cores = num_cores()
-    if ranks <= RANKS_PER_CORE * cores:
+def check_num_ranks(num_ranks: int, device: str) -> list[str]:
+    """Check whether this node can run this number of ranks. Return problems as messages."""
+    num_gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if num_gpus or device == "cuda":
+        return (
+            [f"{num_gpus} GPUs for {num_ranks} ranks (a GPU has failed, or CUDA_VISIBLE_DEVICES hides it)"]
+            if num_gpus < num_ranks
+            else []
+        )
+    num_cores = count_cores()
+    if num_ranks <= RANKS_PER_CORE * num_cores:
         return []
-    most = f"at most {RANKS_PER_CORE * cores} start there in reasonable time ({RANKS_PER_CORE} a core)"
-    return [f"{ranks} ranks for {cores} CPU core{'s' * (cores > 1)}: {most}. Give --ranks-per-node as the job will start them"]
+    limit = f"at most {RANKS_PER_CORE * num_cores} ({RANKS_PER_CORE} per core) start in reasonable time"
+    return [
+        f"{num_ranks} ranks for {num_cores} CPU core{'s' * (num_cores > 1)}: {limit}. Set --ranks-per-node "
+        "to the number of ranks that the job starts on this node"
+    ]
 
 
-def num_cores() -> int:
-    """Those that this process may use."""
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def versions(device: str) -> dict[str, str]:
-    """Of what must agree between nodes, by name."""
-    found = {"torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
+def collect_versions(device: str) -> dict[str, str]:
+    """Return the versions of software and hardware that must be equal on all nodes, by name."""
+    versions = {"torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
     if device != "cpu" and torch.cuda.is_available():
-        found["driver"] = _driver()
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["GPU"] = " and ".join(dict.fromkeys(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
-    return found
+        versions["driver"] = _get_driver_version()
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["GPU"] = " and ".join(dict.fromkeys(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+    return versions
 
 
-def _driver() -> str:
-    """The version of NVIDIA's driver: of the kernel module, which a container shares with its host."""
+def _get_driver_version() -> str:
+    """Return the version of NVIDIA's kernel module, which a container shares with its host."""
     with contextlib.suppress(OSError):
-        found = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
-        if found:
-            return found[1]
+        match = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
+        if match:
+            return match[1]
     return "unknown"
 
 
-def look_at_folder(folder: Path, facts: NodeFacts) -> None:
-    """Whether the save folder takes a file and has room for a checkpoint. Makes it if it is not there."""
+def check_save_folder(folder: Path, node_info: NodeInfo) -> None:
+    """Check that the save folder is writable and has space for a checkpoint. Create the folder if it is missing. The free space and
+    the problems are stored in `node_info`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
             file.write(b"x")
             file.flush()
             os.fsync(file.fileno())
-        facts.free_space = shutil.disk_usage(folder).free
+        node_info.free_space = shutil.disk_usage(folder).free
     except OSError as error:
-        facts.faults.append(f"--save {folder} cannot be written to: {error.strerror}")
+        node_info.faults.append(f"--save {folder} cannot be written to: {error.strerror}")
         return
-    if facts.free_space < facts.room_needed:
-        facts.faults.append(
-            f"--save {folder} has {facts.free_space / 1e9:,.1f} GB free, but a checkpoint takes {facts.room_needed / 1e9:,.1f} GB"
+    if node_info.free_space < node_info.room_needed:
+        node_info.faults.append(
+            f"--save {folder} has {node_info.free_space / 1e9:,.1f} GB free, but a checkpoint takes "
+            f"{node_info.room_needed / 1e9:,.1f} GB"
         )
 
 
-def _prefixes(data: DataConfig, faults: list[str]) -> Iterator[str]:
-    """The datasets, each once."""
-    words = _tried(faults, lambda: split_words(data))
-    if words:
-        yield from dict.fromkeys(each.prefix for split in words[1] for each in split)
+def _iterate_dataset_prefixes(data: DataConfig, problems: list[str]) -> Iterator[str]:
+    """Yield the path prefix of each dataset once. Add a message to `problems` if the settings of the data cannot be read."""
+    blends = _try_action(problems, lambda: read_split_blends(data))
+    if blends:
+        yield from dict.fromkeys(dataset.prefix for split in blends[1] for dataset in split)
 
 
-def _tried(faults: list[str], action: Callable[[], T]) -> T | None:
-    """What an action returns; or note why it failed."""
+def _try_action(problems: list[str], action: Callable[[], T]) -> T | None:
+    """Call `action` and return its result. If it raises an error, add the error's message to `problems` and return None."""
     try:
         return action()
     except (ValueError, OSError) as error:
-        faults.append(str(error))
+        problems.append(str(error))
         return None

@@ -1,4 +1,5 @@
-"""A job that fails now and then, played: how much of its time goes into steps that count."""
+"""Simulation of a job with random failures, to choose the save interval. The result is the fraction of the job's time that is spent
+on steps that are not lost."""
 
 from __future__ import annotations
 
@@ -8,157 +9,184 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 GPU_HOURS = {"llama3": 54 * 24 * 16_384 / 419}
-"""Hours of one device between two failures that ended a job. llama3: 419 unexpected interruptions in 54 days of 16,384 H100 (Llama
-Team 2024, section 3.3.4), software among them."""
-_SMALLEST_COUNT = 1e-9
+"""Mean device hours between two failures that end a job. llama3: 419 unexpected interruptions, including software errors, in 54
+days of 16,384 H100 (Llama Team 2024, section 3.3.4)."""
+_MIN_TOTAL_S = 1e-9
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job, in seconds.
+    """Times of a job with random failures, in seconds: the input of the simulation.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a value is out of range.
     """
 
     mtbf_s: float
-    """Mean time between failures of the whole job; failures come independently of each other (exponential times)."""
+    """Mean time between failures of the job as a whole. Failures are independent of each other (exponentially distributed
+    times)."""
     step_s: float
+    """Duration of a step."""
     save_stall_s: float
-    """Training waits so long in a save, ..."""
+    """Time for which a save blocks training."""
     save_s: float
-    """... which is a checkpoint so long after. The next save waits for that."""
+    """Time from the end of the stall `save_stall_s` until the checkpoint is complete. The next save waits for it."""
     detect_s: float
+    """Time from a failure to its detection."""
     restart_s: float
-    """From the detection to the first step, with the load of a checkpoint."""
+    """Time from the detection of a failure to the first step, including the load of a checkpoint."""
     copy_interval: int = 0
-    """Steps between copies of the state in the memory of other nodes; 0: there are none."""
+    """Steps between copies of the state into the memory of other nodes; 0 for no copies."""
     copy_stall_s: float = 0.0
+    """Time for which a copy blocks training."""
     copy_survives: float = 0.0
-    """Share of failures that leave a whole copy."""
+    """Fraction of failures after which a complete copy in the memory of other nodes remains."""
     copy_restart_s: float = 0.0
+    """Time from the detection of a failure to the first step, for a restart from a copy."""
 
     def __post_init__(self) -> None:
         times = self.save_stall_s, self.save_s, self.detect_s, self.restart_s, self.copy_stall_s, self.copy_restart_s
         if not (self.step_s > 0 and self.mtbf_s > 0 and all(0 <= time < math.inf for time in times)):
-            raise ValueError("times must be numbers from 0 on, and that of a step more than 0.")
+            raise ValueError("times must be at least 0, and the duration of a step must be above 0.")
         if not 0 <= self.copy_survives <= 1 or self.copy_interval < 0:
-            raise ValueError("--copy-survives is a share from 0 to 1, --copy-interval a number of steps.")
+            raise ValueError("--copy-survives must be from 0 to 1, and --copy-interval at least 0 steps.")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Shares of the time of a job, means over the draws."""
+    """Result of the simulation: what the time of a job is spent on, as fractions, averaged over the simulated jobs."""
 
     ettr: float
-    """Steps that count."""
+    """Effective training time ratio: fraction of the time spent on steps that are not lost."""
     low: float
     high: float
-    """Nine of ten draws lie between these."""
+    """Upper bound of the range that contains the ratio of nine of ten simulated jobs; `low` is the lower bound."""
     again: float
-    """Steps that were made again."""
+    """Fraction of the time spent on steps that are lost and therefore repeated."""
     saving: float
-    """Waits for saves and copies."""
+    """Fraction of the time in which saves and copies block training."""
     down: float
-    """Detection and restart."""
+    """Fraction of the time spent on the detection of failures and on restarts."""
     failures: float
+    """Mean number of failures of a simulated job."""
 
 
-def play(job: Job, save_interval: int, days: float, draws: int, seed: int) -> Outcome:
-    """Play a job several times.
+def simulate(job: Job, save_interval: int, days: float, num_draws: int, seed: int) -> Outcome:
+    """Simulate a job several times with random failures.
+
+    Args:
+        save_interval: steps between saves.
+        days: duration of each simulated job.
+        num_draws: number of simulated jobs.
+
+    Raises:
+        ValueError: the interval is less than one step.
+    """
+    if save_interval < 1:
+        raise ValueError("--save-interval must be at least 1 step.")
+    outcomes = [_simulate_once(job, save_interval, 86_400 * days, random.Random(f"{seed} {i}")) for i in range(num_draws)]
+    ettrs = sorted(outcome.ettr for outcome in outcomes)
+    index_5_percent = (len(ettrs) - 1) / 20
+
+    def mean(name: str) -> float:
+        return sum(getattr(outcome, name) for outcome in outcomes) / num_draws
+
+    low, high = ettrs[round(index_5_percent)], ettrs[round(19 * index_5_percent)]
+    return Outcome(mean("ettr"), low, high, mean("again"), mean("saving"), mean("down"), mean("failures"))
+
+
+def _simulate_once(job: Job, save_interval: int, horizon: float, rng: random.Random) -> Outcome:
+    """Simulate one job as a sequence of periods. In each period the job works from a checkpoint or a copy until a failure, and then
+    recovers.
+
+    Args:
+        save_interval: steps between saves.
+        horizon: duration of the job in seconds.
+        rng: generator of the random times between failures.
+    """
+    time = useful_s = repeated_s = stalled_s = down_s = 0.0
+    num_failures = 0
+    copy_lead_s = 0.0
+    """Seconds of steps between the last checkpoint and the copy from which the current period began; 0 without a copy."""
+    while time < horizon:
+        until_failure_s = rng.expovariate(1 / job.mtbf_s)
+        work_s = min(until_failure_s, horizon - time)
+        steps_s, saved_s, stall_s = _simulate_work(job, save_interval, work_s)
+        time += work_s
+        stalled_s += stall_s
+        if work_s < until_failure_s:  # no failure before the end of the job
+            useful_s += work_s - stall_s
+            break
+        num_failures += 1
+        from_copy = bool(job.copy_interval) and rng.random() < job.copy_survives
+        lost_s = steps_s - saved_s + (copy_lead_s if not saved_s else 0.0)
+        if from_copy:
+            lost_s = min(lost_s, _seconds_since_copy(job, steps_s))
+            copy_lead_s = max(0.0, steps_s - saved_s - lost_s + (copy_lead_s if not saved_s else 0.0))
+        else:
+            copy_lead_s = 0.0
+        repeated_s += lost_s + (work_s - steps_s - stall_s)  # includes the unfinished step
+        useful_s += steps_s - lost_s
+        recovery_s = job.detect_s + (job.copy_restart_s if from_copy else job.restart_s)
+        while (next_failure_s := rng.expovariate(1 / job.mtbf_s)) < recovery_s and time < horizon:  # failures during the restart
+            time, down_s, num_failures = time + next_failure_s, down_s + next_failure_s, num_failures + 1
+        time, down_s = time + recovery_s, down_s + recovery_s
+    total_s = max(time, _MIN_TOTAL_S)
+    ettr = useful_s / total_s
+    return Outcome(ettr, ettr, ettr, repeated_s / total_s, stalled_s / total_s, down_s / total_s, num_failures)
+
+
+def _simulate_work(job: Job, save_interval: int, work_s: float) -> tuple[float, float, float]:
+    """Simulate a period of `work_s` seconds without failures.
 
     Args:
         save_interval: steps between saves.
 
-    Raises:
-        ValueError: the interval is none.
+    Returns:
+        seconds of complete steps, seconds of the steps that a complete checkpoint contains at the end, and seconds of stalls.
     """
-    if save_interval < 1:
-        raise ValueError("--save-interval takes numbers of steps from 1 on.")
-    played = [_play(job, save_interval, 86_400 * days, random.Random(f"{seed} {draw}")) for draw in range(draws)]
-    shares = sorted(each.ettr for each in played)
-    at = (len(shares) - 1) / 20
-
-    def mean(name: str) -> float:
-        return sum(getattr(each, name) for each in played) / draws
-
-    low, high = shares[round(at)], shares[round(19 * at)]
-    return Outcome(mean("ettr"), low, high, mean("again"), mean("saving"), mean("down"), mean("failures"))
-
-
-def _play(job: Job, save_interval: int, horizon: float, draw: random.Random) -> Outcome:
-    """One job: stretches of work, each from a checkpoint or a copy to a failure, and the time until the next one."""
-    now = kept = again = saving = down = 0.0
-    failures = 0
-    ahead = 0.0
-    """Seconds of steps that the work begins ahead of its last checkpoint: it began from a copy."""
-    while now < horizon:
-        until = draw.expovariate(1 / job.mtbf_s)
-        works = min(until, horizon - now)
-        made, safe, stalled = _work(job, save_interval, works)
-        now += works
-        saving += stalled
-        if works < until:  # the job is over
-            kept += works - stalled
-            break
-        failures += 1
-        from_copy = bool(job.copy_interval) and draw.random() < job.copy_survives
-        lost = made - safe + (ahead if not safe else 0.0)
-        if from_copy:
-            lost = min(lost, _since_copy(job, made))
-            ahead = max(0.0, made - safe - lost + (ahead if not safe else 0.0))
-        else:
-            ahead = 0.0
-        again += lost + (works - made - stalled)  # the step that was under way
-        kept += made - lost
-        needs = job.detect_s + (job.copy_restart_s if from_copy else job.restart_s)
-        while (next_one := draw.expovariate(1 / job.mtbf_s)) < needs and now < horizon:  # it fails while it starts
-            now, down, failures = now + next_one, down + next_one, failures + 1
-        now, down = now + needs, down + needs
-    whole = max(now, _SMALLEST_COUNT)
-    share = kept / whole
-    return Outcome(share, share, share, again / whole, saving / whole, down / whole, failures)
+    interval_steps_s = save_interval * job.step_s
+    copy_stalls_s = (save_interval // job.copy_interval) * job.copy_stall_s if job.copy_interval else 0.0
+    cycle_s = max(
+        interval_steps_s + copy_stalls_s + job.save_stall_s, job.save_stall_s + job.save_s
+    )  # a save waits for the previous one
+    num_cycles = int(work_s // cycle_s)
+    remaining_s = work_s - num_cycles * cycle_s
+    remaining_steps = min(save_interval, int(remaining_s / (job.step_s + copy_stalls_s / save_interval)))
+    total_steps_s = num_cycles * interval_steps_s + remaining_steps * job.step_s
+    num_complete_saves = max(0, math.floor((work_s - job.save_s) / cycle_s)) if work_s >= job.save_s else 0
+    stall_s = num_cycles * (cycle_s - interval_steps_s) + remaining_steps * copy_stalls_s / save_interval
+    return total_steps_s, num_complete_saves * interval_steps_s, stall_s
 
 
-def _work(job: Job, save_interval: int, works: float) -> tuple[float, float, float]:
-    """Seconds of whole steps in so many seconds of work, of those that a checkpoint has at its end, and of stalls."""
-    steps_s = save_interval * job.step_s
-    copies = (save_interval // job.copy_interval) * job.copy_stall_s if job.copy_interval else 0.0
-    cycle = max(steps_s + copies + job.save_stall_s, job.save_stall_s + job.save_s)  # a save waits for the one before
-    cycles = int(works // cycle)
-    rest = works - cycles * cycle
-    steps = min(save_interval, int(rest / (job.step_s + copies / save_interval)))
-    made = cycles * steps_s + steps * job.step_s
-    complete = max(0, math.floor((works - job.save_s) / cycle)) if works >= job.save_s else 0
-    stalled = cycles * (cycle - steps_s) + steps * copies / save_interval
-    return made, complete * steps_s, stalled
+def _seconds_since_copy(job: Job, steps_s: float) -> float:
+    """Return how many of `steps_s` seconds of steps are not contained in the last copy to the memory of other nodes."""
+    return steps_s % (job.copy_interval * job.step_s)
 
 
-def _since_copy(job: Job, made: float) -> float:
-    """Seconds of steps since the last copy."""
-    return made % (job.copy_interval * job.step_s)
+def find_best_interval(outcomes: Mapping[int, Outcome]) -> int:
+    """Return the save interval with the highest effective training time ratio."""
+    return max(outcomes, key=lambda interval: outcomes[interval].ettr)
 
 
-def best_of(found: Mapping[int, Outcome]) -> int:
-    """The interval of the highest share."""
-    return max(found, key=lambda number: found[number].ettr)
+def list_intervals(job: Job) -> list[int]:
+    """Return the save intervals to simulate, in steps: from a fifth of Young's interval to the time between failures, each about
+    1.6 times the previous one."""
+    max_interval = max(1.0, job.mtbf_s / job.step_s)
+    intervals = {max(1, round(max_interval / 1.6**i)) for i in range(64)}
+    min_interval = max(1, round(0.2 * compute_young_interval_s(job) / job.step_s))
+    return sorted(interval for interval in intervals if interval >= min_interval) or [1]
 
 
-def intervals(job: Job) -> list[int]:
-    """Intervals to try, each about 1.6 times the one before: from a step to the time between failures."""
-    most = max(1.0, job.mtbf_s / job.step_s)
-    found = {max(1, round(most / 1.6**number)) for number in range(64)}
-    least = max(1, round(0.2 * young_s(job) / job.step_s))
-    return sorted(number for number in found if number >= least) or [1]
-
-
-def young_s(job: Job) -> float:
-    """Seconds between saves that lose least, by the first order of what a save costs and a failure repeats (Young 1974)."""
+def compute_young_interval_s(job: Job) -> float:
+    """Return the time between saves, in seconds, that minimizes the time lost to saves and repeated steps, by the first-order
+    estimate of Young (1974)."""
     return math.sqrt(2 * job.save_stall_s * job.mtbf_s)
 
 
-def daly_s(job: Job) -> float:
-    """The same by a higher order (Daly 2006, equation 37)."""
+def compute_daly_interval_s(job: Job) -> float:
+    """Return the time between saves, in seconds, that minimizes the lost time, by the higher-order estimate of Daly (2006, equation
+    37)."""
     cost, mtbf = job.save_stall_s, job.mtbf_s
     if cost >= 2 * mtbf:
         return mtbf

@@ -1,8 +1,10 @@
-"""One rank's part of the test of the links: do all ranks reach each other, is a sum right, and how fast is each node.
+"""Program of one rank in the link test: do all ranks reach each other, is an all-reduce correct, and how fast is each node?
 
-A program: ``python -m megatron_lab.cluster.links REPORT DEVICE LIMIT``, with the variables of a launcher (RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Writes lines of JSON to the file REPORT: first the places that it comes to
-({"at": ...}), last what it found ({"done": ...}) or why it failed ({"failed": ...}). Ends after LIMIT seconds, whatever happens.
+Usage: ``python -m megatron_lab.cluster.links REPORT DEVICE LIMIT``, with the environment variables of a launcher (RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+The program writes JSON lines to the file REPORT. The first lines name each step that it begins ({"at": ...}). The last line
+contains the results ({"done": ...}) or the error ({"failed": ...}). The process ends after LIMIT seconds in any case.
 """
 
 from __future__ import annotations
@@ -20,66 +22,73 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.context import choose_device, world_backend
+from megatron.parallel.context import choose_device, get_world_backend
 
-_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
+_MESSAGE_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
 _REPEATS = 5
 
 
-def measure(report: Callable[[dict[str, Any]], None], wanted: str, limit_s: float) -> None:
-    """Everything, in order. Rates are in bytes a second and of the fastest of five tries.
+def measure_links(report: Callable[[dict[str, Any]], None], device_type: str, timeout_s: float) -> None:
+    """Run all steps of the link test, and report their progress and results. Rates are in bytes per second, the fastest of five
+    repeats.
 
     Args:
-        report: gets every line.
-        wanted: kind of device.
-        limit_s: for each collective.
+        report: receives each record of the report.
+        device_type: value of --device.
+        timeout_s: time limit of each collective.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local, per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    found: dict[str, Any] = {"rank": rank}
-    report({"at": "its device"})
-    device = choose_device(wanted, local)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, ranks_per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    results: dict[str, Any] = {"rank": rank}
+    report({"at": "opening its device"})
+    device = choose_device(device_type, local_rank)
     if device.type == "cuda":
-        found["free"], found["memory"] = torch.cuda.mem_get_info(device)
+        results["free"], results["memory"] = torch.cuda.mem_get_info(device)
     report({"at": "joining the other ranks"})
-    timeout = datetime.timedelta(seconds=limit_s)
-    dist.init_process_group(world_backend("nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
-    report({"at": "a sum over all ranks"})
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(get_world_backend("nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
+    report({"at": "an all-reduce over all ranks"})
     total = torch.full((1 << 10,), rank + 1.0, dtype=torch.float64, device=device)
     dist.all_reduce(total)
-    found["sum_is_right"] = bool((total == size * (size + 1) / 2).all())
-    values = torch.zeros(_BYTES[device.type] // 4, dtype=torch.float32, device=device)
-    if per_node > 1:
-        report({"at": "a sum over the ranks of its node"})
-        first = rank - local
-        group = dist.new_group(list(range(first, first + per_node)), timeout=timeout, use_local_synchronization=True)
-        found["inside"] = 2 * (per_node - 1) / per_node * _rate(values, lambda: dist.all_reduce(values, group=group))
-    found["between"] = {}
-    for number, pairs in enumerate(rounds(size // per_node)):
-        other = pairs.get(rank // per_node)
-        if other is not None:
-            report({"at": f"an exchange with node {other}"})
-            found["between"][other] = _rate(values, _exchange(values, other * per_node + local))
-        report({"at": f"the end of round {number + 1} of exchanges"})
+    results["sum_is_right"] = bool((total == world_size * (world_size + 1) / 2).all())
+    values = torch.zeros(_MESSAGE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    if ranks_per_node > 1:
+        report({"at": "an all-reduce over the ranks of its node"})
+        first_rank = rank - local_rank
+        group = dist.new_group(
+            list(range(first_rank, first_rank + ranks_per_node)), timeout=timeout, use_local_synchronization=True
+        )
+        results["inside"] = (
+            2 * (ranks_per_node - 1) / ranks_per_node * _measure_rate(values, lambda: dist.all_reduce(values, group=group))
+        )
+    results["between"] = {}
+    for round_index, pairs in enumerate(plan_exchange_rounds(world_size // ranks_per_node)):
+        peer_node = pairs.get(rank // ranks_per_node)
+        if peer_node is not None:
+            report({"at": f"an exchange with node {peer_node}"})
+            results["between"][peer_node] = _measure_rate(values, _build_exchange(values, peer_node * ranks_per_node + local_rank))
+        report({"at": f"the end of round {round_index + 1} of exchanges"})
         dist.barrier()
-    report({"at": "a large sum over all ranks"})
-    found["all"] = 2 * (size - 1) / size * _rate(values, lambda: dist.all_reduce(values))
-    report({"done": found})
+    report({"at": "a large all-reduce over all ranks"})
+    results["all"] = 2 * (world_size - 1) / world_size * _measure_rate(values, lambda: dist.all_reduce(values))
+    report({"done": results})
 
 
-def rounds(num_nodes: int) -> Iterator[dict[int, int]]:
-    """Who exchanges with whom: neighbours on a ring, in rounds in which each node has one partner at most.
+def plan_exchange_rounds(num_nodes: int) -> Iterator[dict[int, int]]:
+    """Yield rounds of exchanges between neighbours on a ring of nodes. A round maps each node to its partner. A node without a
+    partner in a round is not in the mapping.
 
-    Every node has two partners in all, if there are three nodes or more; so a node that is slow with both is slow itself.
+    Over all rounds, each of three or more nodes has two partners. A node whose exchanges with both partners are slow is slow
+    itself.
     """
     edges = [(node, (node + 1) % num_nodes) for node in range(num_nodes if num_nodes > 2 else num_nodes - 1)]
-    last = [edges.pop()] if num_nodes % 2 and num_nodes > 2 else []
-    for chosen in (edges[::2], edges[1::2], last):
-        if chosen:
-            yield {a: b for pair in chosen for a, b in (pair, pair[::-1])}
+    last_edges = [edges.pop()] if num_nodes % 2 and num_nodes > 2 else []
+    for round_edges in (edges[::2], edges[1::2], last_edges):
+        if round_edges:
+            yield {a: b for edge in round_edges for a, b in (edge, edge[::-1])}
 
 
-def _exchange(values: torch.Tensor, peer: int) -> Callable[[], None]:
+def _build_exchange(values: torch.Tensor, peer: int) -> Callable[[], None]:
     received = torch.empty_like(values)
 
     def action() -> None:
@@ -90,34 +99,34 @@ def _exchange(values: torch.Tensor, peer: int) -> Callable[[], None]:
     return action
 
 
-def _rate(values: torch.Tensor, action: Callable[[], Any]) -> float:
-    """Bytes of `values` over the time of the action."""
+def _measure_rate(values: torch.Tensor, action: Callable[[], Any]) -> float:
+    """Return the bytes of `values` divided by the shortest duration of the action."""
 
-    def timed() -> float:
-        began = time.perf_counter()
+    def time_action() -> float:
+        start = time.perf_counter()
         action()
         if values.is_cuda:
             torch.cuda.synchronize(values.device)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    timed()  # makes the connections
-    return values.nbytes / min(timed() for _ in range(_REPEATS))
+    time_action()  # opens the connections
+    return values.nbytes / min(time_action() for _ in range(_REPEATS))
 
 
-def main(arguments: list[str]) -> None:
-    """Run, and write what happens."""
-    path, wanted, limit = Path(arguments[0]), arguments[1], float(arguments[2])
-    signal.setitimer(signal.ITIMER_REAL, limit)  # its default is to end the process
+def main(argv: list[str]) -> None:
+    """Run the link test and write its report."""
+    path, device_type, timeout_s = Path(argv[0]), argv[1], float(argv[2])
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # by default SIGALRM ends the process
     with path.open("a", buffering=1) as file:
 
-        def report(line: dict[str, Any]) -> None:
-            file.write(json.dumps(line) + "\n")
+        def report(record: dict[str, Any]) -> None:
+            file.write(json.dumps(record) + "\n")
 
         try:
-            measure(report, wanted, limit)
-        except Exception as error:  # noqa: BLE001 - told by the node
+            measure_links(report, device_type, timeout_s)
+        except Exception as error:  # noqa: BLE001 - the node reports it
             report({"failed": str(error) or type(error).__name__})
-    os._exit(0)  # not through the process group's shutdown, in which others might be waited for
+    os._exit(0)  # skips the shutdown of the process group, which might wait for other ranks
 
 
 if __name__ == "__main__":

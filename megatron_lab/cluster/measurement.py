@@ -1,7 +1,8 @@
-"""All that a cluster file is fitted to, measured by the ranks of one node or more; `rates.py` makes the file of it.
+"""Measurements from which `rates.py` builds a cluster file, executed by the ranks of one or more nodes.
 
-Ranks first try how many of them compute at once at full speed: cores may be fewer than ranks. The others rest while these measure
-products, attention, memory and layers of small models. Then come the links, by size and number of ranks, inside a node and across.
+The ranks first determine how many of them can compute at full speed at the same time, because a node may have fewer cores than
+ranks. Only that many ranks then measure matrix products, attention, memory and the layers of small models; the others are idle.
+Last, the ranks measure the links inside and between nodes, by message size and number of ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,112 +22,126 @@ import torch.distributed as dist
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.config.launcher import launched
-from megatron.data.tokenizer import planned_rows
-from megatron.model.build import model_of
+from megatron.config.launcher import read_process_info
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron.model.build import build_model_from_config
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.context import Group, ParallelContext, connect, disconnect, make_context
 from megatron.parallel.topology import Topology
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 from megatron.training.inputs import open_data
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.step import TrainStep
-from megatron_lab.cluster.facts import num_cores
+from megatron_lab.cluster.facts import count_cores
 from megatron_lab.cluster.probes import (
-    Beside,
-    Seconds,
-    Sent,
+    CollectiveTiming,
+    Durations,
+    OverlapTiming,
     Stopwatch,
-    Timed,
+    WorkTiming,
     time_attention,
     time_collectives,
-    time_copies,
-    time_kernels,
-    time_memory,
+    time_elementwise_kernels,
+    time_empty_kernel,
+    time_gemms,
+    time_host_copies,
     time_overlap,
-    time_products,
 )
 from megatron_lab.monitoring.profiler import SpanRecorder
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.step_time import updated_bytes
+from megatron_lab.planner.step_time import count_update_bytes
 from megatron_lab.planner.step_work import StepWork
-from megatron_lab.planner.work import MatrixProduct
+from megatron_lab.planner.work import Gemm
 from megatron_lab.verification.local_ranks import run_ranks
 
-_STEPS = 12
-_UNTIMED = 2
-"""The first steps make memory and connections."""
-_MOST_SHAPES = 24
-_GPT = """--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-3 --eval-iters 0 --attention-dropout 0
+_NUM_STEPS = 12
+_NUM_WARMUP_STEPS = 2
+"""Number of first steps that are not timed, because they allocate memory and open connections."""
+_MAX_GEMM_SHAPES = 24
+_GPT_FLAGS = """--mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-3 --eval-iters 0 --attention-dropout 0
     --hidden-dropout 0 --no-overlap-grad-reduce --num-layers 2"""
-_LLAMA = f"""{_GPT} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+_LLAMA_FLAGS = f"""{_GPT_FLAGS} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
     --untie-embeddings-and-output-weights"""
 
 
 @dataclass(frozen=True)
-class Layers:
-    """The measured step of a small model."""
+class LayerTimes:
+    """Measured durations of the training steps of a small model, divided into layers and the remainder of the step."""
 
-    timed: tuple[Timed, ...]
-    """Its forward and its backward."""
-    rest: Seconds
-    """What a step takes beside them."""
-    state: int
-    """Bytes that its update reads and writes."""
+    timings: tuple[WorkTiming, ...]
+    """Durations of forward and backward of the layers."""
+    remaining: Durations
+    """Durations of the remainder of each step, outside of these forward and backward passes."""
+    update_bytes: int
+    """Bytes that the optimizer update reads and writes."""
 
 
 @dataclass
-class Measured:
-    """By one rank, or by all."""
+class Measurement:
+    """All measurements from which a cluster file is built: of one rank, or of all ranks after `merge_measurements`."""
 
     device: str
-    torch: str
-    ranks: int
-    per_node: int
-    threads: int
-    memory: int
-    """Bytes of a device."""
-    cores: int
-    """Of a node, where they are the device; 0 where each rank has one of its own."""
-    when: str = ""
-    at_once: dict[int, Seconds] = field(default_factory=dict)
-    """Products by the number of ranks of a node that compute them at once."""
-    timed: list[Timed] = field(default_factory=list)
-    layers: list[Layers] = field(default_factory=list)
-    kernels: Seconds = ()
-    """Of a kernel with nothing to do."""
-    copies: list[tuple[int, Seconds]] = field(default_factory=list)
-    sent: list[Sent] = field(default_factory=list)
-    beside: Beside | None = None
+    """Name of the GPU, or "cpu"."""
+    torch_version: str
+    num_ranks: int
+    ranks_per_node: int
+    num_threads: int
+    memory_bytes: int
+    """Memory of one device."""
+    num_cores: int
+    """On CPUs: number of ranks that fit on the cores of a node, each with `num_threads` threads. 0 for GPUs."""
+    date: str = ""
+    """Date of the measurement."""
+    concurrent_gemms: dict[int, Durations] = field(default_factory=dict)
+    """Durations of one matrix product, by the number of ranks of a node that compute it at the same time."""
+    work_timings: list[WorkTiming] = field(default_factory=list)
+    """Durations of matrix products, attention and element-wise kernels."""
+    layers: list[LayerTimes] = field(default_factory=list)
+    """Durations of the steps of small models."""
+    empty_kernel: Durations = ()
+    """Durations of a kernel with almost no work."""
+    host_copies: list[tuple[int, Durations]] = field(default_factory=list)
+    """(bytes, durations) of copies between device and host."""
+    collectives: list[CollectiveTiming] = field(default_factory=list)
+    """Durations of collectives and messages."""
+    overlap: OverlapTiming | None = None
+    """Durations of matrix products and an all-reduce, both separately and overlapped; None with one rank."""
 
     @property
-    def shared_by(self) -> int:
-        """Ranks of a node that compute at once at full speed; 0: all."""
-        alone = statistics.median(self.at_once[1])
-        found = max(1, *(round(count * alone / statistics.median(times)) for count, times in self.at_once.items()))
-        return found if found < max(self.at_once) else self.cores
+    def num_concurrent_ranks(self) -> int:
+        """Number of ranks of a node that can compute at full speed at the same time. If all measured ranks can, it is `num_cores`,
+        which is 0 for GPUs and means no limit."""
+        single_rank_s = statistics.median(self.concurrent_gemms[1])
+        num_concurrent = max(
+            1, *(round(count * single_rank_s / statistics.median(times)) for count, times in self.concurrent_gemms.items())
+        )
+        return num_concurrent if num_concurrent < max(self.concurrent_gemms) else self.num_cores
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is measured on one kind of device."""
+class MeasurementSizes:
+    """Sizes of matrix products, models and messages to measure on one type of device."""
 
-    layers: tuple[tuple[int, int, int, int], ...]
-    """Models: hidden size, sequence length, micro batch size, vocabulary."""
-    squares: tuple[int, ...]
-    """Products of all dtypes."""
+    model_shapes: tuple[tuple[int, int, int, int], ...]
+    """Small models: (hidden size, sequence length, micro batch size, vocabulary size) of each."""
+    gemm_sizes: tuple[int, ...]
+    """Sizes of square matrix products, measured in each dtype."""
     dtypes: tuple[str, ...]
-    """The first is that of the models."""
-    attention: tuple[tuple[int, int, int, int], ...]
-    memory: tuple[int, ...]
-    sent: tuple[int, ...]
-    bucket: int
-    most_flops: float
-    """Of a product of the planned shapes."""
+    """Dtypes of matrix products. The small models use the first."""
+    attention_shapes: tuple[tuple[int, int, int, int], ...]
+    """Shapes [b, heads, s, d] of attention inputs."""
+    elementwise_sizes: tuple[int, ...]
+    """Number of elements of the tensors of element-wise kernels."""
+    message_bytes: tuple[int, ...]
+    """Message sizes, in bytes, of collectives and of copies to the host."""
+    bucket_bytes: int
+    """Bytes of the all-reduce in the overlap measurement."""
+    max_gemm_flops: float
+    """Maximum FLOPs of a matrix product of a run. Larger products of the run are not measured."""
 
 
-CPU = Sizes(
-    layers=(
+CPU = MeasurementSizes(
+    model_shapes=(
         (64, 16, 1, 128),
         (128, 128, 1, 1024),
         (256, 128, 2, 2048),
@@ -133,202 +149,241 @@ CPU = Sizes(
         (384, 256, 1, 2048),
         (512, 256, 1, 4096),
     ),
-    squares=(64, 128, 256, 512),
+    gemm_sizes=(64, 128, 256, 512),
     dtypes=("float32", "bfloat16"),
-    attention=((1, 4, 128, 64), (1, 4, 256, 64), (1, 2, 512, 64)),
-    memory=(1 << 14, 1 << 17, 1 << 20, 1 << 23),
-    sent=(1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23),
-    bucket=1 << 22,
-    most_flops=2e9,
+    attention_shapes=((1, 4, 128, 64), (1, 4, 256, 64), (1, 2, 512, 64)),
+    elementwise_sizes=(1 << 14, 1 << 17, 1 << 20, 1 << 23),
+    message_bytes=(1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23),
+    bucket_bytes=1 << 22,
+    max_gemm_flops=2e9,
 )
-GPU = Sizes(
-    layers=((256, 64, 1, 1024), (1024, 1024, 2, 8192), (2048, 2048, 2, 32768), (4096, 2048, 1, 32768), (4096, 4096, 1, 65536)),
-    squares=(512, 1024, 2048, 4096, 8192),
+GPU = MeasurementSizes(
+    model_shapes=(
+        (256, 64, 1, 1024),
+        (1024, 1024, 2, 8192),
+        (2048, 2048, 2, 32768),
+        (4096, 2048, 1, 32768),
+        (4096, 4096, 1, 65536),
+    ),
+    gemm_sizes=(512, 1024, 2048, 4096, 8192),
     dtypes=("bfloat16", "float16", "float32"),
-    attention=((2, 16, 1024, 64), (1, 32, 2048, 128), (1, 32, 4096, 128), (1, 32, 8192, 128)),
-    memory=(1 << 20, 1 << 24, 1 << 26, 1 << 28),
-    sent=(1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
-    bucket=1 << 27,
-    most_flops=1e13,
+    attention_shapes=((2, 16, 1024, 64), (1, 32, 2048, 128), (1, 32, 4096, 128), (1, 32, 8192, 128)),
+    elementwise_sizes=(1 << 20, 1 << 24, 1 << 26, 1 << 28),
+    message_bytes=(1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
+    bucket_bytes=1 << 27,
+    max_gemm_flops=1e13,
 )
 
 
-def measure_here(device: str, ranks: int, planned: Sequence[str], world_size: int) -> Measured:
-    """Start the ranks of this node and measure.
+def measure_on_local_ranks(device: str, num_ranks: int, run_flags: Sequence[str], world_size: int) -> Measurement:
+    """Start ranks on this node, and measure the cluster with them.
 
     Args:
-        planned: flags of the run whose products are measured too; empty for none.
-        world_size: ranks of that run.
+        run_flags: flags of a run whose shapes of matrix products are also measured; empty for none.
+        world_size: number of ranks of that run.
     """
-    found: list[Measured] = run_ranks(ranks, lambda _: measure_rank(device, planned, world_size), init=False, timeout=600.0)
-    return found[0]
+    measurements: list[Measurement] = run_ranks(
+        num_ranks, lambda _: measure_rank(device, run_flags, world_size), init=False, timeout=600.0
+    )
+    return measurements[0]
 
 
-def measure_rank(device: str, planned: Sequence[str], world_size: int, sizes: Sizes | None = None) -> Measured:
-    """This rank's part of the job that the launcher's variables describe. Rank 0 gets the medians of all.
+def measure_rank(device: str, run_flags: Sequence[str], world_size: int, sizes: MeasurementSizes | None = None) -> Measurement:
+    """Measure the cluster as one of several ranks, which the launcher's environment variables describe. Rank 0 returns the merged
+    results of all ranks.
 
     Raises:
-        ConfigError: the flags of the run are wrong.
+        ConfigError: the flags of the run are invalid.
     """
     on_cuda = device != "cpu" and torch.cuda.is_available()
     sizes = sizes or (GPU if on_cuda else CPU)
-    runs = [_model(device, sizes, *shape, llama=bool(i % 2)) for i, shape in enumerate(sizes.layers)]
-    works = [_work_of(config, 1) for config in runs]
-    shapes = _products([*works, *([_work_of(load(planned, world_size).config, world_size)] if planned else [])], sizes)
-    context = connect(runs[0].parallel)
+    configs = [_build_config(device, sizes, *shape, llama=bool(i % 2)) for i, shape in enumerate(sizes.model_shapes)]
+    step_works = [_compute_step_work(config, 1) for config in configs]
+    gemms = _select_gemms(
+        [*step_works, *([_compute_step_work(load(run_flags, world_size).config, world_size)] if run_flags else [])], sizes
+    )
+    context = connect(configs[0].parallel)
     try:
-        return _measured(context, runs, works, shapes, sizes)
+        return _measure(context, configs, step_works, gemms, sizes)
     finally:
         disconnect()
 
 
-def _model(device: str, sizes: Sizes, hidden: int, length: int, batch: int, vocab: int, *, llama: bool) -> Config:
+def _build_config(
+    device: str, sizes: MeasurementSizes, hidden_size: int, seq_length: int, batch_size: int, vocab_size: int, *, llama: bool
+) -> Config:
     dtype = sizes.dtypes[0]
-    text = f"""{_LLAMA if llama else _GPT} --device {device} --hidden-size {hidden} --num-attention-heads {max(2, hidden // 64)}
-        --seq-length {length} --max-position-embeddings {length} --micro-batch-size {batch} --global-batch-size {batch}
-        --vocab-size {vocab - 1} {"--bf16" if dtype == "bfloat16" else ""}"""
-    return load(shlex.split(text), 1).config
+    flags = f"""{_LLAMA_FLAGS if llama else _GPT_FLAGS} --device {device} --hidden-size {hidden_size}
+        --num-attention-heads {max(2, hidden_size // 64)} --seq-length {seq_length} --max-position-embeddings {seq_length}
+        --micro-batch-size {batch_size} --global-batch-size {batch_size}
+        --vocab-size {vocab_size - 1} {"--bf16" if dtype == "bfloat16" else ""}"""
+    return load(shlex.split(flags), 1).config
 
 
-def _work_of(config: Config, world_size: int) -> StepWork:
-    return Planner(config, DryRun(world_size, 8, None), planned_rows(config.data), few=True).work()
+def _compute_step_work(config: Config, world_size: int) -> StepWork:
+    return Planner(config, DryRun(world_size, 8, None), predict_embedding_rows(config.data), shortened=True).step_work()
 
 
-def _products(works: Sequence[StepWork], sizes: Sizes) -> list[MatrixProduct]:
-    """Squares in every dtype, and shapes of the runs, evenly picked by their size."""
-    squares = [MatrixProduct(1, size, size, size, dtype) for dtype in sizes.dtypes for size in sizes.squares]
-    every = {one for step in works for ops in step.ops for span in ops.values() for one in span.work.products}
-    fitting = sorted(
-        (one for one in every if one.flops <= sizes.most_flops and one.dtype in sizes.dtypes), key=lambda one: one.flops
+def _select_gemms(step_works: Sequence[StepWork], sizes: MeasurementSizes) -> list[Gemm]:
+    """Select the matrix products to measure: square ones in every dtype, and products of the runs, spaced evenly in the order of
+    their FLOPs.
+
+    Args:
+        step_works: work of a step of each run, with its matrix products.
+        sizes: sizes of the square products, and the limit on FLOPs.
+    """
+    square_gemms = [Gemm(1, size, size, size, dtype) for dtype in sizes.dtypes for size in sizes.gemm_sizes]
+    run_gemms = {gemm for step_work in step_works for ops in step_work.ops for span in ops.values() for gemm in span.work.gemms}
+    sorted_gemms = sorted(
+        (gemm for gemm in run_gemms if gemm.flops <= sizes.max_gemm_flops and gemm.dtype in sizes.dtypes),
+        key=lambda gemm: gemm.flops,
     )
-    stride = max(1, -(-len(fitting) // _MOST_SHAPES))
-    return [*squares, *fitting[::-1][::stride]]
+    stride = max(1, -(-len(sorted_gemms) // _MAX_GEMM_SHAPES))
+    return [*square_gemms, *sorted_gemms[::-1][::stride]]
 
 
-def _measured(
-    context: ParallelContext, runs: Sequence[Config], works: Sequence[StepWork], products: Sequence[MatrixProduct], sizes: Sizes
-) -> Measured:
-    job, device = launched(), context.device
-    per_node = min(job.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size)))
-    found = Measured(
+def _measure(
+    context: ParallelContext,
+    configs: Sequence[Config],
+    step_works: Sequence[StepWork],
+    gemms: Sequence[Gemm],
+    sizes: MeasurementSizes,
+) -> Measurement:
+    process_info, device = read_process_info(), context.device
+    ranks_per_node = min(process_info.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", process_info.world_size)))
+    measurement = Measurement(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch.__version__,
-        job.world_size,
-        per_node,
+        process_info.world_size,
+        ranks_per_node,
         torch.get_num_threads(),
-        _memory(device, per_node),
-        0 if device.type == "cuda" else max(1, num_cores() // torch.get_num_threads()),
+        _get_memory_bytes(device, ranks_per_node),
+        0 if device.type == "cuda" else max(1, count_cores() // torch.get_num_threads()),
         datetime.now().date().isoformat(),
     )
-    nodes = job.world_size // per_node
-    inside = {
-        size: _group([node * per_node + local for local in range(size)] for node in range(nodes)) for size in _counts(per_node)
+    num_nodes = process_info.world_size // ranks_per_node
+    intra_node_groups = {
+        size: _create_groups([node * ranks_per_node + local for local in range(size)] for node in range(num_nodes))
+        for size in _list_group_sizes(ranks_per_node)
     }
-    across = {size: _group([[node * per_node for node in range(size)]]) for size in _counts(nodes) if size > 1}
-    biggest = max(products, key=lambda one: one.flops if one.dtype == sizes.dtypes[0] and one.batch == 1 else 0)
-    for size, group in inside.items():
+    inter_node_groups = {
+        size: _create_groups([[node * ranks_per_node for node in range(size)]]) for size in _list_group_sizes(num_nodes) if size > 1
+    }
+    largest_gemm = max(gemms, key=lambda gemm: gemm.flops if gemm.dtype == sizes.dtypes[0] and gemm.batch == 1 else 0)
+    for size, group in intra_node_groups.items():
         if group is not None:
-            (timed,) = time_products(Stopwatch(device, group), [biggest])
-            found.at_once[size] = timed.seconds
-    found.at_once = broadcast_object(found.at_once, context.world)  # rank 0 is in all of the groups
-    found.at_once = {size: found.at_once[size] for size in inside}
-    together = [size for size in inside if size <= (found.shared_by or per_node)][-1]
-    if (group := inside[together]) is not None:
-        watch = Stopwatch(device, group)
-        found.timed += time_products(watch, products)
-        found.timed += time_attention(watch, sizes.attention, getattr(torch, sizes.dtypes[0]))
-        found.timed += time_memory(watch, sizes.memory, getattr(torch, sizes.dtypes[0]))
-        found.kernels = time_kernels(watch)
-        found.copies = time_copies(watch, [one for one in sizes.sent if one >= 1 << 17])
-        found.layers = [_layers(config, work, watch) for config, work in zip(runs, works, strict=True)]
-    edge = sizes.squares[-1]
-    between = MatrixProduct(1, edge, edge, edge, sizes.dtypes[0])
-    for size, group in inside.items():
+            (timing,) = time_gemms(Stopwatch(device, group), [largest_gemm])
+            measurement.concurrent_gemms[size] = timing.durations
+    measurement.concurrent_gemms = broadcast_object(measurement.concurrent_gemms, context.world)  # rank 0 is in every group
+    measurement.concurrent_gemms = {size: measurement.concurrent_gemms[size] for size in intra_node_groups}
+    num_concurrent = [size for size in intra_node_groups if size <= (measurement.num_concurrent_ranks or ranks_per_node)][-1]
+    if (group := intra_node_groups[num_concurrent]) is not None:
+        stopwatch = Stopwatch(device, group)
+        measurement.work_timings += time_gemms(stopwatch, gemms)
+        measurement.work_timings += time_attention(stopwatch, sizes.attention_shapes, getattr(torch, sizes.dtypes[0]))
+        measurement.work_timings += time_elementwise_kernels(stopwatch, sizes.elementwise_sizes, getattr(torch, sizes.dtypes[0]))
+        measurement.empty_kernel = time_empty_kernel(stopwatch)
+        measurement.host_copies = time_host_copies(
+            stopwatch, [num_bytes for num_bytes in sizes.message_bytes if num_bytes >= 1 << 17]
+        )
+        measurement.layers = [_measure_layers(config, work, stopwatch) for config, work in zip(configs, step_works, strict=True)]
+    gemm_size = sizes.gemm_sizes[-1]
+    preceding_gemm = Gemm(1, gemm_size, gemm_size, gemm_size, sizes.dtypes[0])
+    for size, group in intra_node_groups.items():
         if group is not None:
-            found.sent += time_collectives(Stopwatch(device, group), sizes.sent, size, between)
-    for group in across.values():
+            measurement.collectives += time_collectives(Stopwatch(device, group), sizes.message_bytes, size, preceding_gemm)
+    for group in inter_node_groups.values():
         if group is not None:
-            found.sent += time_collectives(Stopwatch(device, group), sizes.sent, 1, between)
-    if nodes > 1:
-        found.sent += time_collectives(Stopwatch(device, context.world), sizes.sent, per_node, between)
-    if (group := inside[together]) is not None:
-        found.beside = time_overlap(Stopwatch(device, group), biggest, sizes.bucket)
-    return of_all(gather_objects(found, context.world))
+            measurement.collectives += time_collectives(Stopwatch(device, group), sizes.message_bytes, 1, preceding_gemm)
+    if num_nodes > 1:
+        measurement.collectives += time_collectives(
+            Stopwatch(device, context.world), sizes.message_bytes, ranks_per_node, preceding_gemm
+        )
+    if (group := intra_node_groups[num_concurrent]) is not None:
+        measurement.overlap = time_overlap(Stopwatch(device, group), largest_gemm, sizes.bucket_bytes)
+    return merge_measurements(gather_objects(measurement, context.world))
 
 
-def _counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the most."""
-    return sorted({*(1 << power for power in range(most.bit_length())), most} & set(range(1, most + 1)))
+def _list_group_sizes(max_size: int) -> list[int]:
+    """Return the numbers of ranks with which collectives are measured: the powers of two below `max_size`, and `max_size`."""
+    return sorted({*(1 << power for power in range(max_size.bit_length())), max_size} & set(range(1, max_size + 1)))
 
 
-def _group(every: Any) -> Group | None:
-    """The one of these groups of ranks that this rank is in. All ranks make all of them."""
-    mine = None
-    for ranks in every:
-        made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-        if launched().rank in ranks:
-            mine = Group("measured", tuple(ranks), list(ranks).index(launched().rank), made)
-    return mine
+def _create_groups(rank_lists: Any) -> Group | None:
+    """Create a process group for each list of ranks, and return the group that contains this rank, or None. All ranks must call
+    this function with equal arguments."""
+    local_group = None
+    for ranks in rank_lists:
+        process_group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if read_process_info().rank in ranks:
+            local_group = Group("measured", tuple(ranks), list(ranks).index(read_process_info().rank), process_group)
+    return local_group
 
 
-def _memory(device: torch.device, per_node: int) -> int:
+def _get_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
 
 
-def _layers(config: Config, work: StepWork, watch: Stopwatch) -> Layers:
-    """Steps of a model that this rank has for itself, while the others of the watch make theirs."""
-    context = make_context(Topology(), 0, watch.device, alone=True)
+def _measure_layers(config: Config, step_work: StepWork, stopwatch: Stopwatch) -> LayerTimes:
+    """Time training steps of a small model on this rank, without communication. All ranks of the stopwatch do so at the same
+    time."""
+    context = make_context(Topology(), 0, stopwatch.device, local_groups_only=True)
     data = open_data(config, context)
-    step = TrainStep.of(config, model_of(config, context, data.vocab_size), context)
+    step = TrainStep.of(config, build_model_from_config(config, context, data.vocab_size), context)
     step.prepare(1)
-    batches = data.at(Progress(), BatchSizePlan(config.training, 1, config.model.seq_length), context).training(0)
+    batches = data.batches_from(Progress(), BatchSizePlan(config.training, 1, config.model.seq_length), context).training_batches(0)
     batch = next(batches)
     batches.close()  # type: ignore[attr-defined]
-    computing: list[dict[OpKind, float]] = []
-    rest: list[float] = []
-    for number in range(_STEPS):
-        recorder = step.executor.recorder = SpanRecorder(watch.device)
-        (took,) = watch.times(lambda number=number: step.run(batch, iteration=number + 1, learning_rate=1e-3, weight_decay=0.0), 1)  # type: ignore[misc]
-        spans = {span.op.kind: span.end - span.start for span in recorder.spans()}
-        computing.append(spans)
-        rest.append(max(0.0, took - sum(spans.values())))
-    (ops,) = work.ops
-    timed = tuple(
-        Timed("layers", span.work, tuple(spans[kind] for spans in computing[_UNTIMED:]), span.peak) for kind, span in ops.items()
+    op_durations: list[dict[OpType, float]] = []
+    remaining: list[float] = []
+    for i in range(_NUM_STEPS):
+        recorder = step.executor.recorder = SpanRecorder(stopwatch.device)
+        run_step = partial(step.run, batch, iteration=i + 1, learning_rate=1e-3, weight_decay=0.0)
+        (elapsed,) = stopwatch.time_calls(run_step, 1)
+        durations = {span.op.type: span.end - span.start for span in recorder.get_op_spans()}
+        op_durations.append(durations)
+        remaining.append(max(0.0, elapsed - sum(durations.values())))
+    (ops,) = step_work.ops
+    timings = tuple(
+        WorkTiming(
+            "layers", span.work, tuple(durations[op_type] for durations in op_durations[_NUM_WARMUP_STEPS:]), span.peak_bytes
+        )
+        for op_type, span in ops.items()
     )
-    return Layers(timed, tuple(rest[_UNTIMED:]), updated_bytes(work.kinds[0].memory).device)
+    return LayerTimes(timings, tuple(remaining[_NUM_WARMUP_STEPS:]), count_update_bytes(step_work.profiles[0].memory).device)
 
 
-def of_all(ranks: Sequence[Measured]) -> Measured:
-    """What the first rank found, with the samples of those that measured the same beside it.
+def merge_measurements(measurements: Sequence[Measurement]) -> Measurement:
+    """Merge the results of all ranks that measured the same work.
 
-    A layer's are those of the rank that took longest: in a run the others wait for it.
+    Durations of matrix products, attention and element-wise kernels are concatenated. For the steps of small models the durations
+    of the slowest rank are taken, because in a run the other ranks wait for it. All other results are those of the first rank.
     """
-    same = [one for one in ranks if one.timed]
-    first = ranks[0]
+    concurrent = [measurement for measurement in measurements if measurement.work_timings]
 
-    def joined(some: Sequence[Seconds]) -> Seconds:
-        return tuple(second for seconds in some for second in seconds)
+    def concatenate(samples: Sequence[Durations]) -> Durations:
+        return tuple(duration for durations in samples for duration in durations)
 
-    def slowest(some: Sequence[Seconds]) -> Seconds:
-        return tuple(map(max, zip(*some, strict=True)))
+    def take_slowest(samples: Sequence[Durations]) -> Durations:
+        return tuple(map(max, zip(*samples, strict=True)))
 
     return replace(
-        first,
-        timed=[
-            replace(each[0], seconds=joined([one.seconds for one in each])) for each in zip(*(m.timed for m in same), strict=True)
+        measurements[0],
+        work_timings=[
+            replace(timings[0], durations=concatenate([timing.durations for timing in timings]))
+            for timings in zip(*(measurement.work_timings for measurement in concurrent), strict=True)
         ],
         layers=[
-            Layers(
+            LayerTimes(
                 tuple(
-                    replace(ops[0], seconds=slowest([one.seconds for one in ops]))
-                    for ops in zip(*(one.timed for one in each), strict=True)
+                    replace(timings[0], durations=take_slowest([timing.durations for timing in timings]))
+                    for timings in zip(*(layer_times.timings for layer_times in rank_times), strict=True)
                 ),
-                slowest([one.rest for one in each]),
-                each[0].state,
+                take_slowest([layer_times.remaining for layer_times in rank_times]),
+                rank_times[0].update_bytes,
             )
-            for each in zip(*(m.layers for m in same), strict=True)
+            for rank_times in zip(*(measurement.layers for measurement in concurrent), strict=True)
         ],
     )

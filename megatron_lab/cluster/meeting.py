@@ -1,4 +1,5 @@
-"""Lets the nodes of a job meet at one of them, the head, which keeps a store of texts. No wait is longer than its limit."""
+"""Exchange of messages between the nodes of a job, through a key-value store that one node, the head node, serves. Every wait has a
+time limit."""
 
 from __future__ import annotations
 
@@ -11,106 +12,116 @@ from typing import Any
 
 import torch.distributed as dist
 
-_POLL_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 class MeetingError(Exception):
-    """The nodes do not find each other; the message says which is missing, or what was tried."""
+    """The nodes of a job cannot connect to each other. The message names the missing node, or the address that was tried."""
 
 
 class Meeting:
-    """One node's seat.
+    """Connection of one node to a key-value store, through which the nodes of a cluster check exchange messages. One node, the head
+    node, serves the store.
 
     Args:
-        head: name or address of the node that keeps the store.
-        port: on it.
-        num_nodes: how many are to come.
-        host: this node's name.
-        patience_s: for the head to answer.
+        head: name or address of the head node.
+        port: port of the store.
+        num_nodes: number of nodes of the job.
+        host: name of this node.
+        timeout_s: seconds to wait for the head node to answer.
 
     Raises:
-        MeetingError: the head's name does not resolve, its port is taken, or it does not answer in time.
+        MeetingError: the head node's name does not resolve, its port is in use, or it does not answer in time.
     """
 
-    def __init__(self, head: str, port: int, num_nodes: int, host: str, patience_s: float) -> None:
+    def __init__(self, head: str, port: int, num_nodes: int, host: str, timeout_s: float) -> None:
         self.num_nodes, self.host = num_nodes, host
-        timeout = datetime.timedelta(seconds=patience_s)
+        timeout = datetime.timedelta(seconds=timeout_s)
 
         def store(is_head: bool) -> dist.TCPStore:
             return dist.TCPStore(head, port, is_master=is_head, wait_for_workers=False, timeout=timeout)
 
-        self.is_head = any(map(_is_ours, _addresses(head, host)))
+        self.is_head = any(map(_is_local_address, _resolve_addresses(head, host)))
         if self.is_head:
             try:
                 self.store = store(True)
             except (RuntimeError, ValueError) as error:
                 if num_nodes == 1:
                     raise MeetingError(f"{host}: cannot listen at port {port}: {str(error).splitlines()[0]}") from error
-                self.is_head = False  # another node of the job on this machine was first
+                self.is_head = False  # another node of the job on this machine serves the store already
         if not self.is_head:
-            _wait_for(head, port, host, patience_s)
+            _wait_for_listener(head, port, host, timeout_s)
             try:
                 self.store = store(False)
             except (RuntimeError, ValueError) as error:
-                raise MeetingError(f"{host}: what listens at port {port} of {head} is no node of this job") from error
+                raise MeetingError(
+                    f"{host}: the process that listens at port {port} of {head} does not belong to this job; choose another port"
+                ) from error
         self.index = 0 if self.is_head else self.store.add("joined", 1)
-        """This node's number; the head's is 0."""
+        """Index of this node; the head has 0."""
         if self.index >= num_nodes:
-            raise MeetingError(f"{host}: more than {num_nodes} nodes came to port {port} of {head}; another job may use it")
+            raise MeetingError(
+                f"{host}: more than {num_nodes} nodes connected to port {port} of {head}; another job may use this port"
+            )
 
-    def put(self, topic: str, value: Any) -> None:
-        """Say something about a topic."""
-        self.store.set(f"{topic}/{self.index}", json.dumps(value))
+    def put(self, key: str, value: Any) -> None:
+        """Store a value of this node under a key."""
+        self.store.set(f"{key}/{self.index}", json.dumps(value))
 
-    def gather(self, topic: str, deadline: float) -> dict[int, Any]:
-        """For the head: what each node said about a topic, by number, as soon as all have or when the time is up.
+    def gather(self, key: str, deadline: float) -> dict[int, Any]:
+        """On the head node, wait for the values that all nodes have put under a key. Return them by node index. After the deadline,
+        return those that have arrived.
 
         Args:
-            deadline: by time.monotonic().
+            deadline: a time of time.monotonic().
         """
-        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         while True:
             for node in range(self.num_nodes):
-                if node not in found and self.store.check([f"{topic}/{node}"]):
-                    found[node] = json.loads(self.store.get(f"{topic}/{node}"))
-            if len(found) == self.num_nodes or time.monotonic() >= deadline:
-                return found
-            time.sleep(_POLL_S)
+                if node not in values and self.store.check([f"{key}/{node}"]):
+                    values[node] = json.loads(self.store.get(f"{key}/{node}"))
+            if len(values) == self.num_nodes or time.monotonic() >= deadline:
+                return values
+            time.sleep(_POLL_INTERVAL_S)
 
-    def tell(self, topic: str, value: Any) -> None:
-        """For the head: say something to all."""
-        self.store.set(topic, json.dumps(value))
+    def broadcast(self, key: str, value: Any) -> None:
+        """On the head node, send a value to all nodes under a key."""
+        self.store.set(key, json.dumps(value))
 
-    def hear(self, topic: str, patience_s: float) -> Any:
-        """What the head says to all.
+    def receive(self, key: str, timeout_s: float) -> Any:
+        """Wait for the value that the head node broadcasts under a key, and return it.
 
         Raises:
-            MeetingError: it says nothing in time, or is gone.
+            MeetingError: the value does not arrive in time, or the head node's process has ended.
         """
         try:
-            self.store.wait([topic], datetime.timedelta(seconds=patience_s))
-            return json.loads(self.store.get(topic))
+            self.store.wait([key], datetime.timedelta(seconds=timeout_s))
+            return json.loads(self.store.get(key))
         except (RuntimeError, ValueError) as error:
-            raise MeetingError(f"{self.host}: the head said nothing for {patience_s:.0f} s, or has ended") from error
+            raise MeetingError(
+                f"{self.host}: no message from the head node within {timeout_s:.0f} s; its process may have ended"
+            ) from error
 
-    def leave(self, patience_s: float) -> None:
-        """The last thing: the head stays until all that came have heard it, for the store goes with it."""
+    def leave(self, timeout_s: float) -> None:
+        """Leave the meeting. The head node waits until all nodes have left, because the store ends with its process."""
         with contextlib.suppress(RuntimeError):
             self.store.add("left", 1)
-            end = time.monotonic() + patience_s
-            while self.is_head and self.store.add("left", 0) <= self.store.add("joined", 0) and time.monotonic() < end:
-                time.sleep(_POLL_S)
+            deadline = time.monotonic() + timeout_s
+            while self.is_head and self.store.add("left", 0) <= self.store.add("joined", 0) and time.monotonic() < deadline:
+                time.sleep(_POLL_INTERVAL_S)
 
 
-def _addresses(head: str, host: str) -> list[str]:
+def _resolve_addresses(head: str, host: str) -> list[str]:
     try:
-        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)))
+        return list(
+            dict.fromkeys(str(address_info[4][0]) for address_info in socket.getaddrinfo(head, None, type=socket.SOCK_STREAM))
+        )
     except OSError as error:
         raise MeetingError(f"{host}: the name of the head, {head}, does not resolve: {error.strerror}") from error
 
 
-def _is_ours(address: str) -> bool:
-    """Whether this machine has the address."""
+def _is_local_address(address: str) -> bool:
+    """Return whether this machine has the IP address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             probe.bind((address, 0))
@@ -119,10 +130,18 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-def _wait_for(head: str, port: int, host: str, patience_s: float) -> None:
-    """Until the head listens."""
-    end, reason = time.monotonic() + patience_s, ""
-    while time.monotonic() < end:
+def _wait_for_listener(head: str, port: int, host: str, timeout_s: float) -> None:
+    """Wait until the head node listens at the port.
+
+    Args:
+        head: name or address of the head node.
+        host: name of this node, for the error message.
+
+    Raises:
+        MeetingError: the head node does not listen in time.
+    """
+    deadline, reason = time.monotonic() + timeout_s, ""
+    while time.monotonic() < deadline:
         try:
             socket.create_connection((head, port), timeout=5).close()
             return
@@ -130,6 +149,6 @@ def _wait_for(head: str, port: int, host: str, patience_s: float) -> None:
             reason = error.strerror or str(error)
             time.sleep(0.5)
     raise MeetingError(
-        f"{host}: no answer from {head} at port {port} for {patience_s:.0f} s ({reason}): was the job started there, and may nodes "
+        f"{host}: no answer from {head} at port {port} for {timeout_s:.0f} s ({reason}): was the job started there, and may nodes "
         "reach that port?"
     )

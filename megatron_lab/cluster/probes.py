@@ -1,6 +1,6 @@
-"""What a rank measures of its device and of its links: products, attention, memory, launches, copies, collectives, overlap.
+"""Measurements of one rank: matrix products, attention, memory, kernel launches, host copies, collectives and overlap.
 
-Everything is timed by the same code on every device. Where a device works beside its host, events on it are the clock.
+The code is the same for every type of device. On a device that works asynchronously to the host, device events measure the time.
 """
 
 from __future__ import annotations
@@ -18,193 +18,203 @@ import torch.nn.functional as F
 
 from megatron.parallel.collectives import Pending, gather_objects, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import Group
-from megatron_lab.planner.work import AttentionWork, DeviceWork, MatrixProduct
+from megatron_lab.planner.work import AttentionWork, DeviceWork, Gemm
 
-Seconds = tuple[float, ...]
-"""Of one call, in each of several samples."""
-_LEAST_S, _LONG_S = 0.01, 0.05
-"""How long a sample takes at least, by repeating; where ranks wait for each other, longer."""
-_SAMPLES = 7
+Durations = tuple[float, ...]
+"""Seconds of one call, in several samples."""
+_MIN_SAMPLE_S, _MIN_COLLECTIVE_SAMPLE_S = 0.01, 0.05
+"""Minimum seconds of a sample, reached by repeating the action. Samples in which ranks wait for each other are longer."""
+_NUM_SAMPLES = 7
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Some work of the device, and how long it took."""
+class WorkTiming:
+    """Computation on a device, and its measured durations."""
 
-    what: str
+    name: str
+    """Type of the computation, such as "products" or "layers"."""
     work: DeviceWork
-    seconds: Seconds
-    fresh: int = 0
-    """Bytes of memory that it takes beside what there was."""
+    durations: Durations
+    new_bytes: int = 0
+    """Bytes of memory that the computation allocates."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A collective of so many ranks, of which a node has `per_node`."""
+class CollectiveTiming:
+    """Collective among `group_size` ranks, of which `ranks_per_node` are on each node, and its measured durations."""
 
-    what: str
-    size: int
-    per_node: int
+    operation: str
+    """Name of the collective, such as "all-reduce"; "send" for a message between two ranks."""
+    group_size: int
+    ranks_per_node: int
     num_bytes: float
-    """That one rank sends."""
-    seconds: Seconds
+    """Bytes that one rank sends."""
+    durations: Durations
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Products, an all-reduce, and both at once."""
+class OverlapTiming:
+    """Durations of matrix products, of an all-reduce, and of both overlapped."""
 
-    products: Seconds
-    reduction: Seconds
-    both: Seconds
+    gemms: Durations
+    all_reduce: Durations
+    both: Durations
 
 
 class Stopwatch:
-    """Times what ranks do at once.
+    """Timer for computation that several ranks perform at the same time.
 
     Args:
-        group: the ranks that time the same; each sample begins with all of them.
+        group: ranks that time the same action. They start each sample together.
     """
 
     def __init__(self, device: torch.device, group: Group) -> None:
         self.device, self.group = device, group
-        self._beside_host = device.type == "cuda"
+        self._is_async = device.type == "cuda"
 
-    def of(self, action: Callable[[], object], ahead: Callable[[], object] | None = None, least_s: float = _LEAST_S) -> Seconds:
-        """Seconds of a call.
+    def time_repeated(
+        self, action: Callable[[], object], preceding: Callable[[], object] | None = None, min_sample_s: float = _MIN_SAMPLE_S
+    ) -> Durations:
+        """Time an action. Each sample is the mean duration of several repetitions.
 
         Args:
-            ahead: what the device gets to do first, so that it finds the calls launched when it is done.
-            least_s: how long a sample takes at least, by repeating.
+            preceding: work that keeps the device busy while the host launches the actions, so that launch times are not measured.
+            min_sample_s: minimum seconds of a sample.
         """
         action()
-        once = self._elapsed(action, 1, None)
-        wanted = max(1, min(1000, round(least_s / max(once, 1e-7))))
-        repeats = max(gather_objects(wanted, self.group))
-        return tuple(self._elapsed(action, repeats, ahead) / repeats for _ in range(_SAMPLES))
+        single_s = self._time_sample(action, 1, None)
+        local_repeats = max(1, min(1000, round(min_sample_s / max(single_s, 1e-7))))
+        num_repeats = max(gather_objects(local_repeats, self.group))
+        return tuple(self._time_sample(action, num_repeats, preceding) / num_repeats for _ in range(_NUM_SAMPLES))
 
-    def times(self, action: Callable[[], object], samples: int) -> Seconds:
-        """Seconds of single calls."""
-        return tuple(self._elapsed(action, 1, None) for _ in range(samples))
+    def time_calls(self, action: Callable[[], object], num_samples: int) -> Durations:
+        """Time single calls of an action, `num_samples` times."""
+        return tuple(self._time_sample(action, 1, None) for _ in range(num_samples))
 
-    def _elapsed(self, action: Callable[[], object], repeats: int, ahead: Callable[[], object] | None) -> float:
-        self._wait()
+    def _time_sample(self, action: Callable[[], object], num_repeats: int, preceding: Callable[[], object] | None) -> float:
+        self._synchronize()
         if self.group.size > 1:
             dist.barrier(self.group.process_group)
-        if not self._beside_host:
-            began = time.perf_counter()
-            for _ in range(repeats):
+        if not self._is_async:
+            start_time = time.perf_counter()
+            for _ in range(num_repeats):
                 action()
-            return time.perf_counter() - began
-        if ahead is not None:
-            ahead()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(repeats):
+            return time.perf_counter() - start_time
+        if preceding is not None:
+            preceding()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(num_repeats):
             action()
         end.record()
-        self._wait()
-        return begin.elapsed_time(end) / 1000.0
+        self._synchronize()
+        return start.elapsed_time(end) / 1000.0
 
-    def _wait(self) -> None:
-        if self._beside_host:
+    def _synchronize(self) -> None:
+        if self._is_async:
             torch.cuda.synchronize(self.device)
 
 
-def time_products(watch: Stopwatch, products: Sequence[MatrixProduct]) -> Iterator[Timed]:
-    """Each product by itself."""
-    for one in products:
-        dtype = getattr(torch, one.dtype)
-        a = torch.randn(one.batch, one.m, one.k, device=watch.device).to(dtype)
-        b = torch.randn(one.batch, one.k, one.n, device=watch.device).to(dtype)
-        if one.batch == 1:
+def time_gemms(stopwatch: Stopwatch, gemms: Sequence[Gemm]) -> Iterator[WorkTiming]:
+    """Time each of these matrix products."""
+    for gemm in gemms:
+        dtype = getattr(torch, gemm.dtype)
+        a = torch.randn(gemm.batch, gemm.m, gemm.k, device=stopwatch.device).to(dtype)
+        b = torch.randn(gemm.batch, gemm.k, gemm.n, device=stopwatch.device).to(dtype)
+        if gemm.batch == 1:
             a, b = a[0], b[0]
-        out = torch.empty((*a.shape[:-1], one.n), device=watch.device, dtype=dtype)
+        out = torch.empty((*a.shape[:-1], gemm.n), device=stopwatch.device, dtype=dtype)
         action = partial(torch.matmul, a, b, out=out)
-        yield Timed("products", DeviceWork(Counter({one: 1}), kernels=1), watch.of(action))
+        yield WorkTiming("products", DeviceWork(Counter({gemm: 1}), num_kernels=1), stopwatch.time_repeated(action))
 
 
-def time_attention(watch: Stopwatch, shapes: Sequence[tuple[int, int, int, int]], dtype: torch.dtype) -> Iterator[Timed]:
-    """Causal attention, forward and backward, by shapes [b, heads, s, d]."""
+def time_attention(stopwatch: Stopwatch, shapes: Sequence[tuple[int, int, int, int]], dtype: torch.dtype) -> Iterator[WorkTiming]:
+    """Time forward and backward of causal attention for inputs of these shapes [b, heads, s, d]."""
     for shape in shapes:
-        batch, heads, length, size = shape
-        q, k, v = (torch.randn(shape, device=watch.device).to(dtype).requires_grad_() for _ in range(3))
-        pairs = batch * heads * length * (length + 1) // 2
-        name = str(dtype).removeprefix("torch.")
+        batch, heads, seq_length, head_dim = shape
+        q, k, v = (torch.randn(shape, device=stopwatch.device).to(dtype).requires_grad_() for _ in range(3))
+        pairs = batch * heads * seq_length * (seq_length + 1) // 2
+        dtype_name = str(dtype).removeprefix("torch.")
         works = [
-            DeviceWork(attention=Counter({AttentionWork(pairs, 2 * size, length, backward, name): 1}), kernels=1)
-            for backward in (False, True)
+            DeviceWork(
+                attention=Counter({AttentionWork(pairs, 2 * head_dim, seq_length, is_backward, dtype_name): 1}), num_kernels=1
+            )
+            for is_backward in (False, True)
         ]
-        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         with torch.no_grad():
-            yield Timed("attention", works[0], watch.of(attend))
-        out = attend()
-        back = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
-        yield Timed("attention backward", works[1], watch.of(back))
+            yield WorkTiming("attention", works[0], stopwatch.time_repeated(forward))
+        out = forward()
+        run_backward = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
+        yield WorkTiming("attention backward", works[1], stopwatch.time_repeated(run_backward))
 
 
-def time_memory(watch: Stopwatch, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Timed]:
-    """Element-wise kernels over tensors of so many elements, which are there already."""
+def time_elementwise_kernels(stopwatch: Stopwatch, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[WorkTiming]:
+    """Time element-wise kernels on existing tensors of these sizes (numbers of elements)."""
     for size in sizes:
-        a, b, out = (torch.ones(size, device=watch.device, dtype=dtype) for _ in range(3))
-        for moved, action in ((3 * a.nbytes, partial(torch.add, a, b, out=out)), (2 * a.nbytes, partial(out.copy_, a))):
-            yield Timed("memory", DeviceWork(moved=moved, kernels=1), watch.of(action))
+        a, b, out = (torch.ones(size, device=stopwatch.device, dtype=dtype) for _ in range(3))
+        for num_bytes, action in ((3 * a.nbytes, partial(torch.add, a, b, out=out)), (2 * a.nbytes, partial(out.copy_, a))):
+            yield WorkTiming("memory", DeviceWork(memory_bytes=num_bytes, num_kernels=1), stopwatch.time_repeated(action))
 
 
-def time_kernels(watch: Stopwatch) -> Seconds:
-    """A kernel with nothing to do, launched while the device is still busy."""
-    one = torch.zeros(1, device=watch.device)
-    many = 8192 if watch.device.type == "cuda" else 64
-    long = torch.zeros(many, many, device=watch.device)
-    return watch.of(lambda: one.add_(1.0), ahead=lambda: torch.mm(long, long))
+def time_empty_kernel(stopwatch: Stopwatch) -> Durations:
+    """Time a kernel with almost no work, launched while the device is still busy."""
+    scalar = torch.zeros(1, device=stopwatch.device)
+    matrix_size = 8192 if stopwatch.device.type == "cuda" else 64
+    matrix = torch.zeros(matrix_size, matrix_size, device=stopwatch.device)
+    return stopwatch.time_repeated(lambda: scalar.add_(1.0), preceding=lambda: torch.mm(matrix, matrix))
 
 
-def time_copies(watch: Stopwatch, sizes: Sequence[int]) -> list[tuple[int, Seconds]]:
-    """Bytes between the device and its host, in both directions in turn."""
-    found = []
+def time_host_copies(stopwatch: Stopwatch, sizes: Sequence[int]) -> list[tuple[int, Durations]]:
+    """Time copies of these numbers of bytes from the host to the device and back. Return, for each size, the total bytes of both
+    copies and the durations."""
+    results = []
     for size in sizes:
-        there = torch.zeros(size, dtype=torch.uint8, device=watch.device)
-        here = torch.zeros(size, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
+        device_buffer = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
+        host_buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=stopwatch.device.type == "cuda")
 
-        def copies(there: torch.Tensor = there, here: torch.Tensor = here) -> None:
-            there.copy_(here, non_blocking=True)
-            here.copy_(there, non_blocking=True)
+        def copy_both_ways(device_buffer: torch.Tensor = device_buffer, host_buffer: torch.Tensor = host_buffer) -> None:
+            device_buffer.copy_(host_buffer, non_blocking=True)
+            host_buffer.copy_(device_buffer, non_blocking=True)
 
-        found.append((2 * size, watch.of(copies)))
-    return found
+        results.append((2 * size, stopwatch.time_repeated(copy_both_ways)))
+    return results
 
 
-def time_collectives(watch: Stopwatch, sizes: Sequence[int], per_node: int, product: MatrixProduct) -> Iterator[Sent]:
-    """Sums, gathers and scattered sums of so many bytes over the watch's ranks, and a message between two.
+def time_collectives(stopwatch: Stopwatch, sizes: Sequence[int], ranks_per_node: int, gemm: Gemm) -> Iterator[CollectiveTiming]:
+    """Time collectives of these numbers of bytes among the ranks of the stopwatch, and a message between two ranks.
 
-    Each follows a product, as in a layer: ranks that compute are never done at once, and wait for each other. What the product
-    takes by itself is taken off.
+    A matrix product precedes each collective, as in a layer. Ranks then arrive at the collective at different times and wait for
+    each other. The duration of the product is subtracted.
 
     Args:
-        per_node: how many of the ranks a node has.
+        sizes: bytes of the full buffer.
+        ranks_per_node: number of these ranks on each node.
     """
-    group, size = watch.group, watch.group.size
+    group, size = stopwatch.group, stopwatch.group.size
     if size == 1:
         return
-    multiply = _multiplication(product, watch.device)
-    alone = statistics.median(watch.of(multiply, least_s=_LONG_S))
-    for total in sizes:
-        whole = torch.zeros(max(1, total // 4 // size) * size, device=watch.device)
-        part = whole[: len(whole) // size].clone()
-        share = (size - 1) / size * whole.nbytes
+    multiply = _build_matmul(gemm, stopwatch.device)
+    gemm_s = statistics.median(stopwatch.time_repeated(multiply, min_sample_s=_MIN_COLLECTIVE_SAMPLE_S))
+    for buffer_bytes in sizes:
+        full_buffer = torch.zeros(max(1, buffer_bytes // 4 // size) * size, device=stopwatch.device)
+        shard = full_buffer[: len(full_buffer) // size].clone()
+        remote_bytes = (size - 1) / size * full_buffer.nbytes
         actions: dict[str, tuple[float, Callable[[], object]]] = {
-            "all-reduce": (2 * share, _waited(start_all_reduce, whole, group)),
-            "all-gather": (share, _waited(start_all_gather, part, group)),
-            "reduce-scatter": (share, _waited(start_reduce_scatter, whole, group)),
+            "all-reduce": (2 * remote_bytes, _run_and_wait(start_all_reduce, full_buffer, group)),
+            "all-gather": (remote_bytes, _run_and_wait(start_all_gather, shard, group)),
+            "reduce-scatter": (remote_bytes, _run_and_wait(start_reduce_scatter, full_buffer, group)),
         }
         if size == 2:
-            actions["send"] = (whole.nbytes, _exchange(whole, group))
-        for what, (num_bytes, action) in actions.items():
-            both = watch.of(lambda action=action: (multiply(), action()), least_s=_LONG_S)  # type: ignore[misc]
-            yield Sent(what, size, per_node, num_bytes, tuple(max(1e-6, seconds - alone) for seconds in both))
+            actions["send"] = (full_buffer.nbytes, _build_exchange(full_buffer, group))
+        for operation, (num_bytes, action) in actions.items():
+            durations = stopwatch.time_repeated(lambda action=action: (multiply(), action()), min_sample_s=_MIN_COLLECTIVE_SAMPLE_S)  # type: ignore[misc]
+            yield CollectiveTiming(
+                operation, size, ranks_per_node, num_bytes, tuple(max(1e-6, duration - gemm_s) for duration in durations)
+            )
 
 
-def _waited(start: Callable[[torch.Tensor, Group], Pending], tensor: torch.Tensor, group: Group) -> Callable[[], object]:
+def _run_and_wait(start: Callable[[torch.Tensor, Group], Pending], tensor: torch.Tensor, group: Group) -> Callable[[], object]:
     return lambda: start(tensor, group).wait()
 
 
@@ -213,15 +223,15 @@ def _in_turn(*actions: Callable[[], object]) -> None:
         action()
 
 
-def _multiplication(product: MatrixProduct, device: torch.device) -> Callable[[], object]:
-    dtype = getattr(torch, product.dtype)
-    a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((product.m, product.k), (product.k, product.n)))
+def _build_matmul(gemm: Gemm, device: torch.device) -> Callable[[], object]:
+    dtype = getattr(torch, gemm.dtype)
+    a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((gemm.m, gemm.k), (gemm.k, gemm.n)))
     return lambda: torch.mm(a, b)
 
 
-def _exchange(values: torch.Tensor, group: Group) -> Callable[[], None]:
-    """Two ranks send to each other."""
-    (peer,) = (rank for rank in group.ranks if rank != group.ranks[group.index])
+def _build_exchange(values: torch.Tensor, group: Group) -> Callable[[], None]:
+    """Build an action in which two ranks send a tensor to each other."""
+    (peer,) = (rank for rank in group.ranks if rank != group.ranks[group.rank])
     received = torch.empty_like(values)
 
     def action() -> None:
@@ -232,25 +242,29 @@ def _exchange(values: torch.Tensor, group: Group) -> Callable[[], None]:
     return action
 
 
-def time_overlap(watch: Stopwatch, product: MatrixProduct, num_bytes: int) -> Beside | None:
-    """An all-reduce of a bucket beside as many products as take about as long; None without other ranks."""
-    if watch.group.size == 1:
+def time_overlap(stopwatch: Stopwatch, gemm: Gemm, num_bytes: int) -> OverlapTiming | None:
+    """Time an all-reduce overlapped with matrix products. The number of products is chosen so that both take about equally long.
+    Return None with one rank."""
+    if stopwatch.group.size == 1:
         return None
-    once = _multiplication(product, watch.device)
-    bucket = torch.zeros(num_bytes // 4, device=watch.device)
-    reduction = watch.of(lambda: start_all_reduce(bucket, watch.group).wait())
-    one = watch.of(once)
-    times = max(gather_objects(max(1, round(min(reduction) / min(one))), watch.group))
+    run_gemm = _build_matmul(gemm, stopwatch.device)
+    bucket = torch.zeros(num_bytes // 4, device=stopwatch.device)
+    all_reduce_s = stopwatch.time_repeated(lambda: start_all_reduce(bucket, stopwatch.group).wait())
+    gemm_s = stopwatch.time_repeated(run_gemm)
+    num_gemms = max(gather_objects(max(1, round(min(all_reduce_s) / min(gemm_s))), stopwatch.group))
 
     def multiply() -> None:
-        for _ in range(times):
-            once()
+        for _ in range(num_gemms):
+            run_gemm()
 
-    def both() -> None:
-        pending = start_all_reduce(bucket, watch.group)
+    def multiply_and_reduce() -> None:
+        pending = start_all_reduce(bucket, stopwatch.group)
         multiply()
         pending.wait()
 
-    reduce = lambda: start_all_reduce(bucket, watch.group).wait()  # noqa: E731
-    rounds = [tuple(watch.times(action, 1)[0] for action in (multiply, reduce, both)) for _ in range(3 * _SAMPLES)]
-    return Beside(*zip(*rounds, strict=True))
+    reduce = lambda: start_all_reduce(bucket, stopwatch.group).wait()  # noqa: E731
+    samples = [
+        tuple(stopwatch.time_calls(action, 1)[0] for action in (multiply, reduce, multiply_and_reduce))
+        for _ in range(3 * _NUM_SAMPLES)
+    ]
+    return OverlapTiming(*zip(*samples, strict=True))

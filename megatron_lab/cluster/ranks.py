@@ -1,4 +1,5 @@
-"""A node's ranks of the test of the links: start them, wait no longer than allowed, and say what each found or where it stood."""
+"""Ranks of one node in the link test: start them, wait within the time limit, and collect their results or the last step they
+reached."""
 
 from __future__ import annotations
 
@@ -17,96 +18,108 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = (sys.executable, "-m", "megatron_lab.cluster.links")
-_NOT_STARTED = "its start"
+_START_STEP = "its start"
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended; JSON-able by its `__dict__`."""
+    """Result of one rank in the link test. Serializable as JSON by its `__dict__`."""
 
     rank: int
     found: dict[str, Any] | None
-    """What it measured; None where it did not get to the end."""
+    """Measured values of the rank; None if the rank did not finish."""
     at: str
-    """The last place that it came to."""
+    """Name of the last step of the test that the rank began."""
     places: int
-    """How many it came to."""
+    """Number of steps of the test that the rank began."""
     failed: str | None = None
-    """Why it failed, if it said so."""
+    """Error that the rank reported, if any."""
 
 
 def run_ranks(
-    index: int, num_ranks: int, num_nodes: int, head: str, port: int, device: str, limit_s: float, program: Sequence[str] = PROGRAM
+    node_index: int,
+    ranks_per_node: int,
+    num_nodes: int,
+    head: str,
+    port: int,
+    device: str,
+    timeout_s: float,
+    program: Sequence[str] = PROGRAM,
 ) -> list[RankEnd]:
-    """Test the links with the ranks of one node. Nothing of them is left afterwards, nor if SIGTERM comes, which is obeyed then.
+    """Run the link test with the ranks of this node, and return their results.
+
+    All rank processes have ended when the function returns. If SIGTERM arrives, the function first ends them and then lets the
+    signal take effect.
 
     Args:
-        index: number of the node.
-        num_ranks: of a node.
-        head: where the store of the meeting is, at `port`.
-        device: kind of device.
-        limit_s: seconds, from before the first start, until no rank is started any more and all are killed.
-        program: what to run; takes the arguments of `megatron_lab.cluster.links`.
+        node_index: index of this node.
+        head: node that serves the store of the ranks, at `port`.
+        device: value of --device.
+        timeout_s: seconds from the call after which no more ranks are started and all are killed.
+        program: command of a rank, which takes the arguments of `megatron_lab.cluster.links`.
     """
-    with _sigterm_waits() as came, tempfile.TemporaryDirectory(prefix="check-cluster-") as folder:
-        reports = [Path(folder) / str(local) for local in range(num_ranks)]
+    with _defer_sigterm() as received, tempfile.TemporaryDirectory(prefix="check-cluster-") as folder:
+        reports = [Path(folder) / str(local_rank) for local_rank in range(ranks_per_node)]
         processes: list[subprocess.Popen[bytes]] = []
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + timeout_s
 
-        def goes_on() -> bool:
-            return not came and time.monotonic() < deadline
+        def may_continue() -> bool:
+            return not received and time.monotonic() < deadline
 
         try:
-            for local, report in enumerate(reports):
-                if not goes_on():
+            for local_rank, report in enumerate(reports):
+                if not may_continue():
                     break
                 variables = {
-                    "RANK": index * num_ranks + local,
-                    "LOCAL_RANK": local,
-                    "WORLD_SIZE": num_nodes * num_ranks,
-                    "LOCAL_WORLD_SIZE": num_ranks,
+                    "RANK": node_index * ranks_per_node + local_rank,
+                    "LOCAL_RANK": local_rank,
+                    "WORLD_SIZE": num_nodes * ranks_per_node,
+                    "LOCAL_WORLD_SIZE": ranks_per_node,
                     "MASTER_ADDR": head,
                     "MASTER_PORT": port,
-                    "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is there already
+                    "TORCHELASTIC_USE_AGENT_STORE": True,  # the head serves the store already
                 }
-                processes.append(_started([*program, str(report), device, str(limit_s)], variables))
-            while goes_on() and any(process.poll() is None for process in processes):
+                processes.append(_start_process([*program, str(report), device, str(timeout_s)], variables))
+            while may_continue() and any(process.poll() is None for process in processes):
                 time.sleep(0.05)
         finally:
-            for process in processes:  # all before the first is waited for: while they run, each has to share the cores
+            for process in processes:  # kill all before waiting for the first: running processes slow down its end
                 process.kill()
             for process in processes:
                 process.wait()
-        return [_read(index * num_ranks + local, report) for local, report in enumerate(reports)]
+        return [_read_report(node_index * ranks_per_node + local_rank, report) for local_rank, report in enumerate(reports)]
 
 
 @contextmanager
-def _sigterm_waits() -> Iterator[list[int]]:
-    """Obey SIGTERM at the end of the block: in the middle of a start it would leave a process behind that nobody knows.
+def _defer_sigterm() -> Iterator[list[int]]:
+    """Defer SIGTERM to the end of the block. If the signal took effect during the start of a process, that process would be left
+    behind, because it is not recorded yet.
 
     Yields:
-        what is not empty once the signal came.
+        list that contains the signal once it has arrived.
     """
-    came: list[int] = []
-    # None stands for a handler that was not installed from Python; it cannot be put back.
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number)) or signal.SIG_DFL
+    received: list[int] = []
+    # None means that the handler was not installed from Python. It cannot be restored.
+    previous_handler = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum)) or signal.SIG_DFL
     try:
-        yield came
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
-        if came:
+        signal.signal(signal.SIGTERM, previous_handler)
+        if received:
             signal.raise_signal(signal.SIGTERM)
 
 
-def _started(command: list[str], variables: Mapping[str, object]) -> subprocess.Popen[bytes]:
+def _start_process(command: list[str], variables: Mapping[str, object]) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(command, env={**environment, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def _read(rank: int, report: Path) -> RankEnd:
+def _read_report(rank: int, report: Path) -> RankEnd:
     text = report.read_text() if report.exists() else ""
-    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # it may have been killed in mid-line
-    places = [line["at"] for line in lines if "at" in line] or [_NOT_STARTED]
-    last = lines[-1] if lines else {}
-    return RankEnd(rank, last.get("done"), places[-1], len(places), last.get("failed"))
+    records = [
+        json.loads(text_line) for text_line in text[: text.rfind("\n") + 1].splitlines()
+    ]  # a killed rank may leave an incomplete last line
+    steps = [record["at"] for record in records if "at" in record] or [_START_STEP]
+    last = records[-1] if records else {}
+    return RankEnd(rank, last.get("done"), steps[-1], len(steps), last.get("failed"))

@@ -1,7 +1,9 @@
-"""A cluster's figures from what was measured: the rates that bring megatron_lab/planner/durations.py closest.
+"""Rates of a cluster file, fitted to measurements so that the predictions of megatron_lab/planner/durations.py come as close to
+them as possible.
 
-Each piece of work is so many FLOPs of products, bytes, kernels, and so on, and its time is the sum of these, each at its own rate.
-So the rates are a least-squares fit: of relative errors, with no rate below zero, and pieces that are far off count less.
+The duration of each measured computation is modelled as a sum: FLOPs of matrix products, bytes of memory traffic, number of kernels
+and so on, each divided by a rate. A least-squares fit of the relative errors finds the rates. No rate is negative, and outliers get
+less weight.
 """
 
 from __future__ import annotations
@@ -14,273 +16,379 @@ from typing import Any
 
 import numpy as np
 
-from megatron.metrics.measures import peak_flops
-from megatron_lab.cluster.measurement import Measured
-from megatron_lab.cluster.probes import Beside, Seconds, Sent, Timed
-from megatron_lab.planner.cluster import Cluster, Reached
-from megatron_lab.planner.durations import column, product_bytes
+from megatron.metrics.measures import get_peak_flops
+from megatron_lab.cluster.measurement import Measurement
+from megatron_lab.cluster.probes import CollectiveTiming, Durations, OverlapTiming, WorkTiming
+from megatron_lab.planner.cluster import Cluster, Efficiency
+from megatron_lab.planner.durations import count_gemm_bytes, get_peak_name
 from megatron_lab.planner.work import DeviceWork
 
-_ROUNDS = 30
-_CLOSE = 0.03
-"""Relative errors below this count as nothing when it is judged which pieces are far off."""
-_LEAST_SPREAD = 0.05
-_COUNTS = {"layers": 4.0}
-"""How much kinds of pieces count. Layers are what is to be foretold: their operands lie anywhere in memory, their results are new.
-Products and attention by themselves tell apart what layers only show together."""
-PRODUCTS, PRODUCT, KERNEL, MEMORY, FRESH = "products in", "product", "kernel", "memory", "fresh"
-ATTENTION, ATTENTION_BACK = "attention", "attention backward"
+_NUM_ITERATIONS = 30
+_MIN_ERROR = 0.03
+"""Relative errors below this bound do not reduce the weight of a sample."""
+_MIN_SPREAD = 0.05
+_TYPE_WEIGHTS = {"layers": 4.0}
+"""Weights of types of work in the fit; 1 for types that are not listed. Layers have the highest weight because they are to be
+predicted: their operands are not in a cache and their results are in newly allocated memory. Separate matrix products and
+attention are needed to separate rates that layers combine."""
+GEMM_FLOPS, GEMM, KERNEL, MEMORY, NEW_MEMORY = "products in", "product", "kernel", "memory", "fresh"
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the cluster file, in words: what it is, its value, how sure."""
+    """Line about one value of the cluster file, for comments and messages: name, value and accuracy as text."""
 
     name: str
     value: str
-    spread: str
+    accuracy: str
 
 
-def typical(seconds: Seconds) -> float:
-    """The lower quartile of samples: what disturbs only makes longer."""
-    return sorted(seconds)[len(seconds) // 4]
+def lower_quartile(durations: Durations) -> float:
+    """Return the lower quartile of duration samples. It is used instead of the mean, because disturbances can only make a sample
+    longer."""
+    return sorted(durations)[len(durations) // 4]
 
 
-def amounts(work: DeviceWork, *, launches: bool = True) -> dict[str, float]:
-    """What some work has of everything that takes time."""
-    found = {MEMORY: float(work.moved), KERNEL: float(work.kernels) * launches}
-    for one, times in work.products.items():
-        name = f"{PRODUCTS} {column(one.dtype)}"
-        found[name] = found.get(name, 0.0) + times * one.flops
-        found[PRODUCT] = found.get(PRODUCT, 0.0) + times
-        found[MEMORY] += times * product_bytes(one)
-    for part, times in work.attention.items():
-        name = ATTENTION_BACK if part.backward else ATTENTION
-        found[name] = found.get(name, 0.0) + times * part.flops
-    return found
-
-
-def fit(pieces: Sequence[tuple[Mapping[str, float], float]], kinds: Sequence[str] = ()) -> tuple[dict[str, float], list[float]]:
-    """Seconds of a unit of each thing, and of each piece the logarithm of measured over fitted time.
+def compute_amounts(work: DeviceWork, *, includes_launches: bool = True) -> dict[str, float]:
+    """Return the amounts that determine how long a computation takes: FLOPs by type, bytes of memory traffic, and numbers of matrix
+    products and kernels.
 
     Args:
-        pieces: amounts, and seconds.
-        kinds: what each piece is; each kind counts as much, however many pieces it has.
+        includes_launches: count the kernels. Use False if launch times have been subtracted from the durations.
     """
-    names = sorted({name for have, _ in pieces for name, amount in have.items() if amount})
-    seconds = np.array([took for _, took in pieces])
-    table = np.array([[have.get(name, 0.0) for name in names] for have, _ in pieces]) / seconds[:, None]
-    scale = np.abs(table).max(axis=0)
-    table /= scale
-    shares = np.array([_COUNTS.get(kind, 1.0) * kinds.count(kind) ** -0.5 for kind in kinds]) if kinds else np.ones(len(pieces))
-    weights = shares
-    found = np.zeros(len(names))
-    for _ in range(_ROUNDS):
-        found = _not_negative(table * weights[:, None], weights)
-        weights = shares / np.sqrt(np.maximum(np.abs(table @ found - 1), _CLOSE))
-    fitted = np.maximum(table @ found, 1e-9)
-    return dict(zip(names, (found / scale).tolist(), strict=True)), (-np.log(fitted)).tolist()
+    amounts = {MEMORY: float(work.memory_bytes), KERNEL: float(work.num_kernels) * includes_launches}
+    for gemm, count in work.gemms.items():
+        name = f"{GEMM_FLOPS} {get_peak_name(gemm.dtype)}"
+        amounts[name] = amounts.get(name, 0.0) + count * gemm.flops
+        amounts[GEMM] = amounts.get(GEMM, 0.0) + count
+        amounts[MEMORY] += count * count_gemm_bytes(gemm)
+    for attention_work, count in work.attention.items():
+        name = ATTENTION_BACKWARD if attention_work.backward else ATTENTION
+        amounts[name] = amounts.get(name, 0.0) + count * attention_work.flops
+    return amounts
 
 
-def _not_negative(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Least squares of which what would be below zero is nothing."""
-    kept = list(range(table.shape[1]))
-    found = np.zeros(table.shape[1])
-    while kept:
-        part = np.linalg.lstsq(table[:, kept], wanted, rcond=None)[0]
-        if (part >= 0).all():
-            found[kept] = part
-            return found
-        del kept[int(np.argmin(part))]
-    return found
+def fit_rates(
+    samples: Sequence[tuple[Mapping[str, float], float]], work_types: Sequence[str] = ()
+) -> tuple[dict[str, float], list[float]]:
+    """Fit the time per unit of each amount (one FLOP, one byte, one kernel) to measured durations.
+
+    Args:
+        samples: pairs of amounts and measured seconds.
+        work_types: type of each sample. All types have equal total weight, apart from `_TYPE_WEIGHTS`. By default all samples have
+            equal weight.
+
+    Returns:
+        the seconds per unit by name of the amount, and for each sample the logarithm of measured over fitted seconds.
+    """
+    names = sorted({name for amounts, _ in samples for name, amount in amounts.items() if amount})
+    durations = np.array([duration for _, duration in samples])
+    matrix = np.array([[amounts.get(name, 0.0) for name in names] for amounts, _ in samples]) / durations[:, None]
+    scale = np.abs(matrix).max(axis=0)
+    matrix /= scale
+    base_weights = (
+        np.array([_TYPE_WEIGHTS.get(work_type, 1.0) * work_types.count(work_type) ** -0.5 for work_type in work_types])
+        if work_types
+        else np.ones(len(samples))
+    )
+    weights = base_weights
+    rates = np.zeros(len(names))
+    for _ in range(_NUM_ITERATIONS):
+        rates = _solve_non_negative(matrix * weights[:, None], weights)
+        weights = base_weights / np.sqrt(np.maximum(np.abs(matrix @ rates - 1), _MIN_ERROR))
+    fitted_ratios = np.maximum(matrix @ rates, 1e-9)
+    return dict(zip(names, (rates / scale).tolist(), strict=True)), (-np.log(fitted_ratios)).tolist()
 
 
-def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds at nothing, and seconds of a unit, of (amount, seconds)."""
-    rates, _ = fit([({"each": 1.0, "unit": amount}, took) for amount, took in points])
+def _solve_non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Solve the least-squares problem ||matrix x - target|| for a vector x without negative elements. As long as an element is
+    negative, the most negative one is fixed at 0 and the problem is solved again."""
+    columns = list(range(matrix.shape[1]))
+    solution = np.zeros(matrix.shape[1])
+    while columns:
+        values = np.linalg.lstsq(matrix[:, columns], target, rcond=None)[0]
+        if (values >= 0).all():
+            solution[columns] = values
+            return solution
+        del columns[int(np.argmin(values))]
+    return solution
+
+
+def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Fit a line through points (amount, seconds). Return the seconds at amount 0 and the seconds per unit."""
+    rates, _ = fit_rates([({"each": 1.0, "unit": amount}, duration) for amount, duration in points])
     return rates.get("each", 0.0), rates.get("unit", 0.0)
 
 
-def spread(logs: Sequence[float]) -> float:
-    """Standard deviation of logarithms, by their median distance from zero (that of a normal distribution is 0.6745 of it)."""
-    return statistics.median(map(abs, logs)) / 0.6745 if logs else 0.0
+def estimate_std(log_ratios: Sequence[float]) -> float:
+    """Estimate the standard deviation of log ratios robustly: the median of their absolute values, divided by 0.6745 (its value for
+    a normal distribution of standard deviation 1)."""
+    return statistics.median(map(abs, log_ratios)) / 0.6745 if log_ratios else 0.0
 
 
-def cluster_of(found: Measured, name: str) -> tuple[Cluster, list[Figure]]:
-    """The cluster file of a measurement, and its figures with their spreads."""
-    on_cuda = found.device != "cpu"
+def build_cluster(measurement: Measurement, name: str) -> tuple[Cluster, list[Figure]]:
+    """Fit the rates of a cluster to a measurement. Return the cluster, and a text line about each rate and its accuracy."""
+    uses_cuda = measurement.device != "cpu"
     figures: list[Figure] = []
-    kernel = typical(found.kernels)
-    pieces = [
-        (one.what, amounts(one.work, launches=False), typical(one.seconds) - kernel)
-        for one in found.timed
-        if typical(one.seconds) > 2 * kernel
+    kernel_s = lower_quartile(measurement.empty_kernel)
+    samples = [
+        (timing.name, compute_amounts(timing.work, includes_launches=False), lower_quartile(timing.durations) - kernel_s)
+        for timing in measurement.work_timings
+        if lower_quartile(timing.durations) > 2 * kernel_s
     ]
-    for one in (each for layers in found.layers for each in layers.timed):
-        took = statistics.median(one.seconds)
-        if not on_cuda:
-            pieces.append((one.what, {**amounts(one.work), FRESH: one.fresh}, took))
-        elif took > 1.5e-6 * _host_us(found) * one.work.kernels:  # launching is not all that it takes
-            pieces.append((one.what, amounts(one.work, launches=False), took - kernel * one.work.kernels))
-    rates, logs = fit([(have, took) for _, have, took in pieces], [what for what, *_ in pieces])
-    for what in dict.fromkeys(what for what, *_ in pieces):
-        mine = [log for (kind, *_), log in zip(pieces, logs, strict=True) if kind == what]
-        figures.append(Figure(what, f"{len(mine)} pieces", f"fitted within {_percent(spread(mine))}"))
-    of_layers = [log for (kind, *_), log in zip(pieces, logs, strict=True) if kind == "layers"]
+    for timing in (layer_timing for layer_times in measurement.layers for layer_timing in layer_times.timings):
+        duration = statistics.median(timing.durations)
+        if not uses_cuda:
+            samples.append((timing.name, {**compute_amounts(timing.work), NEW_MEMORY: timing.new_bytes}, duration))
+        elif duration > 1.5e-6 * _compute_launch_us(measurement) * timing.work.num_kernels:  # the duration is not only launch time
+            samples.append(
+                (timing.name, compute_amounts(timing.work, includes_launches=False), duration - kernel_s * timing.work.num_kernels)
+            )
+    rates, log_ratios = fit_rates(
+        [(amounts, duration) for _, amounts, duration in samples], [work_type for work_type, *_ in samples]
+    )
+    for work_type in dict.fromkeys(work_type for work_type, *_ in samples):
+        type_log_ratios = [
+            log_ratio for (sample_type, *_), log_ratio in zip(samples, log_ratios, strict=True) if sample_type == work_type
+        ]
+        figures.append(
+            Figure(
+                work_type, f"{len(type_log_ratios)} measurements", f"fitted within {_format_percent(estimate_std(type_log_ratios))}"
+            )
+        )
+    layer_log_ratios = [
+        log_ratio for (sample_type, *_), log_ratio in zip(samples, log_ratios, strict=True) if sample_type == "layers"
+    ]
 
-    memory = _inverse(rates.get(MEMORY, 0.0))  # none where products and launches tell all
-    streams = [one for one in found.timed if one.what == "memory"]
-    largest = max(one.work.moved for one in streams)
-    fastest = max(one.work.moved / typical(one.seconds) for one in streams)
-    stream = max(one.work.moved / typical(one.seconds) for one in streams if one.work.moved > largest / 2)
-    peaks, products = {}, {}
-    for dtype, quickest in _fastest(found).items():
-        each = rates.get(f"{PRODUCTS} {dtype}", 0.0)
-        rate = 1 / each if each else quickest
-        known = peak_flops(found.device, dtype) if on_cuda else None
-        if known is None:
-            peaks[dtype] = known = rate
-        products[dtype] = min(1.0, rate / known)
-        words = f"{rate / 1e12:.3g} TFLOP/s in layers, {quickest / 1e12:.3g} by the quickest product alone"
-        figures.append(Figure(f"products in {dtype}", words, _samples(one.seconds for one in found.timed if _of(one, dtype))))
-    peak = peaks.get(_main(found)) or peak_flops(found.device, _main(found)) or 1.0
-    each_step, per_byte = line((layers.state, statistics.median(layers.rest)) for layers in found.layers)
-    reached = Reached(
-        products={dtype: _short(share) for dtype, share in products.items()},
-        attention=_share(_inverse(rates.get(ATTENTION, 0.0)), peak) or 0.5,
-        attention_backward=_share(_inverse(rates.get(ATTENTION_BACK, 0.0)), peak) or 0.5,
-        memory=_share(memory or fastest, stream),
-        state=_share(_inverse(per_byte), stream),
+    memory_rate = _invert(rates.get(MEMORY, 0.0))  # 0 if matrix products and launches explain all durations
+    memory_timings = [timing for timing in measurement.work_timings if timing.name == "memory"]
+    max_memory_bytes = max(timing.work.memory_bytes for timing in memory_timings)
+    max_memory_rate = max(timing.work.memory_bytes / lower_quartile(timing.durations) for timing in memory_timings)
+    stream_rate = max(
+        timing.work.memory_bytes / lower_quartile(timing.durations)
+        for timing in memory_timings
+        if timing.work.memory_bytes > max_memory_bytes / 2
+    )
+    measured_peaks, gemm_efficiencies = {}, {}
+    for dtype, max_gemm_rate in _max_gemm_rates(measurement).items():
+        seconds_per_flop = rates.get(f"{GEMM_FLOPS} {dtype}", 0.0)
+        rate = 1 / seconds_per_flop if seconds_per_flop else max_gemm_rate
+        dtype_peak = get_peak_flops(measurement.device, dtype) if uses_cuda else None
+        if dtype_peak is None:
+            measured_peaks[dtype] = dtype_peak = rate
+        gemm_efficiencies[dtype] = min(1.0, rate / dtype_peak)
+        value = f"{rate / 1e12:.3g} TFLOP/s in layers, {max_gemm_rate / 1e12:.3g} in the fastest single product"
+        figures.append(
+            Figure(
+                f"products in {dtype}",
+                value,
+                _format_accuracy(timing.durations for timing in measurement.work_timings if _has_dtype(timing, dtype)),
+            )
+        )
+    peak = (
+        measured_peaks.get(_get_layer_dtype(measurement))
+        or get_peak_flops(measurement.device, _get_layer_dtype(measurement))
+        or 1.0
+    )
+    step_s, seconds_per_byte = fit_line(
+        (layer_times.update_bytes, statistics.median(layer_times.remaining)) for layer_times in measurement.layers
+    )
+    efficiency = Efficiency(
+        products={dtype: _round_to_3_digits(fraction) for dtype, fraction in gemm_efficiencies.items()},
+        attention=_compute_efficiency(_invert(rates.get(ATTENTION, 0.0)), peak) or 0.5,
+        attention_backward=_compute_efficiency(_invert(rates.get(ATTENTION_BACKWARD, 0.0)), peak) or 0.5,
+        memory=_compute_efficiency(memory_rate or max_memory_rate, stream_rate),
+        state=_compute_efficiency(_invert(seconds_per_byte), stream_rate),
         node=1.0,
         network=1.0,
     )
-    host = _host_us(found) if on_cuda else 0.0
+    launch_us = _compute_launch_us(measurement) if uses_cuda else 0.0
     cluster = Cluster(
         name=name,
-        device=found.device,
-        memory_gb=_short(found.memory / 1e9),
-        memory_gb_s=_short(stream / 1e9),
-        gpus_per_node=found.per_node,
+        device=measurement.device,
+        memory_gb=_round_to_3_digits(measurement.memory_bytes / 1e9),
+        memory_gb_s=_round_to_3_digits(stream_rate / 1e9),
+        gpus_per_node=measurement.ranks_per_node,
         node_gb_s=0.0,
         network_gb_s=0.0,
-        reached=reached,
-        peak_tflops={dtype: _short(rate / 1e12) for dtype, rate in peaks.items()},
-        fresh_gb_s=_short(min(1e6, 1e-9 * _inverse(rates.get(FRESH, 0.0)))),
-        kernel_us=_short(1e6 * (kernel if on_cuda else rates.get(KERNEL, 0.0))),
-        host_us=_short(host),
-        product_us=_short(1e6 * rates.get(PRODUCT, 0.0)),
-        step_ms=_short(1e3 * each_step),
-        shared_by=found.shared_by,
-        spread=max(_LEAST_SPREAD, _short(spread(of_layers))),
+        reached=efficiency,
+        peak_tflops={dtype: _round_to_3_digits(rate / 1e12) for dtype, rate in measured_peaks.items()},
+        fresh_gb_s=_round_to_3_digits(min(1e6, 1e-9 * _invert(rates.get(NEW_MEMORY, 0.0)))),
+        kernel_us=_round_to_3_digits(1e6 * (kernel_s if uses_cuda else rates.get(KERNEL, 0.0))),
+        host_us=_round_to_3_digits(launch_us),
+        product_us=_round_to_3_digits(1e6 * rates.get(GEMM, 0.0)),
+        step_ms=_round_to_3_digits(1e3 * step_s),
+        shared_by=measurement.num_concurrent_ranks,
+        spread=max(_MIN_SPREAD, _round_to_3_digits(estimate_std(layer_log_ratios))),
     )
-    cluster, of_links = _with_links(cluster, found)
-    return cluster, [*figures, *of_links]
+    cluster, link_figures = _add_links(cluster, measurement)
+    return cluster, [*figures, *link_figures]
 
 
-def _of(one: Timed, dtype: str) -> bool:
-    return any(column(product.dtype) == dtype for product in one.work.products)
+def _has_dtype(timing: WorkTiming, dtype: str) -> bool:
+    return any(get_peak_name(gemm.dtype) == dtype for gemm in timing.work.gemms)
 
 
-def _fastest(found: Measured) -> dict[str, float]:
-    """FLOP/s of the quickest product of each dtype."""
-    dtypes = dict.fromkeys(column(product.dtype) for one in found.timed for product in one.work.products)
+def _max_gemm_rates(measurement: Measurement) -> dict[str, float]:
+    """Return the FLOP/s of the fastest matrix product in each dtype."""
+    dtypes = dict.fromkeys(get_peak_name(gemm.dtype) for timing in measurement.work_timings for gemm in timing.work.gemms)
     return {
-        dtype: max(one.work.flops / typical(one.seconds) for one in found.timed if _of(one, dtype) and not one.work.attention)
+        dtype: max(
+            timing.work.flops / lower_quartile(timing.durations)
+            for timing in measurement.work_timings
+            if _has_dtype(timing, dtype) and not timing.work.attention
+        )
         for dtype in dtypes
     }
 
 
-def smallest(found: Measured) -> DeviceWork:
-    """Of the layers the one that is over soonest: where the device works beside its host, launching is all that it takes."""
-    return min((one for layers in found.layers for one in layers.timed), key=lambda one: typical(one.seconds)).work
+def get_fastest_work(measurement: Measurement) -> DeviceWork:
+    """Return the layer computation with the shortest duration. On an asynchronous device this duration is the time to launch its
+    kernels."""
+    return min(
+        (timing for layer_times in measurement.layers for timing in layer_times.timings),
+        key=lambda timing: lower_quartile(timing.durations),
+    ).work
 
 
-def _host_us(found: Measured) -> float:
-    work = smallest(found)
-    (one,) = (one for layers in found.layers for one in layers.timed if one.work is work)
-    return 1e6 * typical(one.seconds) / max(1, work.kernels)
+def _compute_launch_us(measurement: Measurement) -> float:
+    work = get_fastest_work(measurement)
+    (timing,) = (timing for layer_times in measurement.layers for timing in layer_times.timings if timing.work is work)
+    return 1e6 * lower_quartile(timing.durations) / max(1, work.num_kernels)
 
 
-def _main(found: Measured) -> str:
-    """The dtype of the layers."""
-    return next(column(one.dtype) for layers in found.layers for timed in layers.timed for one in timed.work.products)
+def _get_layer_dtype(measurement: Measurement) -> str:
+    """Return the dtype in which the layers of the small models compute."""
+    return next(
+        get_peak_name(gemm.dtype)
+        for layer_times in measurement.layers
+        for timing in layer_times.timings
+        for gemm in timing.work.gemms
+    )
 
 
-def _with_links(cluster: Cluster, found: Measured) -> tuple[Cluster, list[Figure]]:
-    """Latency and rate inside a node and between nodes, copies to the host, and how well sending is hidden."""
+def _add_links(cluster: Cluster, measurement: Measurement) -> tuple[Cluster, list[Figure]]:
+    """Add the measured links to a cluster: latencies and rates inside and between nodes, the rate of copies to the host, and the
+    fraction of communication that overlap hides."""
     figures: list[Figure] = []
-    inside = [one for one in found.sent if one.per_node == one.size]
-    across = [one for one in found.sent if one.per_node == 1 and one.size > 1]
+    intra_node = [timing for timing in measurement.collectives if timing.ranks_per_node == timing.group_size]
+    inter_node = [timing for timing in measurement.collectives if timing.ranks_per_node == 1 and timing.group_size > 1]
     changes: dict[str, Any] = {}
-    speeds: dict[str, list[float]] = {}
-    for where, some, hops in (("node", inside, lambda size: size - 1.0), ("network", across, lambda size: (size - 1) ** 0.5)):
-        if not some:
+    relative_rates: dict[str, list[float]] = {}
+    for link, timings, count_hops in (
+        ("node", intra_node, lambda group_size: group_size - 1.0),
+        ("network", inter_node, lambda group_size: (group_size - 1) ** 0.5),
+    ):
+        if not timings:
             continue
-        # Ranks that share cores also share what sending takes of these.
-        crowd = {one.size: max(1.0, one.size / (found.shared_by or one.size)) if where == "node" else 1.0 for one in some}
-        lines = {key: (each, crowd[key[1]] * rate) for key, (each, rate) in _lines(some).items()}
-        latencies = [1e6 * each / hops(size) / crowd[size] for (_, size), (each, _) in lines.items()]
-        whole = {size: rate for (what, size), (_, rate) in lines.items() if what == "all-reduce"}
-        for (what, size), (_, rate) in lines.items():
-            if size in whole:
-                speeds.setdefault(what, []).append(rate / whole[size])
-        changes[f"{where}_us"] = _short(statistics.median(latencies))
-        changes[f"{where}_gb_s"] = _short(statistics.median(whole.values()) / 1e9)
-        for what in dict.fromkeys(what for what, _ in lines):
-            mine = [(size, each, rate) for (name, size), (each, rate) in lines.items() if name == what]
-            words = ", ".join(f"{size} ranks {1e6 * each:.0f} us and {rate / 1e9:.3g} GB/s" for size, each, rate in mine)
-            figures.append(Figure(f"{what} ({where})", words, _samples(one.seconds for one in some if one.what == what)))
-    changes["operations"] = {what: _short(statistics.median(each)) for what, each in speeds.items() if what != "all-reduce"}
+        # Communication uses cores too, which ranks may share.
+        ranks_per_core = {
+            timing.group_size: max(1.0, timing.group_size / (measurement.num_concurrent_ranks or timing.group_size))
+            if link == "node"
+            else 1.0
+            for timing in timings
+        }
+        latencies_and_rates = {
+            key: (latency, ranks_per_core[key[1]] * rate) for key, (latency, rate) in _fit_collectives(timings).items()
+        }
+        latencies = [
+            1e6 * latency / count_hops(group_size) / ranks_per_core[group_size]
+            for (_, group_size), (latency, _) in latencies_and_rates.items()
+        ]
+        all_reduce_rates = {
+            group_size: rate for (operation, group_size), (_, rate) in latencies_and_rates.items() if operation == "all-reduce"
+        }
+        for (operation, group_size), (_, rate) in latencies_and_rates.items():
+            if group_size in all_reduce_rates:
+                relative_rates.setdefault(operation, []).append(rate / all_reduce_rates[group_size])
+        changes[f"{link}_us"] = _round_to_3_digits(statistics.median(latencies))
+        changes[f"{link}_gb_s"] = _round_to_3_digits(statistics.median(all_reduce_rates.values()) / 1e9)
+        for operation in dict.fromkeys(operation for operation, _ in latencies_and_rates):
+            operation_values = [
+                (group_size, latency, rate)
+                for (name, group_size), (latency, rate) in latencies_and_rates.items()
+                if name == operation
+            ]
+            value = ", ".join(
+                f"{group_size} ranks {1e6 * latency:.0f} us and {rate / 1e9:.3g} GB/s"
+                for group_size, latency, rate in operation_values
+            )
+            figures.append(
+                Figure(
+                    f"{operation} ({link})",
+                    value,
+                    _format_accuracy(timing.durations for timing in timings if timing.operation == operation),
+                )
+            )
+    changes["operations"] = {
+        operation: _round_to_3_digits(statistics.median(values))
+        for operation, values in relative_rates.items()
+        if operation != "all-reduce"
+    }
     changes.setdefault("node_gb_s", cluster.memory_gb_s)
     changes.setdefault("network_gb_s", changes["node_gb_s"])
     changes.setdefault("network_us", changes.get("node_us", cluster.network_us))
-    if found.copies:
-        _, unit = line((size, typical(seconds)) for size, seconds in found.copies)
-        changes["host_gb_s"] = _short(min(1e6, 1e-9 / unit)) if unit else cluster.host_gb_s
-    if found.beside is not None:
-        changes["hidden"] = _short(hidden(found.beside))
-        each = (found.beside.products, found.beside.reduction, found.beside.both)
-        words = " and ".join(f"{1e3 * typical(seconds):.2f} ms" for seconds in each[:2])
-        figures.append(Figure("all-reduce beside products", f"{words}, {1e3 * typical(each[2]):.2f} ms together", _samples(each)))
+    if measurement.host_copies:
+        _, seconds_per_byte = fit_line((num_bytes, lower_quartile(durations)) for num_bytes, durations in measurement.host_copies)
+        changes["host_gb_s"] = _round_to_3_digits(min(1e6, 1e-9 / seconds_per_byte)) if seconds_per_byte else cluster.host_gb_s
+    if measurement.overlap is not None:
+        changes["hidden"] = _round_to_3_digits(compute_hidden_share(measurement.overlap))
+        samples = (measurement.overlap.gemms, measurement.overlap.all_reduce, measurement.overlap.both)
+        value = " and ".join(f"{1e3 * lower_quartile(durations):.2f} ms" for durations in samples[:2])
+        figures.append(
+            Figure(
+                "all-reduce and products",
+                f"{value}, {1e3 * lower_quartile(samples[2]):.2f} ms overlapped",
+                _format_accuracy(samples),
+            )
+        )
     return replace(cluster, **changes), figures
 
 
-def _samples(some: Iterable[Seconds]) -> str:
-    """How far samples lie apart: half of the distance of their quartiles."""
-    apart = [(sorted(each)[-1 - len(each) // 4] / sorted(each)[len(each) // 4] - 1) / 2 for each in some]
-    return f"samples within {_percent(statistics.median(apart))}"
+def _format_accuracy(samples: Iterable[Durations]) -> str:
+    """Format the accuracy of samples as text: half of the relative distance between their quartiles."""
+    half_spreads = [
+        (sorted(durations)[-1 - len(durations) // 4] / sorted(durations)[len(durations) // 4] - 1) / 2 for durations in samples
+    ]
+    return f"samples within {_format_percent(statistics.median(half_spreads))}"
 
 
-def _lines(some: Sequence[Sent]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Latency, and rate beyond it, by kind and number of ranks."""
-    found = {}
-    for key in dict.fromkeys((one.what, one.size) for one in some):
-        points = [(one.num_bytes, statistics.median(one.seconds)) for one in some if (one.what, one.size) == key]
-        each, unit = line(points)
-        fastest = max(num_bytes / seconds for num_bytes, seconds in points)
-        found[key] = each, min(100 * fastest, 1 / unit) if unit else fastest
-    return found
+def _fit_collectives(timings: Sequence[CollectiveTiming]) -> dict[tuple[str, int], tuple[float, float]]:
+    """Fit latency (seconds) and rate (bytes per second) of each collective, separately for each number of ranks."""
+    results = {}
+    for key in dict.fromkeys((timing.operation, timing.group_size) for timing in timings):
+        points = [
+            (timing.num_bytes, statistics.median(timing.durations))
+            for timing in timings
+            if (timing.operation, timing.group_size) == key
+        ]
+        latency, seconds_per_byte = fit_line(points)
+        max_rate = max(num_bytes / duration for num_bytes, duration in points)
+        results[key] = latency, min(100 * max_rate, 1 / seconds_per_byte) if seconds_per_byte else max_rate
+    return results
 
 
-def hidden(beside: Beside) -> float:
-    """The share of the shorter of the two that runs beside the other."""
-    products, reduction, both = (typical(seconds) for seconds in (beside.products, beside.reduction, beside.both))
-    return min(1.0, max(0.0, (products + reduction - both) / min(products, reduction)))
+def compute_hidden_share(overlap: OverlapTiming) -> float:
+    """Return the fraction of the shorter of two times, matrix products and all-reduce, that is hidden behind the longer when both
+    overlap."""
+    gemms, all_reduce, both = (lower_quartile(durations) for durations in (overlap.gemms, overlap.all_reduce, overlap.both))
+    return min(1.0, max(0.0, (gemms + all_reduce - both) / min(gemms, all_reduce)))
 
 
-def _inverse(value: float) -> float:
+def _invert(value: float) -> float:
     return 1 / value if value else 0.0
 
 
-def _share(rate: float, whole: float) -> float:
-    """At most 100: what is faster takes no time."""
-    return _short(min(100.0, rate / whole))
+def _compute_efficiency(rate: float, full_rate: float) -> float:
+    """Return a rate as a fraction of the full rate, at most 100. A higher fraction would mean that the work takes no time."""
+    return _round_to_3_digits(min(100.0, rate / full_rate))
 
 
-def _short(value: float) -> float:
-    """With three digits."""
+def _round_to_3_digits(value: float) -> float:
+    """Round to three significant digits, for the cluster file. Infinity and NaN become 0."""
     return float(f"{value:.3g}") if math.isfinite(value) else 0.0
 
 
-def _percent(value: float) -> str:
+def _format_percent(value: float) -> str:
     return f"{100 * value:.0f} %"

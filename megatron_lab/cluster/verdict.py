@@ -1,4 +1,5 @@
-"""Finds what is wrong with a cluster from the facts that its nodes reported. Pure functions; the words name hosts."""
+"""Decision which nodes of a cluster have a problem, from the results that the nodes have collected. Pure functions; the messages
+name the hosts."""
 
 from __future__ import annotations
 
@@ -6,154 +7,189 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_lab.cluster.facts import NodeFacts
+from megatron_lab.cluster.facts import NodeInfo
 from megatron_lab.cluster.ranks import RankEnd
 
-LARGEST_SKEW_S = 2.0
-"""Clocks that differ by more make logs and checkpoints of different nodes hard to put in order."""
-SLOW = 0.5
-"""A node with less than this share of the median rate is slow."""
-FREE = 0.9
-"""Share of a GPU's memory that is free where no other process uses it (a CUDA context takes about 1 %)."""
+MAX_CLOCK_SKEW_S = 2.0
+"""Maximum difference of a clock in seconds. With a larger one, logs and checkpoints of different nodes are hard to put in
+order."""
+MIN_RATE_SHARE = 0.5
+"""A node below this share of the median rate is slow."""
+MIN_FREE_SHARE = 0.9
+"""Share of a GPU's memory that is free if no other process uses it (a CUDA context takes about 1 %)."""
 
 
 @dataclass
 class Verdict:
-    """Of a check."""
+    """Result of one step of the cluster check: problems, which fail the check, and notes, which are only printed."""
 
-    faults: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def missing(hosts: Collection[str], num_nodes: int, expected: Sequence[str], limit_s: float) -> list[str]:
-    """Nodes that did not come.
+def find_missing_nodes(hosts: Collection[str], num_nodes: int, expected_hosts: Sequence[str], timeout_s: float) -> list[str]:
+    """Return a message if some nodes have not answered.
 
     Args:
-        hosts: those that came.
-        expected: names of all, if they are known.
+        hosts: names of the nodes that have answered.
+        expected_hosts: names of all nodes, if known.
+        timeout_s: seconds that the head node has waited.
     """
     if len(hosts) >= num_nodes:
         return []
-    came = {host.partition(".")[0] for host in hosts}
-    absent = [name for name in expected if name.partition(".")[0] not in came]
-    which = f"not there: {listed(absent)}" if absent else f"there: {listed(sorted(hosts))}"
-    return [f"{len(hosts)} of {num_nodes} nodes came within {limit_s:.0f} s; {which}"]
+    arrived = {host.partition(".")[0] for host in hosts}
+    absent = [name for name in expected_hosts if name.partition(".")[0] not in arrived]
+    details = f"missing: {format_names(absent)}" if absent else f"these are: {format_names(sorted(hosts))}"
+    return [f"{len(hosts)} of {num_nodes} nodes answered within {timeout_s:.0f} s; {details}"]
 
 
-def disagreements(nodes: Sequence[NodeFacts]) -> list[str]:
-    """Versions that are not the same everywhere: the rarer ones are named with their nodes."""
-    found = []
+def find_version_mismatches(nodes: Sequence[NodeInfo]) -> list[str]:
+    """Return a message for each software or hardware version that differs between nodes. The message names the nodes with less
+    common versions."""
+    problems = []
     for name in dict.fromkeys(name for node in nodes for name in node.versions):
-        hosts: dict[str, list[str]] = {}
+        hosts_by_version: dict[str, list[str]] = {}
         for node in nodes:
-            hosts.setdefault(node.versions.get(name, "none"), []).append(node.host)
-        if len(hosts) > 1:
-            most = max(hosts, key=lambda version: len(hosts[version]))
-            others = [f"{version} on {listed(who)}" for version, who in hosts.items() if version != most]
-            found.append(f"{name} is {most} on {listed(hosts[most])}, but {', '.join(others)}")
-    return found
+            hosts_by_version.setdefault(node.versions.get(name, "none"), []).append(node.host)
+        if len(hosts_by_version) > 1:
+            common_version = max(hosts_by_version, key=lambda version: len(hosts_by_version[version]))
+            deviations = [
+                f"{version} on {format_names(version_hosts)}"
+                for version, version_hosts in hosts_by_version.items()
+                if version != common_version
+            ]
+            problems.append(
+                f"{name} is {common_version} on {format_names(hosts_by_version[common_version])}, but {', '.join(deviations)}"
+            )
+    return problems
 
 
-def own_faults(nodes: Sequence[NodeFacts]) -> list[str]:
-    """What nodes found by themselves: each fault once."""
-    hosts: dict[str, list[str]] = {}
+def list_node_problems(nodes: Sequence[NodeInfo]) -> list[str]:
+    """Return the problems that nodes have found by themselves. Each problem is listed once, with the names of its nodes."""
+    hosts_by_problem: dict[str, list[str]] = {}
     for node in nodes:
-        for fault in node.faults:
-            hosts.setdefault(fault, []).append(node.host)
-    return [f"{'all nodes' if len(who) == len(nodes) > 1 else listed(who)}: {fault}" for fault, who in hosts.items()]
+        for problem in node.faults:
+            hosts_by_problem.setdefault(problem, []).append(node.host)
+    return [
+        f"{'all nodes' if len(problem_hosts) == len(nodes) > 1 else format_names(problem_hosts)}: {problem}"
+        for problem, problem_hosts in hosts_by_problem.items()
+    ]
 
 
-def skewed(ahead_s: Mapping[str, float]) -> list[str]:
-    """Clocks that differ from most.
+def find_skewed_clocks(offsets_s: Mapping[str, float]) -> list[str]:
+    """Return a message for each node whose clock differs from the median clock.
 
     Args:
-        ahead_s: of each host, against the head's clock.
+        offsets_s: seconds by which the clock of each host is ahead of the head node's clock.
     """
-    middle = statistics.median(ahead_s.values())
-    off = {host: ahead - middle for host, ahead in ahead_s.items() if abs(ahead - middle) > LARGEST_SKEW_S}
-    return [f"{host}: its clock is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}; is NTP running?" for host, by in off.items()]
+    median = statistics.median(offsets_s.values())
+    skews = {host: offset - median for host, offset in offsets_s.items() if abs(offset - median) > MAX_CLOCK_SKEW_S}
+    return [
+        f"{host}: its clock is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}; is NTP running?"
+        for host, skew in skews.items()
+    ]
 
 
-def apart(blind: Sequence[str], folder: str, head: str) -> list[str]:
-    """Nodes that do not see in a folder what the head wrote there."""
-    if not blind:
+def find_unshared_folders(blind_hosts: Sequence[str], folder: str, head: str) -> list[str]:
+    """Return a message if some nodes do not see the file that the head node has written into a folder."""
+    if not blind_hosts:
         return []
-    return [f"{listed(blind)}: {folder} is not the folder that {head} writes to; it must lie on a file system that all nodes share"]
+    return [
+        f"{format_names(blind_hosts)}: {folder} is not the folder that {head} writes to; it must lie on a file system that all "
+        "nodes share"
+    ]
 
 
-def link_faults(ends: Mapping[str, Sequence[RankEnd]], limit_s: float) -> list[str]:
-    """Ranks that failed; or that were not done: those that came least far, for whom the others wait."""
-    every = [(end, f"rank {end.rank} on {host}") for host, some in ends.items() for end in some]
-    failed: dict[str, list[str]] = {}
-    for end, name in every:
+def find_link_problems(ends_by_host: Mapping[str, Sequence[RankEnd]], timeout_s: float) -> list[str]:
+    """Return messages about ranks that failed the link test.
+
+    If no rank failed but some did not finish, name the unfinished ranks that began the fewest steps, because the other ranks wait
+    for them.
+    """
+    named_ends = [(end, f"rank {end.rank} on {host}") for host, host_ends in ends_by_host.items() for end in host_ends]
+    ranks_by_failure: dict[str, list[str]] = {}
+    for end, name in named_ends:
         if end.failed is not None:
-            failed.setdefault(f"failed at {end.at}: {end.failed}", []).append(name)
-    late = [(end, name) for end, name in every if end.failed is None and end.found is None]
-    if failed:
-        return [f"{listed(who)} {words}" for words, who in failed.items()]
-    if late:
-        least = min(end.places for end, _ in late)
-        last = [(end, name) for end, name in late if end.places == least]
-        waiting = f"; {len(late) - len(last)} more wait" if len(late) > len(last) else ""
-        return [f"{listed([name for _, name in last])} did not get past {last[0][0].at} within {limit_s:.0f} s{waiting}"]
-    if not all(end.found and end.found["sum_is_right"] for end, _ in every):
-        return ["a sum over all ranks came out wrong: a GPU, a link or a driver changes what it carries"]
+            ranks_by_failure.setdefault(f"failed at {end.at}: {end.failed}", []).append(name)
+    unfinished = [(end, name) for end, name in named_ends if end.failed is None and end.found is None]
+    if ranks_by_failure:
+        return [f"{format_names(ranks)} {failure}" for failure, ranks in ranks_by_failure.items()]
+    if unfinished:
+        min_steps = min(end.places for end, _ in unfinished)
+        slowest = [(end, name) for end, name in unfinished if end.places == min_steps]
+        waiting = f"; {len(unfinished) - len(slowest)} more wait" if len(unfinished) > len(slowest) else ""
+        return [
+            f"{format_names([name for _, name in slowest])} did not get past {slowest[0][0].at} within {timeout_s:.0f} s{waiting}"
+        ]
+    if not all(end.found and end.found["sum_is_right"] for end, _ in named_ends):
+        return ["an all-reduce over all ranks gave a wrong result: a GPU, a link or a driver corrupts data"]
     return []
 
 
-def memory_faults(ends: Mapping[str, Sequence[RankEnd]], needed: int | None) -> list[str]:
-    """GPUs in use by others, or too small.
+def find_memory_problems(ends_by_host: Mapping[str, Sequence[RankEnd]], required_bytes: int | None) -> list[str]:
+    """Return a message for each GPU that another process uses or whose free memory is too small.
 
     Args:
-        needed: bytes that the run takes on one.
+        required_bytes: memory that the run needs on one GPU, if known.
     """
-    found = []
-    for host, some in ends.items():
-        for end in some:
+    problems = []
+    for host, host_ends in ends_by_host.items():
+        for end in host_ends:
             if end.found is None or "memory" not in end.found:
                 continue
             free, memory = end.found["free"], end.found["memory"]
-            has = f"rank {end.rank} on {host}: its GPU has {free / 1e9:.1f} of {memory / 1e9:.1f} GB free"
-            if needed is not None and free < needed:
-                found.append(f"{has}, but the run takes {needed / 1e9:.1f} GB")
-            elif free < FREE * memory:
-                found.append(f"{has}: another process uses it")
-    return found
+            description = f"rank {end.rank} on {host}: its GPU has {free / 1e9:.1f} of {memory / 1e9:.1f} GB free"
+            if required_bytes is not None and free < required_bytes:
+                problems.append(f"{description}, but the run needs {required_bytes / 1e9:.1f} GB")
+            elif free < MIN_FREE_SHARE * memory:
+                problems.append(f"{description}: another process uses it")
+    return problems
 
 
-def speeds(ends: Mapping[str, Sequence[RankEnd]], device: str) -> Verdict:
-    """Rates of the nodes, and which of them are slow. On a CPU, which other programs share, slow is a note and no fault."""
-    hosts = list(ends)
-    inside = {host: min(end.found["inside"] for end in some if end.found) for host, some in ends.items() if _has(some, "inside")}
-    between: dict[str, dict[str, float]] = {host: {} for host in hosts}
-    for host, some in ends.items():
-        for end in some:
-            for other, rate in (end.found or {}).get("between", {}).items():
-                name = hosts[int(other)]
-                between[host][name] = between[host].get(name, 0.0) + rate
-    best = {host: max(rates.values()) for host, rates in between.items() if rates}  # a sound node may have a slow neighbour
+def compare_rates(ends_by_host: Mapping[str, Sequence[RankEnd]], device_type: str) -> Verdict:
+    """Compare the communication rates of the nodes, and report slow nodes. On CPUs, which other programs share, a slow node is a
+    note and not a problem."""
+    hosts = list(ends_by_host)
+    intra_node_rates = {
+        host: min(end.found["inside"] for end in host_ends if end.found)
+        for host, host_ends in ends_by_host.items()
+        if _has_measurement(host_ends, "inside")
+    }
+    inter_node_rates: dict[str, dict[str, float]] = {host: {} for host in hosts}
+    for host, host_ends in ends_by_host.items():
+        for end in host_ends:
+            for peer, rate in (end.found or {}).get("between", {}).items():
+                name = hosts[int(peer)]
+                inter_node_rates[host][name] = inter_node_rates[host].get(name, 0.0) + rate
+    max_inter_node_rates = {
+        host: max(rates_by_host.values()) for host, rates_by_host in inter_node_rates.items() if rates_by_host
+    }  # the best rate of each node, because a fast node may have a slow neighbour
     verdict = Verdict()
-    for what, rates in (("inside a node", inside), ("between nodes", best)):
-        if not rates:
+    for link, rates_by_host in (("inside a node", intra_node_rates), ("between nodes", max_inter_node_rates)):
+        if not rates_by_host:
             continue
-        middle, slowest = statistics.median(rates.values()), min(rates, key=lambda host: rates[host])
-        verdict.notes.append(f"{what}: {_rate(middle)} (median), slowest {slowest} with {_rate(rates[slowest])}")
-        slow = [f"{host}: slow {what}, {_rate(rate)}" for host, rate in rates.items() if rate < SLOW * middle]
-        (verdict.faults if device == "cuda" else verdict.notes).extend(slow)
-    whole = [end.found["all"] for some in ends.values() for end in some if end.found]
-    if whole:
-        verdict.notes.append(f"a large sum over all ranks: {_rate(min(whole))} a rank")
+        median, slowest = statistics.median(rates_by_host.values()), min(rates_by_host, key=lambda host: rates_by_host[host])
+        verdict.notes.append(
+            f"{link}: {_format_rate(median)} (median), slowest {slowest} with {_format_rate(rates_by_host[slowest])}"
+        )
+        slow = [
+            f"{host}: slow {link}, {_format_rate(rate)}" for host, rate in rates_by_host.items() if rate < MIN_RATE_SHARE * median
+        ]
+        (verdict.problems if device_type == "cuda" else verdict.notes).extend(slow)
+    all_reduce_rates = [end.found["all"] for host_ends in ends_by_host.values() for end in host_ends if end.found]
+    if all_reduce_rates:
+        verdict.notes.append(f"a large all-reduce over all ranks: {_format_rate(min(all_reduce_rates))} a rank")
     return verdict
 
 
-def _has(ends: Iterable[RankEnd], name: str) -> bool:
+def _has_measurement(ends: Iterable[RankEnd], name: str) -> bool:
     return any(end.found is not None and name in end.found for end in ends)
 
 
-def _rate(bytes_a_second: float) -> str:
-    return f"{bytes_a_second / 1e9:.3g} GB/s"
+def _format_rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first few of some names."""
+def format_names(names: Sequence[str]) -> str:
+    """Format the first six names, and the number of the remaining names."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
