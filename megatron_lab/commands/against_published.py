@@ -1,8 +1,9 @@
-"""Predictions against published step times: errors by publication, device and software, and of choices within groups.
+"""Compare predicted with published step times: errors by publication, device and software, and the ranking within groups of runs.
 
     python tools/planning/against_published.py [--only megatron_2021]
 
-Peers quantise to 8 bits within other kernels; so for their runs in 8 bits the products are those of 8 bits, all else that of 16.
+Other frameworks quantize to 8 bits within other kernels. The prediction for their 8-bit runs therefore takes the matrix products
+from an 8-bit plan and the memory traffic of all other work from a 16-bit plan.
 """
 
 from __future__ import annotations
@@ -25,93 +26,129 @@ from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.durations import Stack
-from megatron_lab.planner.step_time import time_of
+from megatron_lab.planner.step_time import predict_from_work
 from megatron_lab.planner.step_work import StepWork
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "published"
 COMMON = "--mock-data --tokenizer-type NullTokenizer --device cuda --lr 1e-4 --train-iters 10".split()
-_QUANTISING = {"torchtitan": 0.35, "torchtitan-compile": 0.35}
-"""The share of the bytes that our quantisation moves which a software moves too."""
+_QUANTIZATION_TRAFFIC_SHARES = {"torchtitan": 0.35, "torchtitan-compile": 0.35}
+"""Fraction of the memory traffic of this project's quantization that the software has too; 0 for others."""
 
 
-def published_files() -> list[Path]:
-    """The files with published rows.
+def list_published_files() -> list[Path]:
+    """Return the paths of the JSON files with published step times.
 
     Raises:
-        SystemExit: this is no checkout, which alone has them.
+        SystemExit: the folder does not exist. Only a checkout of the repository has it.
     """
     if not ROWS.is_dir():
         sys.exit(f"error: the published rows are only in a checkout of the repository: there is no folder {ROWS}")
     return sorted(ROWS.glob("*.json"))
 
 
-def calibrated(row: dict[str, Any]) -> bool:
-    """Whether constants were fitted to a row."""
+def is_calibrated(row: dict[str, Any]) -> bool:
+    """Return whether a published run was used to fit the constants of the planner. A hash of its id selects a third of the runs.
+
+    Args:
+        row: one published run.
+    """
     return int(hashlib.sha256(row["id"].encode()).hexdigest(), 16) % 3 == 0
 
 
-def error(row: dict[str, Any], stacks: dict[str, Stack]) -> float:
-    """Logarithm of predicted over measured seconds."""
-    words = row["flags"].split()
-    vocab_size, dry_run = int(words[words.index("--vocab-size") + 1]), DryRun(row["gpus"], row["gpus_per_node"], None)
-    config = load([*words, *COMMON], row["gpus"]).config
-    work = Planner(config, dry_run, vocab_size, few=True).work()
-    if "--fp8-format" in words:
-        plain = [word for place, word in enumerate(words) if not ({word, words[place - 1]} & {"--fp8-format", "--fp8-recipe"})]
-        wide = Planner(load([*plain, *COMMON], row["gpus"]).config, dry_run, vocab_size, few=True).work()
-        work = _mixed(work, wide, _QUANTISING.get(row["stack"], 0.0))
+def compute_log_error(row: dict[str, Any], stacks: dict[str, Stack]) -> float:
+    """Predict the step time of a published run. Return the logarithm of (predicted time / measured time).
+
+    Args:
+        row: the published run: flags, hardware, software and step time.
+        stacks: properties of the software stacks, by name.
+    """
+    argv = row["flags"].split()
+    vocab_size, dry_run = int(argv[argv.index("--vocab-size") + 1]), DryRun(row["gpus"], row["gpus_per_node"], None)
+    config = load([*argv, *COMMON], row["gpus"]).config
+    work = Planner(config, dry_run, vocab_size, shortened=True).step_work()
+    if "--fp8-format" in argv:
+        argv_16_bit = [word for i, word in enumerate(argv) if not ({word, argv[i - 1]} & {"--fp8-format", "--fp8-recipe"})]
+        work_16_bit = Planner(load([*argv_16_bit, *COMMON], row["gpus"]).config, dry_run, vocab_size, shortened=True).step_work()
+        work = _mix_precisions(work, work_16_bit, _QUANTIZATION_TRAFFIC_SHARES.get(row["stack"], 0.0))
     cluster = load_cluster(row["cluster"])
     if row["network_gb_s"]:
         cluster = replace(cluster, network_gb_s=row["network_gb_s"])
     if row.get("tensor_overlap"):
         config = replace(config, parallel=replace(config.parallel, tp_comm_overlap=True))
-    return math.log(time_of(work, config, dry_run, vocab_size, cluster, stacks[row["stack"]]).seconds / row["seconds"])
+    return math.log(predict_from_work(work, config, dry_run, vocab_size, cluster, stacks[row["stack"]]).seconds / row["seconds"])
 
 
-def _mixed(eight: StepWork, wide: StepWork, share: float) -> StepWork:
+def _mix_precisions(work_8_bit: StepWork, work_16_bit: StepWork, quantized_share: float) -> StepWork:
+    """Combine the work of an 8-bit and of a 16-bit run: the matrix products of the first, and the memory traffic of the second.
+
+    Args:
+        quantized_share: fraction of the additional memory traffic of the 8-bit run (its quantization) that counts.
+    """
     ops = []
-    for mine, its in zip(eight.ops, wide.ops, strict=True):
-        each = {}
-        for kind, span in its.items():
-            moved = span.work.moved + round(share * (mine[kind].work.moved - span.work.moved))
-            each[kind] = replace(span, work=replace(span.work, products=mine[kind].work.products, moved=moved))
-        ops.append(each)
-    return replace(eight, ops=tuple(ops), share=wide.share)
+    for spans_8_bit, spans_16_bit in zip(work_8_bit.ops, work_16_bit.ops, strict=True):
+        mixed_spans = {}
+        for op_type, span in spans_16_bit.items():
+            memory_bytes = span.work.memory_bytes + round(
+                quantized_share * (spans_8_bit[op_type].work.memory_bytes - span.work.memory_bytes)
+            )
+            mixed_spans[op_type] = replace(
+                span, work=replace(span.work, gemms=spans_8_bit[op_type].work.gemms, memory_bytes=memory_bytes)
+            )
+        ops.append(mixed_spans)
+    return replace(work_8_bit, ops=tuple(ops), scheduled_share=work_16_bit.scheduled_share)
 
 
 def main() -> int:
-    """Print the tables."""
+    """Print the table of errors by publication, and how well the prediction ranks the layouts of a group.
+
+    Return the exit status.
+    """
     parser = ToolParser(description=__doc__)
-    parser.add_argument("--only", default="", help="rows whose id begins so")
-    only, files = parser.parse_args().only, published_files()
-    given = yaml.safe_load((ROWS / "stacks.yaml").read_text())
-    stacks = {name: Stack(name, **{key: value for key, value in one.items() if key != "memory"}) for name, one in given.items()}
-    by = defaultdict[tuple[str, ...], list[float]](list)
-    groups = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
-    for path in files:
+    parser.add_argument("--only", default="", help="Compare only rows whose id starts with this text.")
+    id_prefix, paths = parser.parse_args().only, list_published_files()
+    stack_configs = yaml.safe_load((ROWS / "stacks.yaml").read_text())
+    stacks = {
+        name: Stack(name, **{key: value for key, value in config.items() if key != "memory"})
+        for name, config in stack_configs.items()
+    }
+    errors_by_case = defaultdict[tuple[str, ...], list[float]](list)
+    times_by_group = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
+    for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            if not row["id"].startswith(only):
+            if not row["id"].startswith(id_prefix):
                 continue
-            off = error(row, stacks)
+            log_error = compute_log_error(row, stacks)
             if row["group"]:
-                groups[path.stem, row["group"]].append((row["seconds"], row["seconds"] * math.exp(off)))
-            if not calibrated(row):
-                by[path.stem, row["cluster"], "8 bits" if "--fp8" in row["flags"] else "16 bits", row["stack"]].append(off)
-    for names, found in sorted(by.items()):
-        print(f"{', '.join(names):<70} {len(found):4} rows {summary(found)}")
-    everything = [off for some in by.values() for off in some]
-    print(f"{'all that were not fitted':<70} {len(everything):4} rows {summary(everything)}")
-    chosen = [(min(some), sorted(some, key=lambda one: one[1])) for some in groups.values() if len(some) > 1]
-    third = sum(best in order[:3] for best, order in chosen)
-    near = sum(order[0][0] <= 1.03 * best[0] for best, order in chosen)
+                times_by_group[path.stem, row["group"]].append((row["seconds"], row["seconds"] * math.exp(log_error)))
+            if not is_calibrated(row):
+                errors_by_case[path.stem, row["cluster"], "8 bits" if "--fp8" in row["flags"] else "16 bits", row["stack"]].append(
+                    log_error
+                )
+    for names, errors in sorted(errors_by_case.items()):
+        print(f"{', '.join(names):<70} {len(errors):4} rows {format_summary(errors)}")
+    all_errors = [log_error for case_errors in errors_by_case.values() for log_error in case_errors]
+    print(f"{'all that were not fitted':<70} {len(all_errors):4} rows {format_summary(all_errors)}")
+    rankings = [
+        (min(group_times), sorted(group_times, key=lambda pair: pair[1]))
+        for group_times in times_by_group.values()
+        if len(group_times) > 1
+    ]
+    num_best_in_top_3 = sum(best in order[:3] for best, order in rankings)
+    num_near_best = sum(order[0][0] <= 1.03 * best[0] for best, order in rankings)
     print(
-        f"{len(chosen)} groups: the measured best is among the first 3 in {third}; the predicted best is within 3 % of it in {near}"
+        f"{len(rankings)} groups: the measured best is among the first 3 in {num_best_in_top_3}; "
+        f"the predicted best is within 3 % of it in {num_near_best}"
     )
     return 0
 
 
-def summary(found: list[float]) -> str:
-    """Median, size of the median and 90th percentile of errors."""
-    sizes = sorted(map(abs, found)) or [math.nan]
-    most = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-    return f"bias {statistics.median(found or [math.nan]):+6.1%}  median {statistics.median(sizes):6.1%}  90 % below {most:6.1%}"
+def format_summary(errors: list[float]) -> str:
+    """Format the median of the errors, the median of their absolute values, and the 90th percentile of the absolute values.
+
+    Args:
+        errors: logarithms of predicted / measured, or relative errors.
+    """
+    magnitudes = sorted(map(abs, errors)) or [math.nan]
+    percentile_90 = magnitudes[min(len(magnitudes) - 1, int(0.9 * len(magnitudes)))]
+    bias, median = statistics.median(errors or [math.nan]), statistics.median(magnitudes)
+    return f"bias {bias:+6.1%}  median {median:6.1%}  90 % below {percentile_90:6.1%}"

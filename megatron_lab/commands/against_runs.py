@@ -1,9 +1,10 @@
-"""How well step times are foretold on this machine: small runs at different layouts, measured in turns, against the time model.
+"""Compare predicted with measured step times on this machine: small runs at different layouts.
 
     python tools/planning/against_runs.py --cluster FILE.yaml [--rounds N]
 
-The file comes from `tools/check_cluster.py --measure`. No figure of it is fitted to these runs, only to models of two layers that
-a rank trains by itself. Every round starts the ranks of all layouts in turn, odd ones backwards; each makes a few steps.
+`tools/check_cluster.py --measure` writes the cluster file. Its values are not fitted to these runs, only to models of two layers
+that a single rank trains. Each round starts the ranks of all layouts one layout after another, in odd rounds in reverse order; each
+layout makes a few steps.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pathlib import Path
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.data.tokenizer import planned_rows
+from megatron.data.tokenizer import predict_embedding_rows
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.memory_plots.measure import prepare
+from megatron_lab.memory_plots.measure import prepare_step
 from megatron_lab.planner.cluster import Cluster, load_cluster
-from megatron_lab.planner.step_time import StepTime, predict
+from megatron_lab.planner.step_time import StepTime, predict_step_time
 from megatron_lab.verification.local_ranks import run_ranks
 
 _COMMON = """--device cpu --mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1e-3 --eval-iters 0 --attention-dropout 0
@@ -53,110 +54,136 @@ CASES = (
     ("llama", 4, f"--micro-batch-size 1 {PIPELINE} 2 {TENSOR} 2 --sequence-parallel"),
     ("gpt", 4, f"--micro-batch-size 1 {PIPELINE} 2 {SHARDING} optim"),
 )
-_STEPS, _UNTIMED = 5, 2
+_TIMED_STEPS, _WARMUP_STEPS = 5, 2
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A layout, its prediction and its measured steps."""
+class Comparison:
+    """Predicted and measured step times of one layout."""
 
     model: str
     ranks: int
     flags: str
     predicted: StepTime
     rounds: tuple[float, ...]
-    """Median seconds of a step in each round."""
+    """Median seconds of a step in each round (a round runs every layout once)."""
 
     @property
-    def measured(self) -> float:
-        """Seconds of a step."""
+    def measured_seconds(self) -> float:
+        """Median seconds of a step over the rounds."""
         return statistics.median(self.rounds)
 
     @property
-    def off(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted.seconds / self.measured - 1
+    def relative_error(self) -> float:
+        """Ratio of the predicted to the measured step time, minus 1."""
+        return self.predicted.seconds / self.measured_seconds - 1
 
 
-def order_right(times: Sequence[tuple[float, float]], apart: float = 0.1) -> tuple[int, int]:
-    """Pairs whose measured times are apart by more than that, and those of them that the predicted ones order alike.
+def count_ordered_pairs(times: Sequence[tuple[float, float]], min_difference: float = 0.1) -> tuple[int, int]:
+    """Count how many pairs of layouts the prediction puts into the measured order.
 
     Args:
-        times: predicted and measured.
+        times: (predicted, measured) time of each layout.
+        min_difference: fraction by which the measured times of a pair must differ to be counted.
+
+    Returns:
+        The number of correctly ordered pairs, and the number of counted pairs.
     """
-    pairs = [(a, b) for a, b in itertools.combinations(times, 2) if max(a[1], b[1]) > (1 + apart) * min(a[1], b[1])]
+    pairs = [(a, b) for a, b in itertools.combinations(times, 2) if max(a[1], b[1]) > (1 + min_difference) * min(a[1], b[1])]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
 
 
-def config_of(model: str, ranks: int, flags: str) -> Config:
-    """The settings of a layout."""
+def load_config(model: str, ranks: int, flags: str) -> Config:
+    """Return the settings of a run of this model with the flags of a layout.
+
+    Args:
+        model: key of `MODELS`.
+        ranks: number of ranks.
+        flags: flags of the layout, as on the command line.
+    """
     return load(shlex.split(f"{MODELS[model]} {flags}"), ranks).config
 
 
-def predicted(config: Config, ranks: int, cluster: Cluster) -> StepTime:
-    """In a process of its own, which may take the place of any rank."""
-    rows = planned_rows(config.data)
-    (found,) = run_ranks(1, lambda _: predict(config, DryRun(ranks, max(ranks, 8), None), rows, cluster), init=False)
-    return found  # type: ignore[no-any-return]
+def predict(config: Config, ranks: int, cluster: Cluster) -> StepTime:
+    """Predict the step time of a layout in a separate process, because a process can be a rank of one job only."""
+    rows = predict_embedding_rows(config.data)
+    (step_time,) = run_ranks(1, lambda _: predict_step_time(config, DryRun(ranks, max(ranks, 8), None), rows, cluster), init=False)
+    return step_time  # type: ignore[no-any-return]
 
 
-def measured(config: Config, ranks: int) -> float:
-    """Median seconds of a step, without the first ones."""
+def measure(config: Config, ranks: int) -> float:
+    """Run a layout on local processes. Return the median seconds of a step, without the warm-up steps.
 
-    def live(_: int) -> list[float]:
-        step, batch = prepare(config)
+    The time of a step is that of its slowest rank.
+    """
+
+    def time_steps(_: int) -> list[float]:
+        step, batch = prepare_step(config)
         times = []
-        for number in range(_UNTIMED + _STEPS):
-            began = time.perf_counter()
-            step.run(batch, iteration=number + 1, learning_rate=1e-3, weight_decay=0.0)
-            times.append(time.perf_counter() - began)
-        return times[_UNTIMED:]
+        for i in range(_WARMUP_STEPS + _TIMED_STEPS):
+            start = time.perf_counter()
+            step.run(batch, iteration=i + 1, learning_rate=1e-3, weight_decay=0.0)
+            times.append(time.perf_counter() - start)
+        return times[_WARMUP_STEPS:]
 
-    every = run_ranks(ranks, live, init=False)
-    return statistics.median(map(max, zip(*every, strict=True)))
+    times_by_rank = run_ranks(ranks, time_steps, init=False)
+    return statistics.median(map(max, zip(*times_by_rank, strict=True)))
 
 
-def compare(cluster: Cluster, rounds: int) -> list[Compared]:
-    """All layouts, in turns."""
-    configs = [config_of(*case) for case in CASES]
+def compare(cluster: Cluster, num_rounds: int) -> list[Comparison]:
+    """Predict and measure all layouts.
+
+    Each round measures every layout once, so that a slow phase of the machine affects all layouts.
+    """
+    configs = [load_config(*case) for case in CASES]
     times: list[list[float]] = [[] for _ in CASES]
-    for number in range(rounds):
-        for i in range(len(CASES))[:: -1 if number % 2 else 1]:
-            times[i].append(measured(configs[i], CASES[i][1]))
-    plans = [predicted(config, case[1], cluster) for config, case in zip(configs, CASES, strict=True)]
-    return [Compared(*case, plan, tuple(took)) for case, plan, took in zip(CASES, plans, times, strict=True)]
+    for round_index in range(num_rounds):
+        for i in range(len(CASES))[:: -1 if round_index % 2 else 1]:
+            times[i].append(measure(configs[i], CASES[i][1]))
+    predictions = [predict(config, case[1], cluster) for config, case in zip(configs, CASES, strict=True)]
+    return [
+        Comparison(*case, prediction, tuple(case_times))
+        for case, prediction, case_times in zip(CASES, predictions, times, strict=True)
+    ]
 
 
-def table(rows: Sequence[Compared]) -> list[str]:
-    """Of Markdown, and what it comes to."""
+def format_table(rows: Sequence[Comparison]) -> list[str]:
+    """Format a Markdown table of the layouts with their predicted and measured step times, and a summary of the errors."""
     lines = ["| model | ranks | flags | predicted ms | measured ms (rounds) | off |", "|---|---|---|---|---|---|"]
     for row in rows:
-        span = f"{1e3 * row.measured:.0f} ({1e3 * min(row.rounds):.0f} to {1e3 * max(row.rounds):.0f})"
-        lines.append(f"| {row.model} | {row.ranks} | `{row.flags}` | {1e3 * row.predicted.seconds:.0f} | {span} | {row.off:+.0%} |")
-    off = sorted(abs(row.off) for row in rows)
-    right, pairs = order_right([(row.predicted.seconds, row.measured) for row in rows if row.model == "llama"])
-    more, others = order_right([(row.predicted.seconds, row.measured) for row in rows if row.model == "gpt"])
-    sure = sum(row.predicted.low <= row.measured <= row.predicted.high for row in rows)
-    ninety = off[math.ceil(0.9 * len(off)) - 1]
+        measured_range = f"{1e3 * row.measured_seconds:.0f} ({1e3 * min(row.rounds):.0f} to {1e3 * max(row.rounds):.0f})"
+        lines.append(
+            f"| {row.model} | {row.ranks} | `{row.flags}` | {1e3 * row.predicted.seconds:.0f} | {measured_range} | "
+            f"{row.relative_error:+.0%} |"
+        )
+    abs_errors = sorted(abs(row.relative_error) for row in rows)
+    llama_ordered, llama_pairs = count_ordered_pairs(
+        [(row.predicted.seconds, row.measured_seconds) for row in rows if row.model == "llama"]
+    )
+    gpt_ordered, gpt_pairs = count_ordered_pairs(
+        [(row.predicted.seconds, row.measured_seconds) for row in rows if row.model == "gpt"]
+    )
+    num_in_range = sum(row.predicted.low <= row.measured_seconds <= row.predicted.high for row in rows)
+    percentile_90 = abs_errors[math.ceil(0.9 * len(abs_errors)) - 1]
     lines += [
         "",
-        f"median error {statistics.median(off):.1%}, 90th percentile {ninety:.1%}, largest {off[-1]:.1%}; "
-        f"in the 90 % range {sure} of {len(rows)}; "
-        f"of pairs of one model over 10 % apart {right + more} of {pairs + others} in order",
+        f"median error {statistics.median(abs_errors):.1%}, 90th percentile {percentile_90:.1%}, largest {abs_errors[-1]:.1%}; "
+        f"in the 90 % range {num_in_range} of {len(rows)}; "
+        f"of pairs of one model over 10 % apart {llama_ordered + gpt_ordered} of {llama_pairs + gpt_pairs} in order",
     ]
     return lines
 
 
 def main() -> int:
-    """Compare; returns the exit status."""
-    flags = ToolParser(description=__doc__)
-    flags.add_argument("--cluster", required=True, metavar="FILE", help="cluster file of this machine")
-    flags.add_argument("--rounds", type=int, default=5, metavar="N", help="turns in which every layout is started (5)")
-    flags.add_argument("--json", metavar="FILE", help="write parts and times too")
-    given = flags.parse_args()
-    rows = compare(load_cluster(given.cluster), given.rounds)
-    print("\n".join(table(rows)))
-    if given.json:
-        found = [{**vars(row), "predicted": dict(row.predicted.parts)} for row in rows]
-        Path(given.json).write_text(json.dumps(found, indent=1))
+    """Run the tool and return its exit status."""
+    parser = ToolParser(description=__doc__)
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="Read the cluster file of this machine.")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="Measure every layout in N rounds (default 5).")
+    parser.add_argument("--json", metavar="FILE", help="Also write the predicted parts and the measured times as JSON.")
+    args = parser.parse_args()
+    rows = compare(load_cluster(args.cluster), args.rounds)
+    print("\n".join(format_table(rows)))
+    if args.json:
+        report = [{**vars(row), "predicted": dict(row.predicted.breakdown)} for row in rows]
+        Path(args.json).write_text(json.dumps(report, indent=1))
     return 0

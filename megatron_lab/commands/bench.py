@@ -1,25 +1,25 @@
-"""Measure this framework.
+"""Run the benchmarks of this framework.
 
-    python tools/bench.py                 all of what follows
-    python tools/bench.py bubble          the step of every pipeline schedule against the simulator, with sleeping operations
-    python tools/bench.py activations     a step whose saved tensors go to the host and back over a slow link, against one without
-    python tools/bench.py overlap         exposed communication of two data ranks with overlap off and on, behind a slowed link
-    python tools/bench.py tensor          layers of tensor ranks with --tp-comm-overlap and without, behind a slow link
-    python tools/bench.py context         attention of context ranks, keys and values beside products, behind a slow link
-    python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in processes that update at once
-    python tools/bench.py offload         the optimizer's step with all its state in host memory against the update alone
-    python tools/bench.py memory          activations at their peak, planned and measured, and step time, for each way to hold less
-    python tools/bench.py executor        what the pipeline executor costs for each operation, and at start
+    python tools/bench.py                 all of the following
+    python tools/bench.py bubble          a step of every pipeline schedule against the simulator, with operations that sleep
+    python tools/bench.py activations     a step that offloads saved tensors over a slow link, against a step that does not
+    python tools/bench.py overlap         exposed communication of two data ranks with and without overlap, over a slow link
+    python tools/bench.py tensor          layers on tensor ranks with and without --tp-comm-overlap, over a slow link
+    python tools/bench.py context         attention on context ranks: transfer of keys and values against compute, over a slow link
+    python tools/bench.py optimizer       the optimizer's step against torch's fused AdamW, in several processes at once
+    python tools/bench.py offload         the optimizer's step with all its state in host memory, against the update alone
+    python tools/bench.py memory          planned and measured peak of activations, and step time, for each option that saves memory
+    python tools/bench.py executor        overhead of the pipeline executor: per operation and at the start
     python tools/bench.py data            preprocessing against the bare tokenizer, indexes of a large dataset, samples, loader
-    python tools/bench.py checkpoint      saves and loads against plain writes and reads, what a save in the background holds up
-    python tools/bench.py packing         attention within documents against attention over the whole sample
-    python tools/bench.py loss            the step with its loss in chunks against the step with the whole loss
-    python tools/bench.py experts         experts against a plain loop, their ways between ranks, a step against a dense one
-    python tools/bench.py single          one process, float32 and bfloat16, against a loop written by hand and transformers' GPT-2
+    python tools/bench.py checkpoint      saves and loads against plain writes and reads; time that an asynchronous save blocks
+    python tools/bench.py packing         attention within documents against attention over the full sample
+    python tools/bench.py loss            a step with the chunked loss against a step with the full loss
+    python tools/bench.py experts         experts against a plain loop, dispatchers, a step against a dense one
+    python tools/bench.py single          one process, float32 and bfloat16, against a plain PyTorch loop and transformers' GPT-2
     python tools/bench.py parallel        8 processes at TP=2, PP=2, DP=2 against one, with the share of communication
     python tools/bench.py single --shape 350m --device cuda --compile
 
-The exit status is 1 if a bound is missed; experts, single and parallel ask for none.
+The exit status is 1 if a result misses its bound. The benchmarks experts, single and parallel have no bounds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import argparse
 from pathlib import Path
 
 from megatron.config.parallel import ShardingStrategy
-from megatron.spec.operations import Costs
+from megatron.spec.operations import OpCosts
 from megatron.spec.schedules import SCHEDULES
 from megatron_lab.benchmarks.shapes import SHAPES, Shape
 from megatron_lab.commands.parser import ToolParser
 
-# Those that fork are first: where there is CUDA, autograd starts threads at its first backward, which do not survive that.
-PARTS = (
+# Benchmarks that fork come first. With CUDA, autograd starts threads at its first backward, and threads do not survive a fork.
+BENCHMARKS = (
     *(
         "bubble",
         "activations",
@@ -52,187 +52,255 @@ PARTS = (
     ),
     *("experts", "single", "parallel"),
 )
-# Under optim_grads_params torch's fully_shard communicates, and on gloo it waits for each reduction.
+# optim_grads_params is missing: torch's fully_shard does its communication, and on gloo it waits for each reduction.
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads")
 
 
-def parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
-    """The flags, and for each the parts in which it acts."""
-    flags = ToolParser(description=__doc__)
-    flags.add_argument("part", nargs="?", default="all", choices=["all", *PARTS])
-    acts: dict[str, tuple[str, ...]] = {}
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, tuple[str, ...]]]:
+    """Return the parser of the command line, and for each flag the benchmarks in which it takes effect."""
+    parser = ToolParser(description=__doc__)
+    parser.add_argument("part", nargs="?", default="all", choices=["all", *BENCHMARKS])
+    benchmarks_by_flag: dict[str, tuple[str, ...]] = {}
 
-    def add(name: str, parts: tuple[str, ...], **settings: object) -> None:
-        acts[flags.add_argument(name, help=f"{', '.join(parts)}: {settings.pop('help')}", **settings).dest] = parts  # type: ignore[arg-type]
+    def add(name: str, benchmarks: tuple[str, ...], **kwargs: object) -> None:
+        description = f"{', '.join(benchmarks)}: {kwargs.pop('help')}"
+        action = parser.add_argument(name, help=description, **kwargs)  # type: ignore[arg-type]
+        benchmarks_by_flag[action.dest] = benchmarks
 
-    add("--shape", ("single", "parallel"), choices=SHAPES, default="small", help="model and batch (small)")
+    add("--shape", ("single", "parallel"), choices=SHAPES, default="small", help="Select the model and batch (default small).")
     add(
         "--device",
         ("single", "offload", "packing", "loss"),
         default="cpu",
-        help="where to train; offload is timed on a GPU too, if there is one (cpu)",
+        help="Train on this device; offload also runs on a GPU if one exists (default cpu).",
     )
-    add("--dtypes", ("single",), nargs="+", default=["float32", "bfloat16"], help="what to train in (float32 bfloat16)")
+    add(
+        "--dtypes",
+        ("single",),
+        nargs="+",
+        default=["float32", "bfloat16"],
+        help="Train in these dtypes (default float32 bfloat16).",
+    )
     add(
         "--pairs",
         ("single", "executor", "optimizer", "offload", "memory", "checkpoint", "data", "packing", "loss", "experts"),
-        type=count,
-        help="turns of the two that are compared (7; checkpoint 15)",
+        type=parse_count,
+        help="Measure both sides of a comparison this many times, alternately (default 7; checkpoint 15).",
     )
-    add("--steps", ("single",), type=count, default=1, help="steps in each half of a pair (1)")
+    add("--steps", ("single",), type=parse_count, default=1, help="Run this many steps in each measurement (default 1).")
     add(
         "--compile",
         ("single",),
         action="store_true",
-        help="compiled layers, and the loop by hand compiled, take part too (minutes to compile)",
+        help="Also measure compiled layers and the plain loop compiled, which takes minutes to compile.",
     )
-    add("--stages", ("bubble",), type=count, default=8, help="processes (8)")
-    add("--microbatches", ("bubble",), type=count, default=16, help="microbatches of a step (16)")
-    add("--schedules", ("bubble",), nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="which ones (all)")
-    for what in ("forward", "input-grad", "weight-grad"):
-        add(f"--{what}-ms", ("bubble",), type=milliseconds, default=40.0, help="time on a whole stage, which its chunks share (40)")
+    add("--stages", ("bubble",), type=parse_count, default=8, help="Start this many processes (default 8).")
+    add("--microbatches", ("bubble",), type=parse_count, default=16, help="Run this many microbatches per step (default 16).")
+    add(
+        "--schedules",
+        ("bubble",),
+        nargs="+",
+        choices=SCHEDULES,
+        default=list(SCHEDULES),
+        help="Measure only these schedules (default all).",
+    )
+    for op_name in ("forward", "input-grad", "weight-grad"):
+        add(
+            f"--{op_name}-ms",
+            ("bubble",),
+            type=parse_ms,
+            default=40.0,
+            help="Set the time on a full stage, which its chunks divide (default 40).",
+        )
     add(
         "--recompute-ms",
         ("bubble",),
-        type=milliseconds,
+        type=parse_ms,
         default=0.0,
-        help="time to run a stage's layers again ahead of backward (0)",
+        help="Set the time to recompute a stage's layers before backward (default 0).",
     )
     add(
         "--hidden",
         ("bubble",),
         nargs=3,
-        type=count,
+        type=parse_count,
         default=[128, 1, 512],
         metavar=("S", "B", "H"),
-        help="float32 tensor that travels (128 1 512)",
+        help="Send a float32 tensor of this shape between stages (default 128 1 512).",
     )
-    add("--no-overlap-p2p", ("bubble",), action="store_true", help="wait for each exchange of messages before computing on")
+    add("--no-overlap-p2p", ("bubble",), action="store_true", help="Wait for each exchange of messages before computing further.")
     add(
         "--repeats",
         ("bubble", "overlap", "tensor", "context", "activations"),
-        type=count,
+        type=parse_count,
         default=5,
-        help="measurements of each schedule or strategy, after a first (5)",
+        help="Measure each schedule or strategy this many times after a warm-up (default 5).",
     )
     add(
         "--link-share",
         ("activations", "tensor"),
-        type=share,
+        type=parse_share,
         default=0.8,
-        help="time of a layer's copy over that of its forward, or of a gather over that of its product (0.8)",
+        help="Set the time of a layer's copy relative to its forward, or of a gather relative to its matrix product (default 0.8).",
     )
-    add("--strategies", ("overlap",), nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="of sharding (all)")
-    add("--accumulate", ("overlap",), nargs="+", type=count, default=[1, 4], help="microbatches of a step, one after another (1 4)")
+    add(
+        "--strategies",
+        ("overlap",),
+        nargs="+",
+        choices=STRATEGIES,
+        default=list(STRATEGIES),
+        help="Measure only these sharding strategies (default all).",
+    )
+    add(
+        "--accumulate",
+        ("overlap",),
+        nargs="+",
+        type=parse_count,
+        default=[1, 4],
+        help="Measure steps with these numbers of microbatches (default 1 4).",
+    )
     add(
         "--gpt",
         ("overlap", "memory", "experts"),
         nargs=6,
-        type=count,
+        type=parse_count,
         metavar=("LAYERS", "HIDDEN", "HEADS", "SEQ", "BATCH", "VOCAB"),
-        help="model and microbatch of a rank (8 192 4 256 4 512; memory 12 128 4 1024 1 10240; experts 4 256 4 256 4 2048)",
+        help="Set the model and a rank's microbatch (default 8 192 4 256 4 512; memory 12 128 4 1024 1 10240; "
+        "experts 4 256 4 256 4 2048).",
     )
     add(
         "--start-sizes",
         ("executor",),
         nargs="+",
-        type=size,
+        type=parse_pipeline_size,
         default=[(8, 64), (64, 512)],
         metavar="PxM",
-        help="stages x microbatches for the cost at start (8x64 64x512)",
+        help="Measure the overhead at the start for these numbers of stages x microbatches (default 8x64 64x512).",
     )
-    add("--ranks", ("optimizer", "checkpoint"), type=count, default=2, help="processes that update, or save and load, at once (2)")
-    add("--state-mb", ("checkpoint",), type=count, default=256, help="state of each process, in MiB (256)")
-    add("--folder", ("checkpoint",), type=Path, help="where to write, to measure that disk (the folder for temporary files)")
+    add(
+        "--ranks",
+        ("optimizer", "checkpoint"),
+        type=parse_count,
+        default=2,
+        help="Let this many processes update, or save and load, at once (default 2).",
+    )
+    add(
+        "--state-mb",
+        ("checkpoint",),
+        type=parse_count,
+        default=256,
+        help="Set the size of each process's state in MiB (default 256).",
+    )
+    add(
+        "--folder",
+        ("checkpoint",),
+        type=Path,
+        help="Write to this folder, to measure its disk (default: the folder for temporary files).",
+    )
     add(
         "--elements",
         ("optimizer", "offload"),
-        type=count,
+        type=parse_count,
         default=25_000_000,
-        help="about how many each of them updates (25000000)",
+        help="Let each process update about this many elements (default 25000000).",
     )
-    add("--megabytes", ("data",), type=count, default=60, help="text to preprocess (60)")
-    add("--stream-gb", ("data",), type=gigabytes, default=0.5, help="JSON lines over which memory is watched, in GB (0.5)")
-    add("--documents", ("data",), type=count, default=20_000_000, help="in the synthetic index, of 1000 tokens each (20000000)")
-    return flags, acts
+    add("--megabytes", ("data",), type=parse_count, default=60, help="Preprocess this many MB of text (default 60).")
+    add(
+        "--stream-gb",
+        ("data",),
+        type=parse_gb,
+        default=0.5,
+        help="Measure memory while this many GB of JSON lines are read (default 0.5).",
+    )
+    add(
+        "--documents",
+        ("data",),
+        type=parse_count,
+        default=20_000_000,
+        help="Build a synthetic index of this many documents of 1000 tokens each (default 20000000).",
+    )
+    return parser, benchmarks_by_flag
 
 
-def count(text: str) -> int:
-    """A number from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+def parse_count(text: str) -> int:
+    """Parse a command-line value that is an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
 
 
-def milliseconds(text: str) -> float:
-    """A time from 0 on."""
-    number = float(text)
-    if not 0.0 <= number < float("inf"):
+def parse_ms(text: str) -> float:
+    """Parse a command-line value that is a time in milliseconds of at least 0."""
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a time from 0 on, not {text}")
-    return number
+    return value
 
 
-def share(text: str) -> float:
-    """A share above 0."""
-    number = float(text)
-    if not 0.0 < number < float("inf"):
+def parse_share(text: str) -> float:
+    """Parse a command-line value that is a fraction above 0."""
+    value = float(text)
+    if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return number
+    return value
 
 
-def gigabytes(text: str) -> float:
-    """A size above 0."""
-    number = float(text)
-    if not 0.0 < number < float("inf"):
+def parse_gb(text: str) -> float:
+    """Parse a command-line value that is a size in GB above 0."""
+    value = float(text)
+    if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a size above 0, not {text}")
-    return number
+    return value
 
 
-def size(text: str) -> tuple[int, int]:
-    """Stages x microbatches, as in 8x64."""
+def parse_pipeline_size(text: str) -> tuple[int, int]:
+    """Parse a command-line value such as 8x64 to (stages, microbatches)."""
     stages, separator, microbatches = text.partition("x")
     if not separator:
         raise argparse.ArgumentTypeError(f"must be stages x microbatches, as in 8x64, not {text!r}")
-    return count(stages), count(microbatches)
+    return parse_count(stages), parse_count(microbatches)
 
 
 def main() -> int:
-    """Run the parts; returns the exit status."""
-    flags, acts = parser()
-    args = flags.parse_args()
-    for name, parts in acts.items():
-        if args.part not in ("all", *parts) and getattr(args, name) != flags.get_default(name):
-            flags.error(f"--{name.replace('_', '-')} acts in {', '.join(parts)}, not in {args.part}: leave it out")
-    chosen = PARTS if args.part == "all" else (args.part,)
+    """Run the benchmarks that the command line selects and return the exit status."""
+    parser, benchmarks_by_flag = build_parser()
+    args = parser.parse_args()
+    for name, benchmarks in benchmarks_by_flag.items():
+        if args.part not in ("all", *benchmarks) and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} acts in {', '.join(benchmarks)}, not in {args.part}: leave it out")
+    selected = BENCHMARKS if args.part == "all" else (args.part,)
     try:
-        good = [run(part, args) for part in chosen]
+        passed = [run(benchmark, args) for benchmark in selected]
     except ValueError as error:
-        flags.error(str(error))
-    return 0 if all(good) else 1
+        parser.error(str(error))
+    return 0 if all(passed) else 1
 
 
-def run(part: str, args: argparse.Namespace) -> bool:
-    """One part; returns whether what it asks for holds. Imports torch only here, after --help."""
-    pairs = args.pairs or (15 if part == "checkpoint" else 7)
-    if part == "bubble":
+def run(benchmark: str, args: argparse.Namespace) -> bool:
+    """Run one benchmark and return whether its results are within their limits.
+
+    Only this function imports torch, so that --help is fast.
+    """
+    pairs = args.pairs or (15 if benchmark == "checkpoint" else 7)
+    if benchmark == "bubble":
         from megatron_lab.benchmarks import bubble
 
-        settings = bubble.Settings(
+        config = bubble.Settings(
             schedules=tuple(args.schedules),
             stages=args.stages,
             microbatches=args.microbatches,
-            costs=Costs(*(ms / 1e3 for ms in (args.forward_ms, args.input_grad_ms, args.weight_grad_ms, 0.0, args.recompute_ms))),
-            hidden=tuple(args.hidden),
+            costs=OpCosts(*(ms / 1e3 for ms in (args.forward_ms, args.input_grad_ms, args.weight_grad_ms, 0.0, args.recompute_ms))),
+            hidden_shape=tuple(args.hidden),
             overlap=not args.no_overlap_p2p,
             repeats=args.repeats,
         )
-        return bubble.run(settings)
-    if part == "activations":
+        return bubble.run(config)
+    if benchmark == "activations":
         from megatron_lab.benchmarks import activations
 
         return activations.run(activations.Settings(share=args.link_share, repeats=args.repeats))
-    if part == "overlap":
+    if benchmark == "overlap":
         from megatron_lab.benchmarks import overlap
 
         return overlap.run(
@@ -240,67 +308,67 @@ def run(part: str, args: argparse.Namespace) -> bool:
                 Shape(*args.gpt or (8, 192, 4, 256, 4, 512)), tuple(args.strategies), tuple(args.accumulate), args.repeats
             )
         )
-    if part == "tensor":
+    if benchmark == "tensor":
         from megatron_lab.benchmarks import tensor_ranks
 
-        held = [tensor_ranks.run(tensor_ranks.Settings(n, share=args.link_share, repeats=args.repeats)) for n in (2, 4)]
-        return all(held)
-    if part == "context":
+        passed = [tensor_ranks.run(tensor_ranks.Settings(n, share=args.link_share, repeats=args.repeats)) for n in (2, 4)]
+        return all(passed)
+    if benchmark == "context":
         from megatron_lab.benchmarks import context
 
-        held = [context.run(context.Settings(n, repeats=args.repeats)) for n in (2, 4)]
-        return all(held)
-    if part == "optimizer":
+        passed = [context.run(context.Settings(n, repeats=args.repeats)) for n in (2, 4)]
+        return all(passed)
+    if benchmark == "optimizer":
         from megatron_lab.benchmarks import optimizer
 
         return optimizer.run(args.ranks, args.elements, pairs)
-    if part == "offload":
+    if benchmark == "offload":
         import torch
 
         from megatron_lab.benchmarks import offload
 
         devices = dict.fromkeys([args.device, *(["cuda"] if torch.cuda.is_available() else [])])
-        good = [offload.run(torch.device(device), args.elements, pairs) for device in devices]
-        return all(good)
-    if part == "memory":
+        passed = [offload.run(torch.device(device), args.elements, pairs) for device in devices]
+        return all(passed)
+    if benchmark == "memory":
         from megatron_lab.benchmarks import memory
 
         return memory.run(Shape(*args.gpt or (12, 128, 4, 1024, 1, 10240)), pairs)
-    if part == "executor":
+    if benchmark == "executor":
         from megatron_lab.benchmarks import executor
 
         return executor.run(pairs, args.start_sizes)
-    if part == "checkpoint":
+    if benchmark == "checkpoint":
         from megatron_lab.benchmarks import checkpoint_load, checkpoint_save
 
-        wanted = (args.ranks, args.state_mb, pairs, args.folder)
-        return all([checkpoint_save.run(*wanted), checkpoint_load.run(*wanted)])
-    if part == "data":
+        run_args = (args.ranks, args.state_mb, pairs, args.folder)
+        return all([checkpoint_save.run(*run_args), checkpoint_load.run(*run_args)])
+    if benchmark == "data":
         from megatron_lab.benchmarks import data_index, loader, preprocessing
 
-        settings_of_text = preprocessing.Settings(megabytes=args.megabytes, pairs=pairs, stream_gb=args.stream_gb)
+        text_config = preprocessing.Settings(megabytes=args.megabytes, pairs=pairs, stream_gb=args.stream_gb)
         return all(
             [
-                preprocessing.run(settings_of_text),
+                preprocessing.run(text_config),
                 data_index.run_index(args.documents, 1000 * args.documents),
                 data_index.run_samples(),
                 data_index.run_blends(),
                 loader.run(),
             ]
         )
-    if part == "packing":
+    if benchmark == "packing":
         from megatron_lab.benchmarks import packing
 
         return packing.run(turns=pairs, device=args.device)
-    if part == "loss":
+    if benchmark == "loss":
         from megatron_lab.benchmarks import loss
 
         return loss.run(pairs, args.device)
-    if part == "experts":
+    if benchmark == "experts":
         from megatron_lab.benchmarks import experts
 
         return experts.run(experts.Settings(Shape(*args.gpt or (4, 256, 4, 256, 4, 2048)), pairs=pairs))
-    if part == "single":
+    if benchmark == "single":
         import torch
 
         from megatron_lab.benchmarks import single

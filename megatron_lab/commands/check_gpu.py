@@ -1,14 +1,15 @@
-"""Check this machine's GPU in a few minutes: limits, kernels against float64, speed beside plain torch, memory, and whole runs.
+"""Check this machine's GPU in a few minutes: limits, kernels against float64, speed compared with plain torch, memory, and full
+runs.
 
-    python tools/check_gpu.py --minutes 8 --json gpu.json      run the checks in order of value, as many as fit
-    python tools/check_gpu.py --resume gpu.json                run those that are left, and add them to the file
-    python tools/check_gpu.py --device cpu                     the same with small models; what needs a GPU says so
+    python tools/check_gpu.py --minutes 8 --json gpu.json      run the most valuable checks that fit into the time
+    python tools/check_gpu.py --resume gpu.json                run the remaining checks, and add them to the file
+    python tools/check_gpu.py --device cpu                     run with small models; checks that need a GPU report so
     python tools/check_gpu.py --table gpu.json --write-docs docs/gpu.md
 
-docs/gpu.md explains the output. The file is complete after every check. The last 100 lines that are printed have everything
-important.
+docs/gpu.md explains the output. The file is complete after every check. The last 100 printed lines contain everything important.
 
-Exit status: 0 no check failed; 1 one failed; 2 the command line or a file is wrong, or there is no such device; 130 interrupted.
+Exit status: 0 no check failed; 1 a check failed; 2 the command line or a file is invalid, or the device does not exist; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -27,48 +28,55 @@ from typing import Any
 
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.gpu.checks import CHECKS, Check
-from megatron_lab.gpu.report import BAD, markdown, progress_line, summary, write_docs
-from megatron_lab.gpu.session import Interrupted, blank, run_checks
+from megatron_lab.gpu.report import FAILED_STATES, format_markdown, format_progress, format_summary, write_docs
+from megatron_lab.gpu.session import Interrupted, create_result, run_checks
 
 PROGRAM = "check_gpu.py"
-_LOOK = (
+_PROBE_CODE = (
     "import json, torch; cuda = torch.cuda.is_available(); "
     "print(json.dumps({'torch': torch.__version__, 'gpus': torch.cuda.device_count() if cuda else 0, "
     "'name': torch.cuda.get_device_name(0) if cuda else None}))"
 )
 _INTERRUPTED_STATUS = 130
-_CACHE = "megatron-check-gpu-compiler-cache"
+_CACHE_NAME = "megatron-check-gpu-compiler-cache"
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    flags = ToolParser(description=__doc__, prog=PROGRAM)
-    flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where to run (cuda)")
-    flags.add_argument("--minutes", type=_minutes, default=15.0, metavar="N", help="time for all checks together (15)")
-    flags.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE, after every check")
-    flags.add_argument(
-        "--resume", type=Path, metavar="FILE", help="take the results of FILE and run what is left; implies --json FILE"
+    parser = ToolParser(description=__doc__, prog=PROGRAM)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Run on this device (default cuda).")
+    parser.add_argument(
+        "--minutes", type=_parse_minutes, default=15.0, metavar="N", help="Limit the time of all checks to N minutes (default 15)."
     )
-    flags.add_argument(
-        "--only", type=_checks, metavar="A,B,...", help="run these checks only; with --resume, also those of them that have failed"
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the results to FILE after every check.")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="Load the results of FILE and run the remaining checks; implies --json FILE."
     )
-    flags.add_argument("--list", action="store_true", help="print each check, its estimated time and what it proves; run nothing")
-    flags.add_argument("--table", type=Path, metavar="FILE", help="run nothing: print the results of FILE as tables")
-    flags.add_argument("--write-docs", type=Path, metavar="PAGE", help="put the tables into a page, as docs/gpu.md has them")
-    return flags
+    parser.add_argument(
+        "--only",
+        type=_parse_checks,
+        metavar="A,B,...",
+        help="Run only these checks; with --resume, also those of them that have failed.",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="Print each check with its estimated time and what it proves, and run nothing."
+    )
+    parser.add_argument("--table", type=Path, metavar="FILE", help="Print the results of FILE as tables, and run nothing.")
+    parser.add_argument("--write-docs", type=Path, metavar="PAGE", help="Write the tables into a page such as docs/gpu.md.")
+    return parser
 
 
-def _checks(text: str) -> list[Check]:
-    known = {check.name: check for check in CHECKS}
+def _parse_checks(text: str) -> list[Check]:
+    checks_by_name = {check.name: check for check in CHECKS}
     names = [name for name in text.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in names if name not in checks_by_name]:
         raise argparse.ArgumentTypeError(f"no check has the name {unknown[0]!r}; `--list` shows all names")
     if not names:
         raise argparse.ArgumentTypeError("names no check; `--list` shows all names")
     return [check for check in CHECKS if check.name in names]
 
 
-def _minutes(text: str) -> float:
+def _parse_minutes(text: str) -> float:
     try:
         minutes = float(text)
     except ValueError:
@@ -79,8 +87,8 @@ def _minutes(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the program; returns the exit status."""
-    args = parser().parse_args(arguments)
+    """Run the tool and return its exit status."""
+    args = build_parser().parse_args(arguments)
     checks = args.only or list(CHECKS)
     if args.list:
         for check in checks:
@@ -90,8 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     status = 0
     try:
         if args.table:
-            report = read_report(args.table)
-            print(markdown(report))
+            report = load_report(args.table)
+            print(format_markdown(report))
         else:
             report, was_interrupted = run_session(args, checks)
             status = _INTERRUPTED_STATUS if was_interrupted else 0
@@ -100,111 +108,122 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    return status or int(any(result["state"] in BAD for result in report["checks"]))
+    return status or int(any(result["state"] in FAILED_STATES for result in report["checks"]))
 
 
 def run_session(args: argparse.Namespace, checks: list[Check]) -> tuple[dict[str, Any], bool]:
-    """Run the checks within the time and write the file after each; returns the report and whether a signal came.
+    """Run the checks within the time limit. The report file is written after each check.
+
+    Returns:
+        The report, and whether a signal interrupted the session.
 
     Raises:
-        ValueError: there is no such device, or the file to resume is not of this device and torch.
+        ValueError: the device does not exist, or the file to resume is from another device or version of torch.
     """
-    report = new_report(args.device)
+    report = create_report(args.device)
     if args.resume:
-        report = resumed_report(args.resume, report)
+        report = resume_report(args.resume, report)
     file = args.json or args.resume
     results = {result["name"]: result for result in report["checks"]}
     if args.only:
         for check in checks:
-            if results[check.name]["state"] in BAD:
-                results[check.name].update(blank(check))
+            if results[check.name]["state"] in FAILED_STATES:
+                results[check.name].update(create_result(check))
     width = max(len(check.name) for check in checks)
     print(f"{report['device_name']}, torch {report['torch']}: {len(checks)} checks in at most {args.minutes:g} minutes", flush=True)
 
-    def after_each(result: dict[str, Any]) -> None:
+    def report_result(result: dict[str, Any]) -> None:
         if file:
             write_atomically(file, report)
         log = [f"    {line}" for line in result["data"].get("log", [])]
-        print("\n".join([progress_line(result, width), *log]), flush=True)
+        print("\n".join([format_progress(result, width), *log]), flush=True)
 
     if file:
         write_atomically(file, report)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiler_cache()
-    old_handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = get_compiler_cache()
+    old_handlers = {signum: signal.signal(signum, _raise_interrupted) for signum in (signal.SIGTERM, signal.SIGINT)}
     was_interrupted = False
     try:
         try:
-            run_checks(checks, results, args.device, 60 * args.minutes, after_each)
+            run_checks(checks, results, args.device, 60 * args.minutes, report_result)
         except Interrupted:
             was_interrupted = True
         if file:
             write_atomically(file, report)
-        print("\n".join(summary(report)), flush=True)
+        print("\n".join(format_summary(report)), flush=True)
     finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in old_handlers.items():
+            signal.signal(signum, handler)
     return report, was_interrupted
 
 
-def compiler_cache() -> str:
-    """Return the compiler's cache folder as an absolute path: the processes of the checks run in the repository's root.
+def get_compiler_cache() -> str:
+    """Return the cache folder of the compiler as an absolute path, because the processes of the checks run in the repository's
+    root.
 
-    By default it is a fixed folder, so that a second session on this machine finds what the compiler has made.
+    The default is a fixed folder, so that a second session on this machine reuses compiled code.
     """
-    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir()) / _CACHE)
+    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir()) / _CACHE_NAME)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
     for repeated in (signal.SIGTERM, signal.SIGINT):  # `timeout` sends two: to the process, and to its group
         signal.signal(repeated, signal.SIG_IGN)
     raise Interrupted
 
 
-def new_report(device: str) -> dict[str, Any]:
-    """Return the report of a session in which no check has run.
+def create_report(device: str) -> dict[str, Any]:
+    """Return a report without results: the device, the versions and the date of a session.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device does not exist, or torch cannot be imported.
     """
-    done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"torch cannot be imported by {sys.executable}: {(done.stderr.splitlines() or ['no message'])[-1]}")
-    facts = json.loads(done.stdout)
-    if device == "cuda" and not facts["gpus"]:
+    process = subprocess.run([sys.executable, "-c", _PROBE_CODE], capture_output=True, text=True)
+    if process.returncode:
+        raise ValueError(f"torch cannot be imported by {sys.executable}: {(process.stderr.splitlines() or ['no message'])[-1]}")
+    environment = json.loads(process.stdout)
+    if device == "cuda" and not environment["gpus"]:
         raise ValueError("torch sees no GPU here. Check the driver and CUDA_VISIBLE_DEVICES, or give --device cpu.")
     return {
         "device": device,
-        "device_name": facts["name"] if device == "cuda" else "CPU",
-        "gpus": facts["gpus"],
-        "torch": facts["torch"],
+        "device_name": environment["name"] if device == "cuda" else "CPU",
+        "gpus": environment["gpus"],
+        "torch": environment["torch"],
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "checks": [blank(check) for check in CHECKS],
+        "checks": [create_result(check) for check in CHECKS],
     }
 
 
-def resumed_report(file: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """Return a new report with the results of a file.
+def resume_report(file: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """Return the report of this session with the results of an earlier session added.
+
+    Args:
+        file: report of the earlier session.
+        new: report of this session, without results.
 
     Raises:
-        ValueError: the file is of another device or torch.
+        ValueError: the file is from another device or version of torch.
     """
-    old = read_report(file)
+    old = load_report(file)
     for key in ("device_name", "torch"):
         if old[key] != new[key]:
-            raise ValueError(f"--resume {file} has results of {old[key]}, but here is {new[key]}. Give another file to --json.")
+            raise ValueError(
+                f"--resume {file} has results of {old[key]}, but here is {new[key]}: such results cannot be combined. "
+                "Start a new report with --json FILE."
+            )
     results = {result["name"]: result for result in old["checks"]}
     return {**new, "date": old["date"], "checks": [results.get(result["name"], result) for result in new["checks"]]}
 
 
-def read_report(file: Path) -> dict[str, Any]:
-    """Read what --json wrote.
+def load_report(file: Path) -> dict[str, Any]:
+    """Load a report that --json has written.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file is not such a report.
     """
     try:
         report: dict[str, Any] = json.loads(file.read_text())
-        if not all(set(blank(CHECKS[0])) <= set(result) for result in report["checks"]) or not {
+        if not all(set(create_result(CHECKS[0])) <= set(result) for result in report["checks"]) or not {
             "device",
             "device_name",
             "torch",
@@ -212,12 +231,12 @@ def read_report(file: Path) -> dict[str, Any]:
         } <= set(report):
             raise KeyError("a field is missing")
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not what --json writes: {error!r}") from error
+        raise ValueError(f"{file} is not what --json writes, so it cannot be used as a report: {error!r}") from error
     return report
 
 
 def write_atomically(file: Path, report: dict[str, Any]) -> None:
-    """Replace a file by one with the report, so that a reader never finds half of it."""
+    """Write the report to a file atomically, so that a reader never sees an incomplete file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(json.dumps(report, indent=1) + "\n")

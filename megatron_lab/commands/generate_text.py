@@ -1,14 +1,15 @@
-"""Let a model go on with a text.
+"""Generate text with a model.
 
     python tools/generate_text.py --load runs/a --prompt 'def main('             from the newest checkpoint of a run
-    python tools/generate_text.py --load model --temperature 0 < beginning.txt   the likeliest token always; prompt from stdin
-    python tools/generate_text.py --load runs/a --prompt A B --num-samples 3     several, one after another, each with a heading
+    python tools/generate_text.py --load model --temperature 0 < prompt.txt      always the likeliest token; prompt from stdin
+    python tools/generate_text.py --load runs/a --prompt A B --num-samples 3     several texts, each with a heading
 
 --load names a --save folder (its newest complete checkpoint), one checkpoint in it, a Hugging Face folder, or a checkpoint of
-Megatron-LM, whatever layout it was saved at. The tokenizer is the one that the checkpoint names; flags name another, or where its
-files are now. One text is printed as it is made; of several, each when the group that it is made in is done.
+Megatron-LM. The layout at which it was saved does not matter. The tokenizer is that of the checkpoint; flags can select another
+one, or give a new path of its files. A single text is printed token by token. Several texts are printed when the generation of
+their group is complete.
 
-A model that does not fit one device runs on several:
+A model that does not fit on one device runs on several:
 
     torchrun --nproc-per-node 8 tools/generate_text.py --load runs/a --prompt 'def main(' --pipeline-model-parallel-size 2
 """
@@ -26,7 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.evaluation.opened import Opened, add_computing_flags, add_model_flags, check_layout, opened, tell
+from megatron_lab.evaluation.opened import (
+    OpenedModel,
+    add_computing_flags,
+    add_model_flags,
+    check_layout,
+    open_model,
+    print_to_stderr,
+)
 
 if TYPE_CHECKING:
     from megatron.data.tokenizer import Tokenizer
@@ -34,159 +42,182 @@ if TYPE_CHECKING:
     from megatron_lab.inference.continuation import Continuation
     from megatron_lab.inference.generate import Sampling
 
-_DRAWING = ("top_k", "top_p", "seed")
-_NEW_TOKENS = 256  # of continuation.py, which imports torch
+_SAMPLING_FLAGS = ("top_k", "top_p", "seed")
+_DEFAULT_NEW_TOKENS = 256  # copy of the constant in continuation.py, which imports torch
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = ToolParser(description=__doc__)
-    add_model_flags(flags)
-    beginning = flags.add_mutually_exclusive_group()
-    beginning.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings of texts; '' begins a document")
-    beginning.add_argument(
-        "--prompt-file", metavar="FILE", help="file with one beginning, without the newline at its end; by default stdin is read so"
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(description=__doc__)
+    add_model_flags(parser)
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="Continue these texts; '' starts a new document.")
+    prompts.add_argument(
+        "--prompt-file", metavar="FILE", help="Read one prompt from this file, without the newline at its end (default: stdin)."
     )
-    flags.add_argument("--add-bos", action="store_true", help="put the tokenizer's bos before each prompt, for models trained so")
-    flags.add_argument(
+    parser.add_argument(
+        "--add-bos", action="store_true", help="Put the tokenizer's bos token before each prompt, for models trained with it."
+    )
+    parser.add_argument(
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help=f"most tokens to make ({_NEW_TOKENS}, or what there are positions for)",
+        help=f"Generate at most N tokens (default {_DEFAULT_NEW_TOKENS}, or as many as the model has positions for).",
     )
-    flags.add_argument("--ignore-eod", action="store_true", help="go on behind the end of a document")
-    flags.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts for each prompt (1)")
-    flags.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts in a group that is worked off at once (8)")
-    flags.add_argument(
-        "--json", action="store_true", help="print an object a line for each text: prompt, sample, text, tokens, ended"
+    parser.add_argument("--ignore-eod", action="store_true", help="Continue after an end-of-document token.")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="Generate N texts for each prompt (default 1).")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="Generate the texts of N prompts at once (default 8)."
     )
-    choice = flags.add_argument_group("choice of the next token")
-    choice.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="scores are divided by it (1); 0: the likeliest token always"
+    parser.add_argument(
+        "--json", action="store_true", help="Print a JSON object per line for each text: prompt, sample, text, tokens, ended."
     )
-    choice.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
-    choice.add_argument("--top-p", type=float, metavar="P", help="choose among the likeliest tokens that make up this probability")
-    choice.add_argument("--seed", type=int, metavar="N", help="of the random choices (1234): the same seed, the same text")
-    add_computing_flags(flags)
-    return flags
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="Divide the logits by T (default 1); 0 always selects the likeliest token.",
+    )
+    sampling.add_argument("--top-k", type=int, metavar="K", help="Sample from the K likeliest tokens.")
+    sampling.add_argument(
+        "--top-p", type=float, metavar="P", help="Sample from the likeliest tokens whose probabilities add up to P."
+    )
+    sampling.add_argument(
+        "--seed", type=int, metavar="N", help="Set the seed of sampling (default 1234); equal seeds give equal texts."
+    )
+    add_computing_flags(parser)
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, 1 if it cannot be done, 2 for wrong flags."""
-    flags = parser()
-    given = flags.parse_args(arguments)
-    _check(flags, given)
+    """Run the tool and return the exit status: 0 for success, 1 for an error, 2 for invalid flags."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    _check_args(parser, args)
     try:
-        _run(given)
+        _run(args)
         return 0
-    except BrokenPipeError:  # whoever reads has seen enough, as in | head
+    except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
-        tell(f"generate_text: {error}")
+        print_to_stderr(f"generate_text: {error}")
         return 1
 
 
-def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Refuse flags without effect and sizes that cannot be; exits with status 2."""
+def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check that all flags have an effect and all sizes are valid. Otherwise the program ends with status 2."""
     for name in ("max_new_tokens", "num_samples", "batch_size"):
-        value = getattr(given, name)
+        value = getattr(args, name)
         if value is not None and value < 1:
-            flags.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if given.temperature == 0:
-        for name in _DRAWING:
-            if getattr(given, name) is not None:
-                flags.error(f"--{name.replace('_', '-')} has no effect with --temperature 0, which draws nothing: leave it out")
-        if given.num_samples > 1:
-            flags.error("with --temperature 0 all samples of a prompt are the same: leave --num-samples out")
-    check_layout(flags, given)
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.temperature == 0:
+        for name in _SAMPLING_FLAGS:
+            if getattr(args, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} has no effect with --temperature 0, which draws nothing: leave it out")
+        if args.num_samples > 1:
+            parser.error("with --temperature 0 all samples of a prompt are the same: leave --num-samples out")
+    check_layout(parser, args)
 
 
-def _run(given: argparse.Namespace) -> None:
-    prompts = _read_prompts(given) if int(os.environ.get("RANK", 0)) == 0 else None
+def _run(args: argparse.Namespace) -> None:
+    """Load the model and generate the texts. Rank 0 reads the prompts and sends them to the other ranks."""
+    prompts = _read_prompts(args) if int(os.environ.get("RANK", 0)) == 0 else None
     from megatron.parallel.collectives import broadcast_object
-    from megatron_lab.inference.continuation import prompt_ids
+    from megatron_lab.inference.continuation import encode_prompt
     from megatron_lab.inference.generate import Sampling
 
-    sampling = Sampling(given.temperature, **{name: getattr(given, name) for name in _DRAWING if getattr(given, name) is not None})
-    texts: list[str] = []
-    ids: list[list[int]] = []
+    sampling = Sampling(
+        args.temperature, **{name: getattr(args, name) for name in _SAMPLING_FLAGS if getattr(args, name) is not None}
+    )
+    all_prompts: list[str] = []
+    prompt_token_ids: list[list[int]] = []
 
-    def share(context: ParallelContext, tokenizer: Tokenizer | None) -> None:
+    def broadcast_prompts(context: ParallelContext, tokenizer: Tokenizer | None) -> None:
         assert tokenizer is not None
-        texts.extend(broadcast_object(prompts, context.world))
-        ids.extend(prompt_ids(tokenizer, text, add_bos=given.add_bos) for text in texts)
+        all_prompts.extend(broadcast_object(prompts, context.world))
+        prompt_token_ids.extend(encode_prompt(tokenizer, text, add_bos=args.add_bos) for text in all_prompts)
 
-    with opened(given, share) as found:
-        _generate(given, found, sampling, texts, ids)
+    with open_model(args, broadcast_prompts) as loaded:
+        _generate(args, loaded, sampling, all_prompts, prompt_token_ids)
 
 
-def _read_prompts(given: argparse.Namespace) -> list[str]:
-    """The beginnings, from where the flags say."""
-    if given.prompt is not None:
-        texts: list[str] = given.prompt
-        return texts
-    if given.prompt_file is None and sys.stdin.isatty():
-        tell("The beginning of the text (Ctrl-D ends it):")
-    content = sys.stdin.buffer.read() if given.prompt_file is None else Path(given.prompt_file).read_bytes()
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    """Read the prompts from --prompt, --prompt-file or stdin. All of stdin, or all of a file, is one prompt."""
+    if args.prompt is not None:
+        prompts: list[str] = args.prompt
+        return prompts
+    if args.prompt_file is None and sys.stdin.isatty():
+        print_to_stderr("The beginning of the text (Ctrl-D ends it):")
+    content = sys.stdin.buffer.read() if args.prompt_file is None else Path(args.prompt_file).read_bytes()
     try:
         return [content.decode("utf-8").removesuffix("\n")]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{given.prompt_file or 'stdin'} is not UTF-8: {error}") from error
+        raise ValueError(f"{args.prompt_file or 'stdin'} is not UTF-8: {error}") from error
 
 
-def _generate(given: argparse.Namespace, found: Opened, sampling: Sampling, texts: Sequence[str], ids: Sequence[list[int]]) -> None:
-    """Make the texts, group by group; rank 0 prints them."""
-    from megatron_lab.inference.continuation import continuations, most_new_tokens
+def _generate(
+    args: argparse.Namespace, loaded: OpenedModel, sampling: Sampling, prompts: Sequence[str], prompt_ids: Sequence[list[int]]
+) -> None:
+    """Generate the texts, one batch of prompts after another. Rank 0 prints them."""
+    from megatron_lab.inference.continuation import generate_texts, select_max_new_tokens
     from megatron_lab.inference.generate import GenerationRequest, check_request
 
-    model, context, tokenizer = found.model, found.context, found.tokenizer
+    model, context, tokenizer = loaded.model, loaded.context, loaded.tokenizer
     assert tokenizer is not None
-    groups = {first: ids[first : first + given.batch_size] for first in range(0, len(ids), given.batch_size)}
+    groups = {first: prompt_ids[first : first + args.batch_size] for first in range(0, len(prompt_ids), args.batch_size)}
     requests = [
         GenerationRequest(
             group,
-            given.max_new_tokens or most_new_tokens(model.config, group),
+            args.max_new_tokens or select_max_new_tokens(model.config, group),
             sampling,
-            num_samples=given.num_samples,
-            eod=None if given.ignore_eod else tokenizer.eod,
+            num_samples=args.num_samples,
+            eod=None if args.ignore_eod else tokenizer.eod,
             num_ids=tokenizer.vocab_size,
             first_prompt=first,
         )
         for first, group in groups.items()
     ]
-    for request in requests:  # all, before any work
+    for request in requests:  # check all requests before the first generation
         check_request(model, request)
-    alone = len(texts) * given.num_samples == 1 and not given.json
-    started, made = time.perf_counter(), 0
-    if alone and context.rank == 0:
-        _write(texts[0])
+    streams = len(prompts) * args.num_samples == 1 and not args.json
+    start, num_tokens = time.perf_counter(), 0
+    if streams and context.rank == 0:
+        _write(prompts[0])
     for request in requests:
-        made_here = continuations(model, context, tokenizer, request, _write if alone and context.rank == 0 else None)
-        made += sum(len(one.tokens) for one in made_here)
-        if context.rank == 0 and not alone:
-            for one in made_here:
-                _print(given, texts[one.prompt], one)
+        outputs = generate_texts(model, context, tokenizer, request, _write if streams and context.rank == 0 else None)
+        num_tokens += sum(len(output.tokens) for output in outputs)
+        if context.rank == 0 and not streams:
+            for output in outputs:
+                _print_output(args, prompts[output.prompt_index], output)
     if context.rank == 0:
-        if alone:
+        if streams:
             _write("\n")
-        seconds = time.perf_counter() - started
-        tell(f"{made} tokens in {seconds:.2f} s, {made / seconds:.1f} a second")
+        elapsed = time.perf_counter() - start
+        print_to_stderr(f"{num_tokens} tokens in {elapsed:.2f} s, {num_tokens / elapsed:.1f} a second")
 
 
-def _print(given: argparse.Namespace, prompt: str, one: Continuation) -> None:
-    """One of several texts, with a heading; or as an object."""
-    if given.json:
-        fields = {"prompt": prompt, "sample": one.sample, "text": one.text, "tokens": one.tokens, "ended": one.ended}
+def _print_output(args: argparse.Namespace, prompt: str, output: Continuation) -> None:
+    """Print one of several generated texts, with a heading or as a JSON object."""
+    if args.json:
+        fields = {
+            "prompt": prompt,
+            "sample": output.sample_index,
+            "text": output.text,
+            "tokens": output.tokens,
+            "ended": output.has_ended,
+        }
         _write(json.dumps(fields, ensure_ascii=False) + "\n")
     else:
-        _write(f"== prompt {one.prompt + 1}, sample {one.sample + 1}\n{prompt}{one.text}\n\n")
+        _write(f"== prompt {output.prompt_index + 1}, sample {output.sample_index + 1}\n{prompt}{output.text}\n\n")
 
 
 def _write(text: str) -> None:
-    """Print a piece at once. On a terminal, characters that would steer it are shown as U+FFFD."""
+    """Print a text immediately. On a terminal, control characters are replaced by U+FFFD."""
     if sys.stdout.isatty():
         text = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
     sys.stdout.write(text)

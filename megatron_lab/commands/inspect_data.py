@@ -1,14 +1,15 @@
-"""Look into an indexed dataset, or into what a training run reads.
+"""Inspect an indexed dataset, or the samples that a training run reads.
 
-    python tools/inspect_data.py PREFIX                             sizes, and a histogram of the lengths of the documents
-    python tools/inspect_data.py PREFIX --histogram lengths.svg     the histogram as a picture too
-    python tools/inspect_data.py PREFIX --document 0 17             token ids of documents; with a tokenizer's flags their text
-    python tools/inspect_data.py PREFIX --verify                    read all: sizes, order of the index, ids below the vocabulary
+    python tools/inspect_data.py PREFIX                             sizes, and a histogram of document lengths
+    python tools/inspect_data.py PREFIX --histogram lengths.svg     the histogram also as a picture
+    python tools/inspect_data.py PREFIX --document 0 17             token ids of documents; with tokenizer flags also their text
+    python tools/inspect_data.py PREFIX --verify                    check all: sizes, order of the index, ids below the vocabulary
+    size
     python tools/inspect_data.py --run checkpoints --step 1200      documents and token ranges in the batch of a step
     python tools/inspect_data.py --run checkpoints --sample 38400   one sample of the run, with its text
 
-A run is named by its --save folder: the settings, and what was read under earlier ones, are taken from its newest checkpoint
-(--ckpt-step takes another). Steps are counted from 1 as in the log, samples and documents from 0.
+--run names the --save folder of a run. Its newest checkpoint, or that of --ckpt-step, gives the settings and the history of the
+data that the run has read. Steps are counted from 1 as in the log, samples and documents from 0.
 """
 
 from __future__ import annotations
@@ -22,53 +23,66 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
     from megatron.data.indexed_dataset import IndexedDataset
-    from megatron.data.samples import SamplePiece
+    from megatron.data.samples import DocumentSpan
     from megatron.data.tokenizer import Tokenizer
     from megatron_lab.data_tools.dataset_check import DatasetProblem, LengthBin
 
-_SHOWN_PROBLEMS = 20
-_BAR = 40  # characters
+_MAX_PRINTED_PROBLEMS = 20
+_MAX_BAR_LENGTH = 40  # characters
 _ANY_ID = 2**63
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = ToolParser(description=__doc__)
-    flags.add_argument("prefix", nargs="?", metavar="PREFIX", help="indexed dataset: path without .bin and .idx")
-    flags.add_argument("--run", metavar="FOLDER", help="--save folder of a training run, instead of PREFIX")
-    flags.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="with --run: the checkpoint to take the settings from (the newest)"
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(description=__doc__)
+    parser.add_argument("prefix", nargs="?", metavar="PREFIX", help="Path of an indexed dataset without .bin and .idx.")
+    parser.add_argument("--run", metavar="FOLDER", help="Inspect the training run with this --save folder, instead of PREFIX.")
+    parser.add_argument(
+        "--ckpt-step",
+        type=int,
+        metavar="N",
+        help="With --run, load the settings from the checkpoint of this iteration (default: the newest).",
     )
-    what = flags.add_mutually_exclusive_group()
-    what.add_argument("--document", type=int, nargs="+", metavar="N", help="with PREFIX: show these documents")
-    what.add_argument("--verify", action="store_true", help="with PREFIX: read everything; exit code 1 if something is wrong")
-    what.add_argument("--histogram", metavar="FILE", help="with PREFIX: draw the lengths of the documents (.svg, .png or .pdf)")
-    what.add_argument("--step", type=int, metavar="N", help="with --run: list what this step reads")
-    what.add_argument("--sample", type=int, metavar="N", help="with --run: show this sample")
-    flags.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="tokens shown of a document or sample (256); 0: all"
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--document", type=int, nargs="+", metavar="N", help="With PREFIX, print these documents.")
+    action.add_argument(
+        "--verify", action="store_true", help="With PREFIX, check all data; the exit status is 1 if it has a problem."
     )
-    flags.add_argument("--json", action="store_true", help="with --run: one JSON object a sample")
-    add_tokenizer_flags(flags, required=False)
-    return flags
+    action.add_argument(
+        "--histogram",
+        metavar="FILE",
+        help="With PREFIX, also write the histogram of document lengths to FILE (.svg, .png or .pdf).",
+    )
+    action.add_argument("--step", type=int, metavar="N", help="With --run, list the samples of this step.")
+    action.add_argument("--sample", type=int, metavar="N", help="With --run, print this sample.")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="Print at most N tokens of a document or sample (default 256); 0 prints all.",
+    )
+    parser.add_argument("--json", action="store_true", help="With --run, print one JSON object per sample.")
+    add_tokenizer_flags(parser, required=False)
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, 1 if something is wrong with the data, 2 for wrong flags."""
-    flags = parser()
-    given = flags.parse_args(arguments)
-    _check(flags, given)
-    tokenizer = tokenizer_config(given, flags)
+    """Run the tool and return the exit status: 0 for success, 1 for problems of the data, 2 for invalid flags."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    _check_args(parser, args)
+    tokenizer = build_tokenizer_config(args, parser)
     try:
-        return _show_run(given) if given.run is not None else _show_dataset(given, tokenizer)
-    except BrokenPipeError:  # whoever reads has seen enough, as in | head
+        return _show_run(args) if args.run is not None else _show_dataset(args, tokenizer)
+    except BrokenPipeError:  # the reader has closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
@@ -76,10 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End with a message where flags do not go together."""
-    if (given.prefix is None) == (given.run is None):
-        flags.error("give either PREFIX or --run FOLDER")
+def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check that the flags can be used together. Otherwise the program ends with a message and status 2."""
+    if (args.prefix is None) == (args.run is None):
+        parser.error("give either PREFIX or --run FOLDER")
     for name, needs_run in {
         "ckpt_step": True,
         "step": True,
@@ -88,41 +102,44 @@ def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         "document": False,
         "verify": False,
     }.items():
-        if getattr(given, name) not in (None, False) and needs_run != (given.run is not None):
-            flags.error(f"--{name.replace('_', '-')} goes with {'--run FOLDER' if needs_run else 'PREFIX'}")
-    if given.run is not None and (given.histogram or given.tokenizer_type):
-        flags.error(
-            "--histogram goes with PREFIX" if given.histogram else "the tokenizer is that of the run: leave out --tokenizer-type"
+        if getattr(args, name) not in (None, False) and needs_run != (args.run is not None):
+            parser.error(f"--{name.replace('_', '-')} can only be used with {'--run FOLDER' if needs_run else 'PREFIX'}")
+    if args.run is not None and (args.histogram or args.tokenizer_type):
+        parser.error(
+            "--histogram can only be used with PREFIX"
+            if args.histogram
+            else "--run uses the tokenizer of the run: leave out --tokenizer-type"
         )
-    if given.run is not None and given.step is None and given.sample is None:
-        flags.error("--run needs --step N or --sample N")
-    if given.max_tokens < 0:
-        flags.error(f"--max-tokens must be 0 or more, not {given.max_tokens}")
+    if args.run is not None and args.step is None and args.sample is None:
+        parser.error("--run needs --step N or --sample N")
+    if args.max_tokens < 0:
+        parser.error(f"--max-tokens must be 0 or more, not {args.max_tokens}")
 
 
-def _show_dataset(given: argparse.Namespace, config: DataConfig) -> int:
+def _show_dataset(args: argparse.Namespace, config: DataConfig) -> int:
+    """Print the properties of a dataset that the flags ask for, and return the exit status."""
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.tokenizer import build_tokenizer
-    from megatron_lab.data_tools.dataset_check import length_histogram, verify
+    from megatron_lab.data_tools.dataset_check import compute_length_histogram, find_problems
 
     tokenizer = build_tokenizer(config) if config.tokenizer_type else None
-    dataset = IndexedDataset(given.prefix)
-    if given.document is not None:
-        for number in given.document:
-            _show_document(dataset, number, tokenizer, given.max_tokens)
+    dataset = IndexedDataset(args.prefix)
+    if args.document is not None:
+        for document_index in args.document:
+            _show_document(dataset, document_index, tokenizer, args.max_tokens)
         return 0
-    print(_sizes(dataset))
-    if given.verify:
-        return _report_problems(dataset, verify(dataset, tokenizer.vocab_size if tokenizer else _ANY_ID), tokenizer)
-    bins = length_histogram(dataset)
-    print("\n".join(histogram_lines(bins)))
-    if given.histogram is not None:
-        draw_histogram(bins, Path(dataset.prefix).name, Path(given.histogram))
-        print(f"drawn: {given.histogram}")
+    print(_format_sizes(dataset))
+    if args.verify:
+        return _report_problems(dataset, find_problems(dataset, tokenizer.vocab_size if tokenizer else _ANY_ID), tokenizer)
+    bins = compute_length_histogram(dataset)
+    print("\n".join(format_histogram(bins)))
+    if args.histogram is not None:
+        save_histogram(bins, Path(dataset.prefix).name, Path(args.histogram))
+        print(f"drawn: {args.histogram}")
     return 0
 
 
-def _sizes(dataset: IndexedDataset) -> str:
+def _format_sizes(dataset: IndexedDataset) -> str:
     from megatron.data.indexed_dataset import fingerprint, has_loss_mask, loss_mask_prefix
 
     tokens = dataset.num_tokens(range(dataset.num_documents))
@@ -133,122 +150,147 @@ def _sizes(dataset: IndexedDataset) -> str:
     )
 
 
-def _show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, most: int) -> None:
-    if not 0 <= number < dataset.num_documents:
-        raise ValueError(f"--document {number}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}.")
+def _show_document(dataset: IndexedDataset, document_index: int, tokenizer: Tokenizer | None, max_tokens: int) -> None:
+    """Print the token ids of a document.
+
+    Print also its text if a tokenizer is known, and the tokens that a loss mask includes in the loss.
+    """
+    if not 0 <= document_index < dataset.num_documents:
+        raise ValueError(f"--document {document_index}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}.")
     from megatron.data.indexed_dataset import has_loss_mask, open_loss_mask
-    from megatron.data.samples import LEARNED
+    from megatron.data.samples import IN_LOSS
 
-    ids = dataset.document(number).tolist()
-    print(f"document {number:,}: {len(ids):,} tokens")
-    _show_ids(ids, tokenizer, most)
+    ids = dataset.document(document_index).tolist()
+    print(f"document {document_index:,}: {len(ids):,} tokens")
+    _show_ids(ids, tokenizer, max_tokens)
     if has_loss_mask(dataset.prefix):
-        learned = (open_loss_mask(dataset).document(number) & LEARNED > 0).tolist()
-        print(f"  learned with --data-loss-mask: {sum(learned):,} of {len(ids):,} tokens")
-        pairs = zip(ids[: most or None], learned, strict=False)
-        for answers, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
-            if answers:
-                of_it = [id for id, _ in run]
-                print("    " + (" ".join(map(str, of_it)) if tokenizer is None else repr(tokenizer.decode(of_it))))
+        is_in_loss = (open_loss_mask(dataset).document(document_index) & IN_LOSS > 0).tolist()
+        print(f"  learned with --data-loss-mask: {sum(is_in_loss):,} of {len(ids):,} tokens")
+        pairs = zip(ids[: max_tokens or None], is_in_loss, strict=False)
+        for in_loss, token_pairs in itertools.groupby(pairs, key=lambda pair: pair[1]):
+            if in_loss:
+                loss_ids = [id for id, _ in token_pairs]
+                print("    " + (" ".join(map(str, loss_ids)) if tokenizer is None else repr(tokenizer.decode(loss_ids))))
 
 
-def _show_ids(ids: list[int], tokenizer: Tokenizer | None, most: int) -> None:
-    shown = ids[: most or None]
-    left = f" ... and {len(ids) - len(shown):,} more (--max-tokens)" if len(shown) < len(ids) else ""
-    print(f"  ids: {' '.join(map(str, shown))}{left}")
+def _show_ids(ids: list[int], tokenizer: Tokenizer | None, max_tokens: int) -> None:
+    first_ids = ids[: max_tokens or None]
+    remaining = f" ... and {len(ids) - len(first_ids):,} more (--max-tokens)" if len(first_ids) < len(ids) else ""
+    print(f"  ids: {' '.join(map(str, first_ids))}{remaining}")
     if tokenizer is not None:
-        text = "".join(_text_of(shown, tokenizer))
-        print("  text: " + text.replace("\n", "\n        ") + left)
+        text = "".join(_iter_text(first_ids, tokenizer))
+        print("  text: " + text.replace("\n", "\n        ") + remaining)
 
 
-def _text_of(ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The text, with a mark where a document ends."""
+def _iter_text(ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of token ids. Each end of a document is shown as "[end of document ID]"."""
     start = 0
-    for at, id in enumerate([*ids, tokenizer.eod]):
+    for i, id in enumerate([*ids, tokenizer.eod]):
         if id == tokenizer.eod:
-            yield tokenizer.decode(ids[start:at])
-            if at < len(ids):
+            yield tokenizer.decode(ids[start:i])
+            if i < len(ids):
                 yield f"\n[end of document {id}]\n"
-            start = at + 1
+            start = i + 1
 
 
 def _report_problems(dataset: IndexedDataset, problems: Iterator[DatasetProblem], tokenizer: Tokenizer | None) -> int:
-    count = 0
-    for count, problem in enumerate(problems, start=1):
-        if count <= _SHOWN_PROBLEMS:
-            print(problem.text)
-    if count > _SHOWN_PROBLEMS:
-        print(f"... and {count - _SHOWN_PROBLEMS:,} more")
-    ids = (
+    """Print the problems of a dataset and return the exit status."""
+    num_problems = 0
+    for num_problems, problem in enumerate(problems, start=1):
+        if num_problems <= _MAX_PRINTED_PROBLEMS:
+            print(problem.message)
+    if num_problems > _MAX_PRINTED_PROBLEMS:
+        print(f"... and {num_problems - _MAX_PRINTED_PROBLEMS:,} more")
+    id_check = (
         f"ids below {tokenizer.vocab_size:,}"
         if tokenizer
         else "ids not negative (give the tokenizer's flags to check against its vocabulary)"
     )
-    print(f"{count:,} problems: {dataset.prefix} should be made again" if count else f"sound: sizes, order of the index, {ids}")
-    return 1 if count else 0
+    print(
+        f"{num_problems:,} problems: {dataset.prefix} should be written again"
+        if num_problems
+        else f"sound: sizes, order of the index, {id_check}"
+    )
+    return 1 if num_problems else 0
 
 
-def histogram_lines(bins: list[LengthBin]) -> list[str]:
-    """The lengths of the documents as bars of text."""
-    most = max((each.num_documents for each in bins), default=0)
+def format_histogram(bins: list[LengthBin]) -> list[str]:
+    """Format the histogram of document lengths as lines of text with bars."""
+    max_documents = max((length_bin.num_documents for length_bin in bins), default=0)
     lines = [f"{'tokens':>25}  {'documents':>14}  {'tokens in them':>18}"]
-    for each in bins:
-        name = f"{each.low:,}" if each.low == each.high else f"{each.low:,} to {each.high:,}"
-        bar = "#" * max(round(_BAR * each.num_documents / most), 1 if each.num_documents else 0) if most else ""
-        lines.append(f"{name:>25}  {each.num_documents:>14,}  {each.num_tokens:>18,}  {bar}".rstrip())
+    for length_bin in bins:
+        name = f"{length_bin.low:,}" if length_bin.low == length_bin.high else f"{length_bin.low:,} to {length_bin.high:,}"
+        bar = (
+            "#" * max(round(_MAX_BAR_LENGTH * length_bin.num_documents / max_documents), 1 if length_bin.num_documents else 0)
+            if max_documents
+            else ""
+        )
+        lines.append(f"{name:>25}  {length_bin.num_documents:>14,}  {length_bin.num_tokens:>18,}  {bar}".rstrip())
     return lines
 
 
-def draw_histogram(bins: list[LengthBin], name: str, path: Path) -> None:
-    """Draw how many documents, and how many tokens, lie in documents of which length.
+def save_histogram(bins: list[LengthBin], name: str, path: Path) -> None:
+    """Save a figure that shows how documents and tokens are distributed over document lengths.
 
     Args:
-        name: of the dataset, without its folder.
+        bins: histogram of document lengths.
+        name: name of the dataset without its folder.
+        path: file to write; its suffix selects the format.
 
     Raises:
-        ValueError: matplotlib is missing, or does not know the kind of file.
+        ValueError: matplotlib is missing, or does not support the file format.
     """
-    figure = optional("matplotlib.figure", "--histogram needs matplotlib").Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(bins))
+    fig = import_optional("matplotlib.figure", "--histogram needs matplotlib").Figure(figsize=(8, 4.5), layout="constrained")
+    ax = fig.subplots()
+    positions = range(len(bins))
     for shift, label, values, colour in (
-        (-0.2, "documents", [each.num_documents for each in bins], "#4477aa"),
-        (0.2, "tokens", [each.num_tokens for each in bins], "#ccbb44"),
+        (-0.2, "documents", [length_bin.num_documents for length_bin in bins], "#4477aa"),
+        (0.2, "tokens", [length_bin.num_tokens for length_bin in bins], "#ccbb44"),
     ):
         total = max(sum(values), 1)
-        axes.bar([place + shift for place in places], [100 * value / total for value in values], 0.4, label=label, color=colour)
-    ranges = [f"{each.low:,}" + (f" to {each.high:,}" if each.high > each.low else "") for each in bins]
-    axes.set_xticks(places, ranges, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
-    axes.set_xlabel("tokens in a document")
-    axes.set_ylabel("% of all documents, of all tokens")
-    documents, tokens = (sum(getattr(each, field) for each in bins) for field in ("num_documents", "num_tokens"))
-    axes.set_title(f"{name}: {documents:,} documents, {tokens:,} tokens", loc="left", fontsize=11)
+        ax.bar(
+            [position + shift for position in positions], [100 * value / total for value in values], 0.4, label=label, color=colour
+        )
+    ranges = [
+        f"{length_bin.low:,}" + (f" to {length_bin.high:,}" if length_bin.high > length_bin.low else "") for length_bin in bins
+    ]
+    ax.set_xticks(positions, ranges, rotation=35, ha="right", rotation_mode="anchor", fontsize=8)
+    ax.set_xlabel("tokens in a document")
+    ax.set_ylabel("% of all documents, of all tokens")
+    num_documents, num_tokens = (
+        sum(getattr(length_bin, field) for length_bin in bins) for field in ("num_documents", "num_tokens")
+    )
+    ax.set_title(f"{name}: {num_documents:,} documents, {num_tokens:,} tokens", loc="left", fontsize=11)
     for side in ("right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.legend()
-    figure.savefig(path)
+        ax.spines[side].set_visible(False)
+    ax.legend()
+    fig.savefig(path)
 
 
-def _show_run(given: argparse.Namespace) -> int:
+def _show_run(args: argparse.Namespace) -> int:
+    """Print the documents in the samples of one step of a run, or in one sample. Return the exit status."""
     from megatron_lab.data_tools.run_lineage import RunLineage
 
-    lineage = RunLineage.of(Path(given.run), given.ckpt_step)
-    numbers = lineage.step_samples(given.step) if given.step is not None else range(given.sample, given.sample + 1)
-    if given.step is not None and not given.json:
-        print(f"step {given.step:,}: {len(numbers):,} samples, {numbers.start:,} to {numbers.stop - 1:,} ({lineage.origin})")
-    for number, pieces, ids in lineage.samples(numbers):
-        if given.json:
-            print(json.dumps({"sample": number, "pieces": [vars(piece) for piece in pieces]}))
+    lineage = RunLineage.from_save_folder(Path(args.run), args.ckpt_step)
+    sample_indices = lineage.get_step_samples(args.step) if args.step is not None else range(args.sample, args.sample + 1)
+    if args.step is not None and not args.json:
+        print(
+            f"step {args.step:,}: {len(sample_indices):,} samples, "
+            f"{sample_indices.start:,} to {sample_indices.stop - 1:,} ({lineage.origin})"
+        )
+    for sample_index, spans, ids in lineage.iter_samples(sample_indices):
+        if args.json:
+            print(json.dumps({"sample": sample_index, "pieces": [vars(span) for span in spans]}))
             continue
-        print(f"sample {number:,}{' (passed over after a loss spike)' if lineage.passed_over(number) else ''}")
-        for piece in pieces:
-            print(f"  {_place(piece)}")
-        if given.sample is not None:
-            _show_ids(ids, lineage.tokenizer, given.max_tokens)
+        print(f"sample {sample_index:,}{' (passed over after a loss spike)' if lineage.is_skipped(sample_index) else ''}")
+        for span in spans:
+            print(f"  {_format_span(span)}")
+        if args.sample is not None:
+            _show_ids(ids, lineage.tokenizer, args.max_tokens)
     return 0
 
 
-def _place(piece: SamplePiece) -> str:
-    last = piece.first_token + piece.num_tokens - 1
-    tokens = f"tokens {piece.first_token:,} to {last:,}" if piece.num_tokens > 1 else f"token {last:,}"
-    return f"{piece.prefix}: document {piece.document:,}, {tokens}"
+def _format_span(span: DocumentSpan) -> str:
+    last_token = span.first_token + span.num_tokens - 1
+    tokens = f"tokens {span.first_token:,} to {last_token:,}" if span.num_tokens > 1 else f"token {last_token:,}"
+    return f"{span.prefix}: document {span.document:,}, {tokens}"

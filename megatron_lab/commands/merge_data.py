@@ -1,8 +1,8 @@
-"""Join indexed datasets into one: their documents in the order given, without rewriting a token. Loss masks beside them are joined
-too.
+"""Concatenate indexed datasets: all documents in the order of the inputs, with unchanged tokens, and their loss masks if they have
+any.
 
-python tools/merge_data.py --input data/part_00000 data/part_00001 --output-prefix data/all
-python tools/merge_data.py --input 'data/part_*' --output-prefix data/all
+    python tools/merge_data.py --input data/part_00000 data/part_00001 --output-prefix data/all python tools/merge_data.py --input
+    'data/part_*' --output-prefix data/all
 """
 
 from __future__ import annotations
@@ -15,54 +15,55 @@ from pathlib import Path
 from megatron_lab.commands.parser import ToolParser
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = ToolParser(description=__doc__)
-    flags.add_argument(
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(description=__doc__)
+    parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="datasets (paths without .bin and .idx), folders or patterns; the datasets of a folder or pattern sorted by name",
+        help="Concatenate these datasets (paths without .bin and .idx), folders or patterns; the datasets of a folder or "
+        "pattern are sorted by name.",
     )
-    flags.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
-    return flags
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="Write PREFIX.bin and PREFIX.idx.")
+    return parser
 
 
-def prefixes(words: list[str]) -> list[str]:
-    """The datasets that --input names.
+def resolve_prefixes(inputs: list[str]) -> list[str]:
+    """Return the prefixes of the datasets that the arguments of --input name.
 
     Raises:
-        ValueError: a folder or pattern without a dataset, or a dataset named twice.
+        ValueError: a folder or pattern contains no dataset, or a dataset is named twice.
     """
     from megatron.data.indexed_dataset import loss_mask_prefix
 
-    found: list[str] = []
-    for word in words:
-        pattern = f"{glob.escape(word)}/*.idx" if Path(word).is_dir() else f"{word}.idx"
-        if Path(f"{word}.idx").is_file() or not (Path(word).is_dir() or glob.has_magic(word)):
-            found.append(word)  # what is missing is told when it is opened
+    prefixes: list[str] = []
+    for name in inputs:
+        pattern = f"{glob.escape(name)}/*.idx" if Path(name).is_dir() else f"{name}.idx"
+        if Path(f"{name}.idx").is_file() or not (Path(name).is_dir() or glob.has_magic(name)):
+            prefixes.append(name)  # opening it reports a missing file
         elif matched := sorted(path.removesuffix(".idx") for path in glob.glob(pattern, recursive=True)):
             masks = {loss_mask_prefix(prefix) for prefix in matched}
-            found += [prefix for prefix in matched if prefix not in masks]
+            prefixes += [prefix for prefix in matched if prefix not in masks]
         else:
-            raise ValueError(f"--input {word}: there is no dataset (PREFIX.bin and PREFIX.idx).")
-    paths = [Path(prefix).resolve() for prefix in found]
-    for number, path in enumerate(paths):
-        if path in paths[:number]:
-            raise ValueError(f"--input names {found[number]} twice.\n  Leave one of them out.")
-    return found
+            raise ValueError(f"--input {name}: there is no dataset (PREFIX.bin and PREFIX.idx).")
+    paths = [Path(prefix).resolve() for prefix in prefixes]
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            raise ValueError(f"--input names {prefixes[i]} twice.\n  Leave one of them out.")
+    return prefixes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, or 1 if nothing was written."""
-    given = parser().parse_args(arguments)
+    """Run the tool and return the exit status: 0, or 1 if nothing was written."""
+    args = build_parser().parse_args(arguments)
     from megatron.data.indexed_dataset import has_loss_mask, loss_mask_prefix
-    from megatron.data.indexed_writer import join  # numpy only after --help
-    from megatron_lab.data_tools.preprocess.storage import told_where_no_room
+    from megatron.data.indexed_writer import join_datasets  # imports numpy, which --help does not need
+    from megatron_lab.data_tools.preprocess.storage import explain_disk_full
 
     try:
-        inputs, output = prefixes(given.input), Path(given.output_prefix)
+        inputs, output = resolve_prefixes(args.input), Path(args.output_prefix)
         if not output.parent.is_dir():
             raise ValueError(f"--output-prefix {output}: the folder {output.parent} does not exist.\n  Make it first.")
         if output.resolve() in [Path(prefix).resolve() for prefix in inputs]:
@@ -71,21 +72,21 @@ def main(arguments: list[str] | None = None) -> int:
         if any(masked) and not all(masked):
             raise ValueError(
                 f"{inputs[masked.index(True)]} has a loss mask, and {inputs[masked.index(False)]} has none.\n"
-                "  Join those with a loss mask apart; in training, --data-path takes both."
+                "  Merge the datasets with a loss mask separately; --data-path of training accepts both."
             )
-        with told_where_no_room(str(output.parent), "Make room there, or write to another disk. Nothing is written."):
-            # Masks first: no dataset is there without its own, or with one of an earlier dataset.
+        with explain_disk_full(str(output.parent), "Make room there, or write to another disk. Nothing is written."):
+            # Write the masks first: the dataset never exists without its mask, or with the mask of an earlier dataset.
             for suffix in (".idx", ".bin"):
                 Path(f"{loss_mask_prefix(str(output))}{suffix}").unlink(missing_ok=True)
             if any(masked):
-                join([loss_mask_prefix(prefix) for prefix in inputs], loss_mask_prefix(str(output)))
-            joined = join(inputs, str(output))
+                join_datasets([loss_mask_prefix(prefix) for prefix in inputs], loss_mask_prefix(str(output)))
+            totals = join_datasets(inputs, str(output))
     except (ValueError, OSError) as error:
         print(f"merge_data.py: error: {error}", file=sys.stderr)
         return 1
     print(
-        f"wrote {output}.bin and {output}.idx: {joined.num_documents:,} documents in {joined.num_sequences:,} sequences, "
-        f"{joined.num_tokens:,} tokens from {len(inputs):,} datasets",
+        f"wrote {output}.bin and {output}.idx: {totals.num_documents:,} documents in {totals.num_sequences:,} sequences, "
+        f"{totals.num_tokens:,} tokens from {len(inputs):,} datasets",
         file=sys.stderr,
     )
     return 0

@@ -1,13 +1,14 @@
-"""The line for this project, from a launch script or a configuration of another framework.
+"""Convert a launch script or a configuration of another framework to the command line of this project.
 
-    python tools/migrate.py train_gpt3.sh                       # a bash script, or a file with one line, of Megatron-LM
+    python tools/migrate.py train_gpt3.sh                       # a bash script, or a file with one command line, of Megatron-LM
     python tools/migrate.py llama3_8b.toml --world-size 64      # torchtitan
     python tools/migrate.py config_tiny_llama.yaml              # nanotron
-    python tools/migrate.py ds_config.json --with train.sh      # DeepSpeed, beside a launch line of Megatron-DeepSpeed
+    python tools/migrate.py ds_config.json --with train.sh      # DeepSpeed, with a launch script of Megatron-DeepSpeed
     python tools/migrate.py train_gpt3.sh --set DATA_PATH=data/corpus_text_document -- --tensor-model-parallel-size 4
 
-It prints the command, what changed and why, and what could not be carried over. It reads files and runs nothing. Flags behind `--`
-go into the line and count. The exit status is 0 if this project's rules accept the line, 1 if not, 2 if no line was found.
+The tool prints the command, the changes with their reasons, and everything that it could not convert. It only reads files and runs
+nothing. Flags after `--` are added to the command and override the file. The exit status is 0 if the rules of this project accept
+the command, 1 if not, and 2 if the file contains no command.
 """
 
 from __future__ import annotations
@@ -19,142 +20,184 @@ from pathlib import Path
 
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.migration import deepspeed, megatron, nanotron, torchtitan
-from megatron_lab.migration.launcher import put_launcher, put_torchrun
-from megatron_lab.migration.line import Line, report, with_own_flags
-from megatron_lab.migration.shell import Launch, Script, is_known, shown
+from megatron_lab.migration.launcher import convert_launcher, set_default_launcher
+from megatron_lab.migration.line import LaunchCommand, add_flags, format_report
+from megatron_lab.migration.shell import Launch, Script, is_resolved, remove_marks
 
 PROGRAM = "migrate.py"
-_LARGEST = 1 << 22
-"""Bytes of a file that is read."""
+_MAX_FILE_BYTES = 1 << 22
+"""Maximum size of a file that is read."""
 _ALWAYS_SET = ("PWD", "HOME", "USER")
-"""Variables that every shell has."""
+"""Variables that every shell sets."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
+    """Run the tool and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser()
-    words = list(argv)
-    own = words[words.index("--") + 1 :] if "--" in words else []
-    asked = parser.parse_args(words[: words.index("--")] if "--" in words else words)
+    parser = _build_parser()
+    all_argv = list(argv)
+    extra_flags = all_argv[all_argv.index("--") + 1 :] if "--" in all_argv else []
+    args = parser.parse_args(all_argv[: all_argv.index("--")] if "--" in all_argv else all_argv)
     try:
-        known = dict(_pair(text) for text in asked.set)
-        line = _migrated(asked, known)
+        variables = dict(_parse_variable(text) for text in args.set)
+        command = _convert(args, variables)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
-    with_own_flags(line, own)
-    problems = line.settle()
-    sys.stdout.write(report(line, problems))
+    add_flags(command, extra_flags)
+    problems = command.find_violations()
+    sys.stdout.write(format_report(command, problems))
     return 1 if problems else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = ToolParser(PROGRAM, description=__doc__)
-    parser.add_argument("file", help="script, line or configuration; - reads a line from the standard input")
-    parser.add_argument("--from", dest="kind", choices=("megatron", "torchtitan", "nanotron", "deepspeed"), help="what the file is")
-    parser.add_argument("--with", dest="beside", metavar="SCRIPT", help="the launch script beside a DeepSpeed configuration")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the job, where the file does not say it")
-    variable = "value of a variable of the script; NAME is a number for an argument"
+    parser.add_argument("file", help="Script, command line or configuration; - reads a command line from standard input.")
+    parser.add_argument(
+        "--from",
+        dest="kind",
+        choices=("megatron", "torchtitan", "nanotron", "deepspeed"),
+        help="Set the format of the file (default: guessed from its suffix).",
+    )
+    parser.add_argument(
+        "--with", dest="beside", metavar="SCRIPT", help="Also read the launch script that uses the DeepSpeed configuration."
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="Set the number of ranks of the job, if the file does not contain it."
+    )
+    variable = "Set a variable of the script; a number as NAME sets a positional argument."
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=variable)
-    parser.add_argument("--pick", type=int, default=1, metavar="N", help="which launch line of a script that has several")
+    parser.add_argument(
+        "--pick", type=int, default=1, metavar="N", help="Convert the N-th launch command of a script with several (default 1)."
+    )
     return parser
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ValueError(f"--set {text}: it takes NAME=VALUE.")
+        raise ValueError(f"--set {text}: --set takes NAME=VALUE.")
     return name, value
 
 
-def _migrated(asked: argparse.Namespace, known: Mapping[str, str]) -> Line:
-    text = sys.stdin.read() if asked.file == "-" else _read(asked.file)
-    kind = asked.kind or {".toml": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron", ".json": "deepspeed"}.get(
-        Path(asked.file).suffix, "megatron"
+def _convert(args: argparse.Namespace, variables: Mapping[str, str]) -> LaunchCommand:
+    """Read the file (and the script of --with) and convert it to a command line of this project.
+
+    Args:
+        variables: values that --set gives to variables of the script.
+    """
+    text = sys.stdin.read() if args.file == "-" else _read_text(args.file)
+    source_format = args.kind or {".toml": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron", ".json": "deepspeed"}.get(
+        Path(args.file).suffix, "megatron"
     )
-    line = Line(world_size=asked.world_size)
-    if kind == "deepspeed":
-        if asked.beside is not None:
-            _put_script(line, _read(asked.beside), Path(asked.beside), known, asked.pick, config=text)
+    command = LaunchCommand(world_size=args.world_size)
+    if source_format == "deepspeed":
+        if args.beside is not None:
+            _convert_script(command, _read_text(args.beside), Path(args.beside), variables, args.pick, config=text)
         else:
-            deepspeed.put_config(line, text)
-            line.missing.append(
+            deepspeed.convert_config(command, text)
+            command.missing.append(
                 "the model, data and rates: --with SCRIPT reads them from a launch script, flags behind -- add them"
             )
-    elif kind == "megatron":
-        _put_script(line, text, Path(asked.file), known, asked.pick)
+    elif source_format == "megatron":
+        _convert_script(command, text, Path(args.file), variables, args.pick)
     else:
-        {"torchtitan": torchtitan, "nanotron": nanotron}[kind].put_config(line, text)
-    if line.world_size is None:
-        line.missing.append(
-            f"--world-size N, the number of ranks: the rules were asked with {line.model_ranks}, one copy of the model"
+        {"torchtitan": torchtitan, "nanotron": nanotron}[source_format].convert_config(command, text)
+    if command.world_size is None:
+        command.missing.append(
+            f"--world-size N, the number of ranks: the rules were checked with {command.model_parallel_size}, "
+            "for one copy of the model"
         )
-    if not line.launcher:
-        put_torchrun(line)
-    return line
+    if not command.launcher:
+        set_default_launcher(command)
+    return command
 
 
-def _read(name: str) -> str:
+def _read_text(name: str) -> str:
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"{name} is no file.")
-    if path.stat().st_size > _LARGEST:
-        raise ValueError(f"{name} is larger than a script or a configuration.")
+        raise ValueError(f"{name} is not a file.")
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise ValueError(f"{name} is too large for a script or a configuration: more than {_MAX_FILE_BYTES:,} bytes.")
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _put_script(line: Line, text: str, path: Path, known: Mapping[str, str], pick: int, config: str | None = None) -> None:
-    script = Script(known=known).read(text)
-    launch = _chosen(script, text, pick, line)
-    put_launcher(line, launch.before)
-    settings = megatron.put_flags(line, [*launch.argv])
-    named = settings.get("deepspeed-config", ())
-    if config is None and named:
-        config = script.files.get(named[0])
-        beside = path.parent / Path(shown(named[0])).name
-        if config is None and is_known(named[0]) and beside.is_file():
-            config = _read(str(beside))
+def _convert_script(
+    command: LaunchCommand, text: str, path: Path, variables: Mapping[str, str], pick: int, config: str | None = None
+) -> None:
+    """Convert one launch command of a bash script, and add its flags to a command line of this project.
+
+    Args:
+        command: command line of this project to which the flags are added.
+        text: the script.
+        path: path of the script, to find files next to it.
+        variables: values that --set gives to variables of the script.
+        pick: which launch command of the script to convert, from 1 on.
+        config: text of the DeepSpeed configuration; None to search for the file that the script names.
+    """
+    script = Script(overrides=variables).interpret(text)
+    launch = _pick_launch(script, text, pick, command)
+    convert_launcher(command, launch.launcher)
+    values_by_flag = megatron.convert_flags(command, [*launch.argv])
+    config_names = values_by_flag.get("deepspeed-config", ())
+    if config is None and config_names:
+        config = script.written_files.get(config_names[0])
+        config_path = path.parent / Path(remove_marks(config_names[0])).name
+        if config is None and is_resolved(config_names[0]) and config_path.is_file():
+            config = _read_text(str(config_path))
         if config is None:
-            line.missing.append(f"the DeepSpeed configuration {shown(named[0])}: give it as the file, with --with {path.name}")
-    deepspeed.put_flags(line, settings)
+            command.missing.append(
+                f"the DeepSpeed configuration {remove_marks(config_names[0])}: give it as FILE, and the script as "
+                f"--with {path.name}"
+            )
+    deepspeed.convert_flags(command, values_by_flag)
     if config is not None:
-        deepspeed.put_config(line, shown(config))
+        deepspeed.convert_config(command, remove_marks(config))
     if launch.program.rpartition("/")[2] not in ("pretrain_gpt.py", "pretrain_gpt_core.py"):
-        line.changed.append(
-            (shown(launch.program), "pretrain_gpt.py, which trains decoders; another kind of model is not trained here")
+        command.changes.append(
+            (remove_marks(launch.program), "pretrain_gpt.py, which trains decoders; another kind of model is not trained here")
         )
-    for name, made in script.unknown.items():
+    for name, origin in script.unresolved.items():
         if name not in _ALWAYS_SET:
-            line.variables[name] = f"it is {made}; --set {name}=VALUE, or set it in the shell that runs the line"
-    line.missing += [f"perhaps: {what}" for what in script.passed]
-    line.changed += [(_called(name), f"{value or repr(value)}, its default (--set {name}=VALUE)") for name, value in _open(script)]
-    line.words = {flag: tuple(map(shown, values)) for flag, values in line.words.items()}
-    for pairs in (line.changed, line.left_out, line.lost):
-        pairs[:] = [(shown(what), shown(why)) for what, why in pairs]
-    line.launcher = tuple(map(shown, line.launcher))
+            command.variables[name] = f"it is {origin}; --set {name}=VALUE, or set it in the shell that runs the line"
+    command.missing += [f"perhaps: {what}" for what in script.skipped]
+    command.changes += [
+        (_describe_variable(name), f"{value or repr(value)}, its default (--set {name}=VALUE)")
+        for name, value in _list_defaults(script)
+    ]
+    command.flags = {flag: tuple(map(remove_marks, values)) for flag, values in command.flags.items()}
+    for pairs in (command.changes, command.omitted, command.unconverted):
+        pairs[:] = [(remove_marks(what), remove_marks(reason)) for what, reason in pairs]
+    command.launcher = tuple(map(remove_marks, command.launcher))
 
 
-def _open(script: Script) -> list[tuple[str, str]]:
-    places = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "CUDA_DEVICE_MAX_CONNECTIONS")
-    return [(name, value) for name, value in script.defaults.items() if name not in places]
+def _list_defaults(script: Script) -> list[tuple[str, str]]:
+    """Return (name, value) of each variable for which the script contains a default value, except for the variables of the
+    launcher."""
+    launch_variables = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "CUDA_DEVICE_MAX_CONNECTIONS")
+    return [(name, value) for name, value in script.defaults.items() if name not in launch_variables]
 
 
-def _called(name: str) -> str:
+def _describe_variable(name: str) -> str:
     return f"argument {name} of the script" if name.isdigit() else f"{name}, which the script leaves open"
 
 
-def _chosen(script: Script, text: str, pick: int, line: Line) -> Launch:
+def _pick_launch(script: Script, text: str, pick: int, command: LaunchCommand) -> Launch:
+    """Return the launch command of a script that --pick selects.
+
+    Raises:
+        ValueError: the script has no launch command, or fewer launch commands than --pick.
+    """
     launches = script.launches
-    if not launches and text.lstrip().startswith("--"):  # flags alone
-        launches = Script(known=script.known).read(f"python pretrain_gpt.py {text}").launches
-        launches = [Launch((), each.program, each.argv, each.line) for each in launches]
+    if not launches and text.lstrip().startswith("--"):  # only flags, without a program
+        launches = Script(overrides=script.overrides).interpret(f"python pretrain_gpt.py {text}").launches
+        launches = [Launch((), launch.program, launch.argv, launch.lineno) for launch in launches]
     if not launches:
-        passed = "".join(f"\n  {what}" for what in script.passed)
-        raise ValueError(f"No command was found that starts a Python program with flags.{passed}")
+        skipped = "".join(f"\n  {what}" for what in script.skipped)
+        raise ValueError(f"No command was found that starts a Python program with flags.{skipped}")
     if not 1 <= pick <= len(launches):
-        raise ValueError(f"--pick {pick}: there are {len(launches)} launch lines.")
+        raise ValueError(f"--pick {pick}: the script has {len(launches)} launch commands, counted from 1.")
     if len(launches) > 1:
-        places = ", ".join(f"{number} at line {each.line}" for number, each in enumerate(launches, start=1))
-        line.missing.append(f"which launch line is meant: {places}; {pick} was taken (--pick N)")
+        candidates = ", ".join(f"{i} at line {launch.lineno}" for i, launch in enumerate(launches, start=1))
+        command.missing.append(f"which launch line is meant: {candidates}; {pick} was taken (--pick N)")
     return launches[pick - 1]

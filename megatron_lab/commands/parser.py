@@ -1,25 +1,25 @@
-"""The command line that all tools have in common."""
+"""Command-line parser of all tools."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any, NoReturn
 
-from megatron.config.version import version_line
+from megatron.config.version import format_version
 
 
 class ToolParser(argparse.ArgumentParser):
-    """A parser with --version. Its description stays as it is written, and flags are spelled out."""
+    """Argument parser of all tools. It adds --version, prints the description unchanged, and accepts no abbreviations of flags."""
 
-    def __init__(self, *words: Any, **settings: Any) -> None:
-        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **settings}
-        super().__init__(*words, **settings)
-        self.add_argument("--version", action=_TellVersion, nargs=0, help="say which version this is")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **kwargs}
+        super().__init__(*args, **kwargs)
+        self.add_argument("--version", action=_VersionAction, nargs=0, help="Print the version and exit.")
 
 
-class _TellVersion(argparse.Action):
-    """Prints the version, which is looked up only now, and ends the program."""
+class _VersionAction(argparse.Action):
+    """Action of --version: prints the version and exits. The version is looked up only at this time, because that is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
-        print(version_line())
+        print(format_version())
         parser.exit()

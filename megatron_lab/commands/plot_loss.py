@@ -1,8 +1,9 @@
-"""Draw how the losses of a run went, from its record: training and validation loss by iterations and tokens, and the learning rate.
+"""Draw the losses of a run from its record: training and validation loss by iteration and tokens, and the learning rate.
 
     python tools/plot_loss.py RUN_FOLDER [--output FILE]
 
-A run has its own picture, `loss.png` in its folder, drawn by this program once a minute. It can be called by hand at any time.
+A run updates its own picture, `loss.png` in its folder, once a minute with this program. The program can also be called by hand at
+any time.
 """
 
 from __future__ import annotations
@@ -13,172 +14,195 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.extras import optional
-from megatron.metrics.history import HISTORY, History, read_history
-from megatron.metrics.log_line import in_short
+from megatron.config.extras import import_optional
+from megatron.metrics.history import HISTORY_FILE, History, read_history
+from megatron.metrics.log_line import format_compact
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.pages.curves import smoothed
+from megatron_lab.pages.curves import smooth
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PROGRAM = "plot_loss.py"
 PICTURE = "loss.png"
-_SMOOTHED_OVER = 50
-"""The smoothed curve is a mean over this part of the steps."""
-_CUT_BEHIND = 0.02
-"""In a run of many steps, losses of this first share of it may stand above the picture: what comes later would be a flat line."""
-_MANY = 100
-_MOST_POINTS = 4000
+_SMOOTHING_DIVISOR = 50
+"""The smoothed curve is the moving mean over 1/50 of the steps."""
+_CLIPPED_FRACTION = 0.02
+"""Fraction of the steps, at the start of a long run, whose losses may lie above the visible range. Otherwise the rest of the
+curve would look flat."""
+_MIN_CLIPPED_STEPS = 100
+_MAX_POINTS = 4000
 _BLUE, _ORANGE, _RED, _GREY = "#2563a8", "#d9730d", "#c0392b", "#8a8f98"
 
 
-def draw(history: History, path: Path) -> None:
-    """Draw a record that has steps into a file, which is then whole or as it was.
+def save_loss_plot(history: History, path: Path) -> None:
+    """Write the loss plot of a run to a file, atomically: after an error the old file is unchanged.
+
+    Args:
+        history: recorded metrics of the run, with at least one step.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    def column(name: str) -> NDArray[Any]:
+    def get_column(name: str) -> NDArray[Any]:
         return np.array([getattr(step, name) for step in history.steps], dtype=float)
 
-    iterations, tokens, loss = column("iteration"), column("tokens"), column("lm_loss")
-    calm = smoothed(loss, max(1, len(loss) // _SMOOTHED_OVER // 2))
-    held_out = [
-        (line["iteration"], line["validation_loss"]) for line in history.evaluations if line.get("validation_loss") is not None
+    iterations, tokens, loss = get_column("iteration"), get_column("tokens"), get_column("lm_loss")
+    smoothed_loss = smooth(loss, max(1, len(loss) // _SMOOTHING_DIVISOR // 2))
+    validation_losses = [
+        (record["iteration"], record["validation_loss"])
+        for record in history.evaluations
+        if record.get("validation_loss") is not None
     ]
 
-    figure = Figure(figsize=(10, 6.4), dpi=120)
-    FigureCanvasAgg(figure)
-    top, strip = figure.subplots(2, 1, sharex=True, height_ratios=(4.2, 1), gridspec_kw={"hspace": 0.09})
-    figure.subplots_adjust(left=0.08, right=0.97, top=0.92, bottom=0.17)
-    for axes in (top, strip):
-        axes.grid(color="#e4e6ea", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+    fig = Figure(figsize=(10, 6.4), dpi=120)
+    FigureCanvasAgg(fig)
+    loss_ax, rate_ax = fig.subplots(2, 1, sharex=True, height_ratios=(4.2, 1), gridspec_kw={"hspace": 0.09})
+    fig.subplots_adjust(left=0.08, right=0.97, top=0.92, bottom=0.17)
+    for ax in (loss_ax, rate_ax):
+        ax.grid(color="#e4e6ea", linewidth=0.8)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
 
-    _draw_raw(top, iterations, loss)
-    top.plot(iterations, calm, color=_BLUE, linewidth=2, label="training, smoothed")
-    if held_out:
-        marked = {"marker": "o", "markersize": 4.5} if len(held_out) <= 60 else {}
-        top.plot(*zip(*held_out, strict=True), color=_ORANGE, linewidth=1.6, label="validation", **marked)
-    top.set_xlim(*_with_margin(iterations[0], iterations[-1]))
-    _set_range(top, iterations, loss, calm, [value for _, value in held_out])
-    _mark_events(top, history, iterations)
-    top.set_ylabel("loss (nats per token)")
-    low, high = top.get_ylim()
-    corner = "lower right" if calm[-1] > (low + high) / 2 else "upper right"
-    top.legend(loc=corner, frameon=True, framealpha=0.9, edgecolor="none")
-    top.set_title(_title(history, calm), loc="left", fontsize=11)
+    _plot_step_losses(loss_ax, iterations, loss)
+    loss_ax.plot(iterations, smoothed_loss, color=_BLUE, linewidth=2, label="training, smoothed")
+    if validation_losses:
+        markers = {"marker": "o", "markersize": 4.5} if len(validation_losses) <= 60 else {}
+        loss_ax.plot(*zip(*validation_losses, strict=True), color=_ORANGE, linewidth=1.6, label="validation", **markers)
+    loss_ax.set_xlim(*_add_margin(iterations[0], iterations[-1]))
+    _set_loss_range(loss_ax, iterations, loss, smoothed_loss, [value for _, value in validation_losses])
+    _mark_events(loss_ax, history, iterations)
+    loss_ax.set_ylabel("loss (nats per token)")
+    low, high = loss_ax.get_ylim()
+    corner = "lower right" if smoothed_loss[-1] > (low + high) / 2 else "upper right"
+    loss_ax.legend(loc=corner, frameon=True, framealpha=0.9, edgecolor="none")
+    loss_ax.set_title(_format_title(history, smoothed_loss), loc="left", fontsize=11)
 
-    strip.plot(iterations, column("learning_rate"), color=_GREY, linewidth=1.5)
-    strip.set_ylim(bottom=0)
-    strip.text(0.99, 0.93, "learning rate", transform=strip.transAxes, ha="right", va="top", color=_GREY)
-    strip.yaxis.set_major_formatter(lambda value, _: f"{value:.1e}".replace("e-0", "e-") if value else "0")
-    strip.yaxis.set_major_locator(MaxNLocator(3))
-    strip.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
-    strip.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    strip.set_xlabel("iteration", labelpad=1)
-    below = strip.twiny()
-    below.spines[["top", "right", "left"]].set_visible(False)
-    below.spines["bottom"].set_position(("outward", 34))
-    below.xaxis.set_ticks_position("bottom")
-    below.xaxis.set_label_position("bottom")
-    below.set_xlim(strip.get_xlim())
-    shown = [
-        each for each in MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(tokens[0], tokens[-1]) if tokens[0] <= each <= tokens[-1]
+    rate_ax.plot(iterations, get_column("learning_rate"), color=_GREY, linewidth=1.5)
+    rate_ax.set_ylim(bottom=0)
+    rate_ax.text(0.99, 0.93, "learning rate", transform=rate_ax.transAxes, ha="right", va="top", color=_GREY)
+    rate_ax.yaxis.set_major_formatter(lambda value, _: f"{value:.1e}".replace("e-0", "e-") if value else "0")
+    rate_ax.yaxis.set_major_locator(MaxNLocator(3))
+    rate_ax.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+    rate_ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    rate_ax.set_xlabel("iteration", labelpad=1)
+    token_ax = rate_ax.twiny()
+    token_ax.spines[["top", "right", "left"]].set_visible(False)
+    token_ax.spines["bottom"].set_position(("outward", 34))
+    token_ax.xaxis.set_ticks_position("bottom")
+    token_ax.xaxis.set_label_position("bottom")
+    token_ax.set_xlim(rate_ax.get_xlim())
+    token_ticks = [
+        tick for tick in MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(tokens[0], tokens[-1]) if tokens[0] <= tick <= tokens[-1]
     ]
-    below.set_xticks(np.interp(shown, tokens, iterations), [in_short(each) for each in shown])
-    below.set_xlabel("tokens", labelpad=1)
+    token_ax.set_xticks(np.interp(token_ticks, tokens, iterations), [format_compact(tick) for tick in token_ticks])
+    token_ax.set_xlabel("tokens", labelpad=1)
 
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(draft, format=path.suffix.removeprefix(".") or "png")
-        draft.replace(path)
+        fig.savefig(temporary_path, format=path.suffix.removeprefix(".") or "png")
+        temporary_path.replace(path)
     finally:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
 
 
-def _with_margin(first: float, last: float) -> tuple[float, float]:
+def _add_margin(first: float, last: float) -> tuple[float, float]:
     margin = max(0.5, 0.01 * (last - first))
     return first - margin, last + margin
 
 
-def _draw_raw(axes: Any, iterations: NDArray[Any], loss: NDArray[Any]) -> None:
-    """Every step; of very many the least and the greatest of as many as share a point."""
+def _plot_step_losses(ax: Any, iterations: NDArray[Any], loss: NDArray[Any]) -> None:
+    """Plot the loss of every step. For a long run, plot the range from minimum to maximum of neighbouring steps."""
     import numpy as np
 
-    if len(loss) <= _MOST_POINTS:
-        alone = {"marker": "o", "markersize": 3} if len(loss) < 3 else {}
-        axes.plot(iterations, loss, color=_BLUE, alpha=0.3, linewidth=0.9, label="training, each step", **alone)
+    if len(loss) <= _MAX_POINTS:
+        markers = {"marker": "o", "markersize": 3} if len(loss) < 3 else {}
+        ax.plot(iterations, loss, color=_BLUE, alpha=0.3, linewidth=0.9, label="training, each step", **markers)
         return
-    places = np.arange(0, len(loss), -(-len(loss) // _MOST_POINTS))
-    low, high = np.fmin.reduceat(loss, places), np.fmax.reduceat(loss, places)
-    axes.fill_between(iterations[places], low, high, color=_BLUE, alpha=0.25, linewidth=0, label="training, range of the steps")
+    starts = np.arange(0, len(loss), -(-len(loss) // _MAX_POINTS))
+    low, high = np.fmin.reduceat(loss, starts), np.fmax.reduceat(loss, starts)
+    ax.fill_between(iterations[starts], low, high, color=_BLUE, alpha=0.25, linewidth=0, label="training, range of the steps")
 
 
-def _set_range(axes: Any, iterations: NDArray[Any], loss: NDArray[Any], calm: NDArray[Any], held_out: list[float]) -> None:
-    """From the least to the greatest, without the fall at the beginning where that is far above all that comes later."""
+def _set_loss_range(
+    ax: Any, iterations: NDArray[Any], loss: NDArray[Any], smoothed_loss: NDArray[Any], validation_losses: list[float]
+) -> None:
+    """Set the vertical range so that all losses are visible.
+
+    In a long run, the first steps may be far above all later steps; they are clipped.
+    """
     import numpy as np
 
-    behind = int(len(loss) * _CUT_BEHIND) if len(loss) >= _MANY else 0
-    seen = np.concatenate([calm[behind:], np.percentile(_numbers(loss[behind:]), [0.5, 99.5]), held_out])
-    seen = seen[np.isfinite(seen)]
-    low, high = float(seen.min()), float(seen.max())
+    num_clipped = int(len(loss) * _CLIPPED_FRACTION) if len(loss) >= _MIN_CLIPPED_STEPS else 0
+    visible = np.concatenate(
+        [smoothed_loss[num_clipped:], np.percentile(_select_finite(loss[num_clipped:]), [0.5, 99.5]), validation_losses]
+    )
+    visible = visible[np.isfinite(visible)]
+    low, high = float(visible.min()), float(visible.max())
     margin = max(0.06 * (high - low), 0.01)
-    axes.set_ylim(low - margin, high + margin)
+    ax.set_ylim(low - margin, high + margin)
     first = loss[np.isfinite(loss)][:1]
-    if behind and first.size and first[0] > high + margin:
-        axes.annotate(f"begins at {first[0]:.2f}", (0.075, 0.985), xycoords="axes fraction", va="top", fontsize=9, color=_GREY)
+    if num_clipped and first.size and first[0] > high + margin:
+        ax.annotate(f"begins at {first[0]:.2f}", (0.075, 0.985), xycoords="axes fraction", va="top", fontsize=9, color=_GREY)
 
 
-def _numbers(values: NDArray[Any]) -> NDArray[Any]:
+def _select_finite(values: NDArray[Any]) -> NDArray[Any]:
     import numpy as np
 
-    found: NDArray[Any] = values[np.isfinite(values)]
-    return found if found.size else np.zeros(1)
+    finite: NDArray[Any] = values[np.isfinite(values)]
+    return finite if finite.size else np.zeros(1)
 
 
-def _mark_events(axes: Any, history: History, iterations: NDArray[Any]) -> None:
-    restarts = [line["iteration"] for line in history.starts if iterations[0] < line["iteration"] <= iterations[-1]]
-    spikes = [line["iteration"] for line in history.events if line["event"] == "spike" and line["iteration"] <= iterations[-1]]
-    top = axes.get_xaxis_transform()
+def _mark_events(ax: Any, history: History, iterations: NDArray[Any]) -> None:
+    restarts = [record["iteration"] for record in history.starts if iterations[0] < record["iteration"] <= iterations[-1]]
+    spikes = [
+        record["iteration"] for record in history.events if record["event"] == "spike" and record["iteration"] <= iterations[-1]
+    ]
+    transform = ax.get_xaxis_transform()
     if restarts:
-        axes.vlines(restarts, 0, 1, transform=top, color=_GREY, linewidth=0.8, linestyle=(0, (2, 3)), label="started again")
+        ax.vlines(restarts, 0, 1, transform=transform, color=_GREY, linewidth=0.8, linestyle=(0, (2, 3)), label="started again")
     if spikes:
-        axes.plot(spikes, [0.985] * len(spikes), transform=top, color=_RED, marker="v", linestyle="", label="loss spike")
+        ax.plot(spikes, [0.985] * len(spikes), transform=transform, color=_RED, marker="v", linestyle="", label="loss spike")
 
 
-def _title(history: History, calm: NDArray[Any]) -> str:
+def _format_title(history: History, smoothed_loss: NDArray[Any]) -> str:
     last = history.steps[-1]
     total = history.starts[-1].get("total_iterations") if history.starts else None
     of = f" of {total:,}" if total else ""
-    said = [f"iteration {last.iteration:,}{of}", f"{in_short(last.tokens)} tokens", f"training loss {calm[-1]:.3f}"]
-    held_out = [line["validation_loss"] for line in history.evaluations if line.get("validation_loss") is not None]
-    return " · ".join([*said, *(f"validation {loss:.3f}" for loss in held_out[-1:])])
+    entries = [
+        f"iteration {last.iteration:,}{of}",
+        f"{format_compact(last.tokens)} tokens",
+        f"training loss {smoothed_loss[-1]:.3f}",
+    ]
+    validation_losses = [record["validation_loss"] for record in history.evaluations if record.get("validation_loss") is not None]
+    return " · ".join([*entries, *(f"validation {loss:.3f}" for loss in validation_losses[-1:])])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
+    """Run the tool and return its exit status."""
     if arguments is None:
-        os.nice(5)  # a run that goes on comes first
+        os.nice(5)  # give way to a run on this machine
     parser = ToolParser(prog=PROGRAM, description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="that of --save, or of --tensorboard-dir without it")
-    parser.add_argument("--output", type=Path, metavar="FILE", help=f".png, .svg or .pdf; by default {PICTURE} in the run's folder")
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "folder", type=Path, metavar="RUN_FOLDER", help="Folder of --save, or of --tensorboard-dir if the run has no --save."
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"Write a .png, .svg or .pdf file (default {PICTURE} in the run's folder)."
+    )
+    args = parser.parse_args(arguments)
     try:
-        history = read_history(given.folder)
+        history = read_history(args.folder)
         if not history.steps:
-            print(f"{PROGRAM}: {given.folder}/{HISTORY} has no steps yet")
+            print(f"{PROGRAM}: {args.folder}/{HISTORY_FILE} has no steps yet")
             return 0
-        optional("matplotlib", f"{PROGRAM} needs matplotlib")
-        draw(history, given.output or (given.folder if given.folder.is_dir() else given.folder.parent) / PICTURE)
+        import_optional("matplotlib", f"{PROGRAM} needs matplotlib")
+        save_loss_plot(history, args.output or (args.folder if args.folder.is_dir() else args.folder.parent) / PICTURE)
     except OSError as error:
         print(f"{PROGRAM}: error: {error.strerror or error}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
-"""Show what a rank holds over a step: a table in the terminal, and a picture.
+"""Show the memory of a rank over a step: a table in the terminal, and a picture.
 
     python tools/plot_memory.py <the flags of pretrain_gpt.py> --measure --output memory.svg
 
-The plan needs neither the job's devices nor its data. With --measure the step is made by CPU processes of this machine as well.
+The prediction needs neither the job's devices nor its data. With --measure, CPU processes of this machine also run the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron.config.checks.each import LARGEST_WORLD
+from megatron.config.checks.each import MAX_WORLD_SIZE
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.given import check_output, is_count
@@ -22,109 +22,121 @@ PROGRAM = "plot_memory.py"
 HELP = """\
 usage: python tools/plot_memory.py FLAGS [--world-size N] [--stage S] [--with FLAGS] [--measure] [--output FILE]
 
-Show what a rank holds over a step. FLAGS are those of pretrain_gpt.py, as you launch it; see its --help.
+Show the memory of a rank over a step. FLAGS are those of your launch command for pretrain_gpt.py; see its --help.
 
-  --world-size N   ranks of the job; by default tensor x pipeline size, that is data size 1
-  --stage S        pipeline stage of the rank, counted from 0; by default 0
-  --with FLAGS     show the job with these flags too (one word: --with "--recompute-granularity full"); may be repeated
-  --measure        make the step on N CPU processes of this machine too, and compare; the plan is then that of the CPU
-  --output FILE    .svg or .png: a picture (needs matplotlib)
-  --help           print this
+  --world-size N   Set the number of ranks of the job (default: tensor x pipeline size, that is data-parallel size 1).
+  --stage S        Show a rank of this pipeline stage, counted from 0 (default 0).
+  --with FLAGS     Also show the job with these flags (one quoted argument: --with "--recompute-granularity full"); may be repeated.
+  --measure        Also run the step on N CPU processes of this machine and compare; the plan is then that of the CPU.
+  --output FILE    Write a picture, .svg or .png (needs matplotlib).
+  --help           Print this text.
 """
 _SUFFIXES = (".svg", ".png")
 
 
 @dataclass
-class Own:
-    """The tool's own flags."""
+class ToolOptions:
+    """Values of the flags that belong to this tool and not to the training run."""
 
     world_size: int | None = None
     stage: int = 0
-    others: list[str] = field(default_factory=list)
-    measure: bool = False
+    variants: list[str] = field(default_factory=list)
+    measures: bool = False
     output: Path | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status: 0, or 2 for settings that are wrong or a picture that cannot be written."""
+    """Run the tool and return the exit status: 0, or 2 for invalid settings or a picture that cannot be written."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv:
         print(HELP, end="")
         return 0
     try:
-        words, own = take(argv)
-        return _run(words, own)
+        run_argv, options = split_options(argv)
+        return _run(run_argv, options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
 
 
-def take(argv: Sequence[str]) -> tuple[list[str], Own]:
-    """Part the tool's own flags from those of the run.
+def split_options(argv: Sequence[str]) -> tuple[list[str], ToolOptions]:
+    """Separate the flags of this tool from the flags of the training run.
+
+    Returns:
+        The command line of the run, and the values of the tool's flags.
 
     Raises:
-        ValueError: the tool's own are wrong.
+        ValueError: a flag of the tool is invalid.
     """
-    rest, own, words = [], Own(), list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "--measure":
-            own.measure = True
+    run_argv, options, remaining = [], ToolOptions(), list(argv)
+    while remaining:
+        arg = remaining.pop(0)
+        if arg == "--measure":
+            options.measures = True
             continue
-        if word not in ("--world-size", "--stage", "--with", "--output"):
-            rest.append(word)
+        if arg not in ("--world-size", "--stage", "--with", "--output"):
+            run_argv.append(arg)
             continue
-        if not words:
-            raise ValueError(f"{word} takes one value.")
-        value = words.pop(0)
-        if word == "--with":
-            own.others.append(value)
-        elif word == "--output":
-            own.output = Path(value)
-        elif word == "--stage" and value.isdecimal():
-            own.stage = int(value)
-        elif word == "--world-size" and is_count(value, LARGEST_WORLD):
-            own.world_size = int(value)
+        if not remaining:
+            raise ValueError(f"{arg} takes one value.")
+        value = remaining.pop(0)
+        if arg == "--with":
+            options.variants.append(value)
+        elif arg == "--output":
+            options.output = Path(value)
+        elif arg == "--stage" and value.isdecimal():
+            options.stage = int(value)
+        elif arg == "--world-size" and is_count(value, MAX_WORLD_SIZE):
+            options.world_size = int(value)
         else:
-            least = 0 if word == "--stage" else 1
-            raise ValueError(f"{word} {value}: {word} takes one whole number from {least} on.")
-    return rest, own
+            min_value = 0 if arg == "--stage" else 1
+            raise ValueError(f"{arg} {value}: {arg} takes one whole number from {min_value} on.")
+    return run_argv, options
 
 
-def _run(words: Sequence[str], own: Own) -> int:
-    if own.output is not None:
-        if own.output.suffix.lower() not in _SUFFIXES:
-            raise ValueError(f"--output {own.output}: a picture is a {' or '.join(_SUFFIXES)} file.")
-        check_output("--output", str(own.output))
-    parallel = parse(words).parallel
-    stages = parallel.pipeline_model_parallel_size
-    if own.stage >= stages:
-        raise ValueError(f"--stage {own.stage}: there are {stages} stages, counted from 0 (--pipeline-model-parallel-size).")
-    world_size = own.world_size or max(1, parallel.tensor_model_parallel_size * stages)
-    variants = {"as given": [*words]} | {f"with {flags}": [*words, *shlex.split(flags)] for flags in own.others}
-    loaded = {title: settings(flags, world_size, measured=own.measure) for title, flags in variants.items()}
+def _run(run_argv: Sequence[str], options: ToolOptions) -> int:
+    if options.output is not None:
+        if options.output.suffix.lower() not in _SUFFIXES:
+            raise ValueError(f"--output {options.output}: a picture is a {' or '.join(_SUFFIXES)} file.")
+        check_output("--output", str(options.output))
+    parallel = parse(run_argv).parallel
+    num_stages = parallel.pipeline_model_parallel_size
+    if options.stage >= num_stages:
+        raise ValueError(
+            f"--stage {options.stage}: there are {num_stages} stages, counted from 0 (--pipeline-model-parallel-size)."
+        )
+    world_size = options.world_size or max(1, parallel.tensor_model_parallel_size * num_stages)
+    argv_by_title = {"as given": [*run_argv]} | {
+        f"with {variant}": [*run_argv, *shlex.split(variant)] for variant in options.variants
+    }
+    configs = {
+        title: load_run_config(variant_argv, world_size, measures=options.measures) for title, variant_argv in argv_by_title.items()
+    }
 
     from megatron_lab.memory_plots.figure import write_figure
-    from megatron_lab.memory_plots.over_step import draw_table, panel_of
+    from megatron_lab.memory_plots.over_step import build_panel, format_panel_table
     from megatron_lab.schedule_plots.figure import require_matplotlib
 
-    if own.output is not None:
+    if options.output is not None:
         require_matplotlib()
-    panels = [panel_of(title, config, world_size, own.stage, measured=own.measure) for title, config in loaded.items()]
-    print("\n".join(draw_table(panels)))
-    if own.output is not None:
-        write_figure(panels, own.output)
-        print(f"wrote {own.output}", file=sys.stderr)
+    panels = [build_panel(title, config, world_size, options.stage, measures=options.measures) for title, config in configs.items()]
+    print("\n".join(format_panel_table(panels)))
+    if options.output is not None:
+        write_figure(panels, options.output)
+        print(f"wrote {options.output}", file=sys.stderr)
     return 0
 
 
-def settings(words: Sequence[str], world_size: int, *, measured: bool) -> Config:
-    """Those of a job that is planned, or of one that is run on CPU too.
+def load_run_config(run_argv: Sequence[str], world_size: int, *, measures: bool) -> Config:
+    """Return the settings of a job.
+
+    Args:
+        measures: the job is run on CPU processes, not only planned.
 
     Raises:
-        ValueError: with all that is wrong with them.
+        ValueError: the settings are invalid. The message lists all problems.
     """
-    if not measured:
-        return load([*words, "--dry-run", "--world-size", str(world_size)], 1).config
-    config = load(words, world_size).config
+    if not measures:
+        return load([*run_argv, "--dry-run", "--world-size", str(world_size)], 1).config
+    config = load(run_argv, world_size).config
     return replace(config, parallel=replace(config.parallel, device="cpu"))

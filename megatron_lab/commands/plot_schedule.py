@@ -2,10 +2,10 @@
 
 For example::
 
-    python tools/plot_schedule.py --schedule zb-v --stages 4 --microbatches 8 --output zb-v.svg
-    python tools/plot_schedule.py --compare --stages 8 --microbatches 16 --input-grad-ms 12 --weight-grad-ms 8 --output all.png
+    python tools/plot_schedule.py --schedule zb-v --stages 4 --microbatches 8 --output zb-v.svg python tools/plot_schedule.py
+    --compare --stages 8 --microbatches 16 --input-grad-ms 12 --weight-grad-ms 8 --output all.png
 
-Nothing runs and nothing is measured: operations take as long as the flags say.
+The tool simulates the schedule. It runs and measures nothing: the flags set the duration of the operations.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.operations import Costs
-from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron.spec.operations import OpCosts
+from megatron.spec.schedules import SCHEDULES, build_schedule
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.schedule_plots.files import check_output, write_picture
-from megatron_lab.schedule_plots.formulas import expected
-from megatron_lab.schedule_plots.panel import Panel, milliseconds
-from megatron_lab.schedule_plots.table import TimelineRow, draw_table
-from megatron_lab.schedule_plots.text import draw_text
+from megatron_lab.schedule_plots.formulas import compute_expected
+from megatron_lab.schedule_plots.panel import Panel, format_ms
+from megatron_lab.schedule_plots.table import TimelineRow, format_table
+from megatron_lab.schedule_plots.text import render_text
 
-_USUAL_VIRTUAL_STAGES = 2
-"""Of a schedule that can have any number."""
+_DEFAULT_VIRTUAL_STAGES = 2
+"""Chunks per stage of a schedule that allows any number."""
 
 
 class Terminal(NamedTuple):
-    """What a stream shows: how wide it is, and whether it has colours."""
+    """Capabilities of an output stream."""
 
     width: int
-    """Columns: the variable COLUMNS if set, else the terminal's, else 120."""
-    colour: bool
-    """Only on a terminal, and not if the variable NO_COLOR is set (no-color.org) or TERM is dumb."""
+    """Number of columns: the variable COLUMNS if it is set, otherwise the width of the terminal, or 120 without a terminal."""
+    uses_colour: bool
+    """Whether colours are used: only on a terminal, and not if the variable NO_COLOR is set (no-color.org) or TERM is dumb."""
     ascii_only: bool
-    """The encoding has no line-drawing characters."""
+    """Whether the encoding lacks line-drawing characters."""
 
     @classmethod
     def of(cls, stream: TextIO) -> Terminal:
-        """What this stream can show."""
+        """Detect the capabilities of a stream."""
         colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         try:
             "─·".encode(stream.encoding or "ascii")
@@ -56,78 +56,108 @@ class Terminal(NamedTuple):
         return cls(shutil.get_terminal_size((120, 24)).columns, colour, ascii_only)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = ToolParser(
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(
         formatter_class=argparse.HelpFormatter,
         description="Show a pipeline schedule: a timeline and a table in the terminal, and pictures in files.",
-        epilog="Times are those of a whole stage: each chunk (virtual stage) of a stage that has v takes 1/v of them. The timeline "
-        "is as wide as the terminal, or as COLUMNS says; NO_COLOR=1 leaves colours out.",
+        epilog="Times are those of a full stage: if a stage has v chunks (virtual stages), each takes 1/v of them. The timeline "
+        "has the width of the terminal, or of the variable COLUMNS; NO_COLOR=1 disables colours.",
     )
-    which = flags.add_mutually_exclusive_group(required=True)
-    which.add_argument("--schedule", choices=SCHEDULES, help="the schedule to show")
-    which.add_argument("--compare", action="store_true", help="show all schedules, one above the other")
-    flags.add_argument("--stages", type=_count, required=True, metavar="P", help="pipeline stages (ranks)")
-    flags.add_argument("--microbatches", type=_count, required=True, metavar="M", help="microbatches of a step")
-    flags.add_argument(
-        "--virtual-stages", type=_count, metavar="V", help=f"chunks a stage, for interleaved ({_USUAL_VIRTUAL_STAGES})"
+    schedules = parser.add_mutually_exclusive_group(required=True)
+    schedules.add_argument("--schedule", choices=SCHEDULES, help="Show this schedule.")
+    schedules.add_argument("--compare", action="store_true", help="Show all schedules below each other.")
+    parser.add_argument(
+        "--stages", type=_parse_count, required=True, metavar="P", help="Set the number of pipeline stages (ranks)."
     )
-    flags.add_argument("--forward-ms", type=_time, default=10.0, metavar="MS", help="forward of a microbatch on a stage (10)")
-    flags.add_argument("--input-grad-ms", type=_time, default=10.0, metavar="MS", help="its input gradient (10)")
-    flags.add_argument("--weight-grad-ms", type=_time, default=10.0, metavar="MS", help="its weight gradient (10)")
-    flags.add_argument(
+    parser.add_argument(
+        "--microbatches", type=_parse_count, required=True, metavar="M", help="Set the number of microbatches per step."
+    )
+    parser.add_argument(
+        "--virtual-stages",
+        type=_parse_count,
+        metavar="V",
+        help=f"Set the number of chunks per stage of the interleaved schedule (default {_DEFAULT_VIRTUAL_STAGES}).",
+    )
+    parser.add_argument(
+        "--forward-ms",
+        type=_parse_duration,
+        default=10.0,
+        metavar="MS",
+        help="Set the time of a microbatch's forward on a stage (default 10).",
+    )
+    parser.add_argument(
+        "--input-grad-ms", type=_parse_duration, default=10.0, metavar="MS", help="Set the time of its input gradient (default 10)."
+    )
+    parser.add_argument(
+        "--weight-grad-ms",
+        type=_parse_duration,
+        default=10.0,
+        metavar="MS",
+        help="Set the time of its weight gradient (default 10).",
+    )
+    parser.add_argument(
         "--recompute-ms",
-        type=_time,
+        type=_parse_duration,
         default=0.0,
         metavar="MS",
-        help="running layers again ahead of the gradient; 0: all is kept (0). What is run again within backward is a part of the "
-        "input gradient",
+        help="Set the time to recompute layers before the gradient arrives; 0 keeps all activations (default 0). Recomputation "
+        "within backward is part of the input gradient.",
     )
-    flags.add_argument("--p2p-ms", type=_time, default=0.0, metavar="MS", help="a message from one stage to another (0)")
-    flags.add_argument(
+    parser.add_argument(
+        "--p2p-ms",
+        type=_parse_duration,
+        default=0.0,
+        metavar="MS",
+        help="Set the time of a message from one stage to another (default 0).",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help=".svg or .png: a figure (needs matplotlib); .json: a trace for ui.perfetto.dev; .txt: the timeline; may be repeated",
+        help="Write a file: .svg or .png a figure (needs matplotlib), .json a trace for ui.perfetto.dev, .txt the timeline; "
+        "may be repeated.",
     )
-    return flags
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, or 1 if a file could not be written."""
-    flags = parser()
-    given = flags.parse_args(arguments)
-    costs = Costs(given.forward_ms, given.input_grad_ms, given.weight_grad_ms, given.p2p_ms, given.recompute_ms)
+    """Run the tool and return the exit status: 0, or 1 if a file could not be written."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    costs = OpCosts(args.forward_ms, args.input_grad_ms, args.weight_grad_ms, args.p2p_ms, args.recompute_ms)
     if costs.forward + costs.input_grad + costs.weight_grad == 0:
-        flags.error("--forward-ms, --input-grad-ms and --weight-grad-ms are all 0: at least one must take time")
+        parser.error("--forward-ms, --input-grad-ms and --weight-grad-ms are all 0: at least one must take time")
     try:
-        for path in given.output:
+        for path in args.output:
             check_output(path)
     except (ValueError, ModuleNotFoundError) as error:
-        flags.error(f"--output {error}")
+        parser.error(f"--output {error}")
     try:
         rows = [
-            _row(name, given.stages, given.microbatches, _chunks(name, given.virtual_stages, given.compare), costs)
-            for name in (SCHEDULES if given.compare else [given.schedule])
+            _build_row(
+                name, args.stages, args.microbatches, _choose_chunks_per_stage(name, args.virtual_stages, args.compare), costs
+            )
+            for name in (SCHEDULES if args.compare else [args.schedule])
         ]
     except ValueError as error:
-        flags.error(f"--virtual-stages {given.virtual_stages}: {error}")
+        parser.error(f"--virtual-stages {args.virtual_stages}: {error}")
     panels = [row.panel for row in rows]
-    print(_about(given.stages, given.microbatches, costs), end="\n\n")
-    print(draw_text(panels, **Terminal.of(sys.stdout)._asdict()), end="\n\n")
-    print(draw_table(rows))
-    return _write(panels, given.output)
+    print(_format_description(args.stages, args.microbatches, costs), end="\n\n")
+    print(render_text(panels, **Terminal.of(sys.stdout)._asdict()), end="\n\n")
+    print(format_table(rows))
+    return _write_pictures(panels, args.output)
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, not {text}")
     return int(text)
 
 
-def _time(text: str) -> float:
+def _parse_duration(text: str) -> float:
     try:
         duration = float(text)
     except ValueError:
@@ -137,35 +167,37 @@ def _time(text: str) -> float:
     return duration
 
 
-def _chunks(name: str, asked: int | None, compare: bool) -> int:
-    """Chunks a stage. Where all schedules are compared, what is asked for is for those that can have any number."""
-    only = SCHEDULES[name].chunks_per_stage
-    if only is not None and (asked is None or compare):
-        return only
-    return asked or _USUAL_VIRTUAL_STAGES
+def _choose_chunks_per_stage(name: str, virtual_stages: int | None, compare: bool) -> int:
+    """Return the number of model chunks per stage for a schedule.
+
+    With --compare, the value of --virtual-stages applies only to schedules that allow any number of chunks.
+    """
+    fixed_chunks = SCHEDULES[name].chunks_per_stage
+    if fixed_chunks is not None and (virtual_stages is None or compare):
+        return fixed_chunks
+    return virtual_stages or _DEFAULT_VIRTUAL_STAGES
 
 
-def _row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, costs: Costs) -> TimelineRow:
-    recomputed = range(num_stages * chunks_per_stage) if costs.recompute else ()
-    schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed=recomputed)
+def _build_row(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, costs: OpCosts) -> TimelineRow:
+    recomputed_chunks = range(num_stages * chunks_per_stage) if costs.recompute else ()
+    schedule = build_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed_chunks=recomputed_chunks)
     title = f"{name} (v = {chunks_per_stage})" if chunks_per_stage > 1 else name
-    panel = Panel(title, simulate(schedule, costs.divided(chunks_per_stage)))
-    return TimelineRow(panel, expected(name, num_stages, num_microbatches, chunks_per_stage, costs))
+    panel = Panel(title, simulate(schedule, costs.divide_by_chunks(chunks_per_stage)))
+    return TimelineRow(panel, compute_expected(name, num_stages, num_microbatches, chunks_per_stage, costs))
 
 
-def _about(num_stages: int, num_microbatches: int, costs: Costs) -> str:
-    """What is shown, before the pictures."""
-    forward, input_grad, weight_grad, p2p = map(milliseconds, (costs.forward, costs.input_grad, costs.weight_grad, costs.p2p))
-    again = f"R = {milliseconds(costs.recompute)} to run layers again, " if costs.recompute else ""
+def _format_description(num_stages: int, num_microbatches: int, costs: OpCosts) -> str:
+    """Return the text above the pictures: stages, microbatches and durations."""
+    forward, input_grad, weight_grad, p2p = map(format_ms, (costs.forward, costs.input_grad, costs.weight_grad, costs.p2p))
+    recompute_text = f"R = {format_ms(costs.recompute)} to recompute layers, " if costs.recompute else ""
     return (
         f"p = {num_stages} stages, m = {num_microbatches} microbatches. A whole stage takes F = {forward} for a forward, "
-        f"I = {input_grad} for an input gradient,\n{again}W = {weight_grad} for a weight gradient, and each of its v chunks 1/v of "
-        "these. "
-        f"A message takes {p2p}."
+        f"I = {input_grad} for an input gradient,\n"
+        f"{recompute_text}W = {weight_grad} for a weight gradient, and each of its v chunks 1/v of these. A message takes {p2p}."
     )
 
 
-def _write(panels: Sequence[Panel], paths: Sequence[Path]) -> int:
+def _write_pictures(panels: Sequence[Panel], paths: Sequence[Path]) -> int:
     for path in paths:
         try:
             write_picture(panels, path)

@@ -1,22 +1,22 @@
-"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet, tables or folders of plain text.
+r"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet, tables or folders of plain text.
 
 For example::
 
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus --tokenizer-type GPT2BPETokenizer \
         --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 16
 
-writes data/corpus_text_document.bin and .idx, which training reads with --data-path data/corpus_text_document. A job that was ended
-goes on with --resume. With --engine ray a cluster does the work.
+writes data/corpus_text_document.bin and .idx, which training reads with --data-path data/corpus_text_document. An interrupted job
+continues with --resume. With --engine ray a cluster does the work.
 
     python tools/preprocess_data.py --build-index data/corpus_text_document --seq-length 2048
 
-makes the caches of the sample order ahead that training would make at its start.
+writes the caches of the sample order in advance. Otherwise training writes them when it starts.
 
     python tools/preprocess_data.py --input 'chats/*.jsonl' --output-prefix data/chats --tokenizer-type HuggingFaceTokenizer \
         --tokenizer-model tokenizer --chat-template
 
-writes conversations ({"messages": [{"role": "user", "content": "..."}, ...]}) as the tokenizer's chat template says, and a loss
-mask, with which a model learns the answers alone: train with --data-path data/chats_messages_document --data-loss-mask.
+writes conversations ({"messages": [{"role": "user", "content": "..."}, ...]}) by the tokenizer's chat template, with a loss mask,
+so that a model learns only the answers: train with --data-path data/chats_messages_document --data-loss-mask.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from megatron_lab.commands.parser import ToolParser
 from megatron_lab.data_tools.input_flags import (
     SKIP,
     SKIP_FILES,
-    add_flags_of_megatron,
     add_input_flags,
+    add_megatron_flags,
     check_column,
-    notes_of_megatron,
+    check_megatron_flags,
 )
-from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
 
 if TYPE_CHECKING:
     from megatron_lab.data_tools.preprocess.reports import Summary
 
-_SHOWN_BAD_LINES = 20
-_SECONDS_TO_STOP = 5.0
-_PREPROCESSING = (
+_MAX_PRINTED_BAD_LINES = 20
+_STOP_RETRY_SECONDS = 5.0
+_PREPROCESSING_FLAGS = (
     "input_format",
     "output_prefix",
     "tokenizer_type",
@@ -64,291 +64,326 @@ _PREPROCESSING = (
     "shard_size",
     "resume",
 )
-_INDEXING = ("seq_length", "seed", "split", "epochs", "train_samples", "valid_samples", "test_samples", "data_cache_path")
+_INDEXING_FLAGS = ("seq_length", "seed", "split", "epochs", "train_samples", "valid_samples", "test_samples", "data_cache_path")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = ToolParser(description=__doc__)
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = ToolParser(description=__doc__)
     add_input_flags(
-        flags,
+        parser,
         required=False,
-        keys="keys (or columns) of the texts (text), with --chat-template of the conversations (messages); a dataset for each",
+        keys_help="keys (or columns) of the texts (text), with --chat-template of the conversations (messages); a dataset for each",
     )
-    flags.add_argument("--output-prefix", metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx; a path or a URL")
-    flags.add_argument(
+    parser.add_argument("--output-prefix", metavar="PREFIX", help="Write PREFIX_<key>_document.bin and .idx; a path or a URL.")
+    parser.add_argument(
         "--chat-template",
         nargs="?",
         const="",
         metavar="FILE",
-        help="write conversations by the chat template of the HuggingFaceTokenizer's folder, or of FILE (jinja, run in a sandbox), "
-        "or chatml by its name, and a loss mask PREFIX_<key>_document_loss_mask beside the dataset",
+        help="Write conversations by the chat template of the HuggingFaceTokenizer's folder, of FILE (jinja, run in a sandbox), "
+        "or by the built-in template chatml, and a loss mask PREFIX_<key>_document_loss_mask next to the dataset.",
     )
-    flags.add_argument(
-        "--chat-date", type=_date, metavar="DAY", help="the day (2026-01-31) that a template writes which asks for today's"
+    parser.add_argument(
+        "--chat-date",
+        type=_parse_date,
+        metavar="DAY",
+        help="Set the date (2026-01-31) for a template that asks for the current date.",
     )
-    flags.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    flags.add_argument(
+    parser.add_argument("--append-eod", action="store_true", help="End each document with the end-of-document token.")
+    parser.add_argument(
         "--shuffle-seed",
         type=int,
         metavar="N",
-        help="write the documents in a random order that follows from N, so that --split of training, which takes neighbours in "
-        "the file, is a random choice; needs room for the dataset once more (the order of the input)",
+        help="Write the documents in a random order with seed N, so that --split of training, which takes consecutive documents, "
+        "is a random selection; needs disk space for a second copy of the dataset (default: the order of the input).",
     )
-    flags.add_argument(
+    parser.add_argument(
         "--cut-documents",
-        type=_count,
+        type=_parse_count,
         metavar="CHARACTERS",
-        help="longer texts become several documents, each cut behind a paragraph, a line or a word (a text is a document)",
+        help="Split longer texts into several documents, each after a paragraph, a line or a word (default: do not split).",
     )
-    add_tokenizer_flags(flags, required=False)
-    work = flags.add_argument_group("work", "None of these changes the result.")
+    add_tokenizer_flags(parser, required=False)
+    work = parser.add_argument_group("work", "None of these flags changes the result.")
     work.add_argument(
-        "--workers", type=_count, metavar="N", help="processes that encode (1); with --engine ray tasks at once (all CPUs it has)"
+        "--workers",
+        type=_parse_count,
+        metavar="N",
+        help="Encode with N processes (default 1); with --engine ray, run N tasks at once (default: all its CPUs).",
     )
-    work.add_argument("--engine", choices=("processes", "ray"), default="processes", help="who does the work (processes)")
+    work.add_argument(
+        "--engine",
+        choices=("processes", "ray"),
+        default="processes",
+        help="Do the work in local processes or on a Ray cluster (default processes).",
+    )
     work.add_argument(
         "--ray-address",
         metavar="ADDRESS",
-        help="of the head of a Ray cluster, or auto; without it one is started here. All nodes must see the input files and the "
-        "folder of --output-prefix under the same paths (a shared file system or URLs), and have this package",
+        help="Connect to the Ray cluster with this head address, or auto; by default a local one is started. All nodes need this "
+        "package, and the input files and the folder of --output-prefix under the same paths (a shared file system or URLs).",
     )
     work.add_argument(
-        "--shard-size", type=_size, metavar="BYTES", help="what is kept of an ended job counts in these, such as 64M (input / 1024)"
+        "--shard-size",
+        type=_parse_size,
+        metavar="BYTES",
+        help="Process the input in shards of this size, such as 64M; --resume keeps complete shards (default: input / 1024).",
     )
-    again = work.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on with an ended job: finished shards of unchanged files are kept")
-    again.add_argument("--restart", action="store_true", help="remove what an ended job left, and start anew")
-    index = flags.add_argument_group("index", "The order of samples, made ahead; the flags mean what they mean in training.")
+    existing = work.add_mutually_exclusive_group()
+    existing.add_argument(
+        "--resume", action="store_true", help="Continue an interrupted job: complete shards of unchanged files are kept."
+    )
+    existing.add_argument("--restart", action="store_true", help="Remove the files of an interrupted job and start again.")
+    index = parser.add_argument_group(
+        "index", "The order of samples, computed in advance; the flags have the same meaning as in training."
+    )
     index.add_argument(
         "--build-index",
         nargs="*",
         metavar="PREFIX",
-        help="make the caches of these datasets, or of those just made if none is named",
+        help="Write the index caches of these datasets, or of those just written if none is named.",
     )
-    index.add_argument("--seq-length", type=_count, metavar="N", help="tokens of a sample")
-    index.add_argument("--seed", type=int, metavar="N", help=f"({TrainingConfig.seed})")
-    index.add_argument("--split", metavar="SHARES", help=f"of training, validation and test ({DataConfig.split})")
-    index.add_argument("--epochs", type=_count, metavar="N", help="with --data-order epoch: how many (1)")
-    index.add_argument("--data-order", choices=get_args(DataOrder), help=f"({DataConfig.data_order})")
+    index.add_argument("--seq-length", type=_parse_count, metavar="N", help="Set the number of tokens of a sample.")
+    index.add_argument("--seed", type=int, metavar="N", help=f"Set the seed of the order (default {TrainingConfig.seed}).")
+    index.add_argument(
+        "--split", metavar="SHARES", help=f"Set the shares of training, validation and test (default {DataConfig.split})."
+    )
+    index.add_argument("--epochs", type=_parse_count, metavar="N", help="With --data-order epoch, index N epochs (default 1).")
+    index.add_argument(
+        "--data-order", choices=get_args(DataOrder), help=f"Set the order of samples (default {DataConfig.data_order})."
+    )
     for split, name in (("train", "training"), ("valid", "validation"), ("test", "test")):
         index.add_argument(
-            f"--{split}-samples", type=_count, metavar="N", help=f"with --data-order megatron: {name} samples of the run (an epoch)"
+            f"--{split}-samples",
+            type=_parse_count,
+            metavar="N",
+            help=f"With --data-order megatron, index N {name} samples (default: an epoch).",
         )
-    index.add_argument("--data-cache-path", metavar="FOLDER", help="where the caches go (the folder cache beside each dataset)")
-    add_flags_of_megatron(flags)
-    return flags
+    index.add_argument(
+        "--data-cache-path", metavar="FOLDER", help="Write the caches to FOLDER (default: the folder 'cache' next to each dataset)."
+    )
+    add_megatron_flags(parser)
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, 1 for an error, 128 and the number of the signal that ended it."""
-    flags = parser()
-    given = flags.parse_args(arguments)
-    _check(flags, given)
-    config = tokenizer_config(given, flags)
-    notes = notes_of_megatron(given, flags)
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Run the tool and return the exit status: 0, 1 for an error, or 128 plus the number of the signal that ended it."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    _check_args(parser, args)
+    config = build_tokenizer_config(args, parser)
+    messages = check_megatron_flags(args, parser)
+    old_handlers = {signum: signal.signal(signum, _raise_stopped) for signum in (signal.SIGINT, signal.SIGTERM)}
     screen = Screen(sys.stderr)
-    for line in notes:
-        screen.note(line)
+    for message in messages:
+        screen.log(message)
     try:
         try:
-            prefixes = tuple(given.build_index or ())
-            if given.input:
-                prefixes = _preprocess(given, config, screen).prefixes[: len(given.json_keys)]
-            if given.build_index is not None:
-                _build_index(given, prefixes, screen)
+            prefixes = tuple(args.build_index or ())
+            if args.input:
+                prefixes = _preprocess(args, config, screen).prefixes[: len(args.json_keys)]
+            if args.build_index is not None:
+                _build_index(args, prefixes, screen)
         except (ValueError, OSError) as error:
-            screen.note(f"preprocess_data.py: error: {error}")
+            screen.log(f"preprocess_data.py: error: {error}")
             return 1
     except _Stopped as stopped:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        kept = "No dataset is written; finished shards are kept: go on with --resume. " if given.input else ""
-        print(f"\npreprocess_data.py: stopped by {stopped.number.name}. {kept}".rstrip(), file=sys.stderr)
-        return 128 + stopped.number
+        resume_hint = "No dataset is written; finished shards are kept: go on with --resume. " if args.input else ""
+        print(f"\npreprocess_data.py: stopped by {stopped.signum.name}. {resume_hint}".rstrip(), file=sys.stderr)
+        return 128 + stopped.signum
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in old_handlers.items():
+            signal.signal(signum, handler)
     return 0
 
 
-def _check(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Flags that contradict each other, or have no effect."""
+def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check that the flags do not contradict each other and all have an effect.
+
+    Otherwise the program ends with a message and status 2.
+    """
 
     def refuse_all(names: Sequence[str], reason: str) -> None:
         for name in names:
-            if getattr(given, name) != flags.get_default(name):
-                flags.error(f"--{name.replace('_', '-')} has no effect {reason}: leave it out")
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} has no effect {reason}: leave it out")
 
-    if given.input is None and not given.build_index:
-        flags.error("--input PATH ... is missing (or --build-index PREFIX ... for datasets that exist)")
-    if given.input is not None:
+    if args.input is None and not args.build_index:
+        parser.error("--input PATH ... is missing (or --build-index PREFIX ... for datasets that exist)")
+    if args.input is not None:
         for name in ("output_prefix", "tokenizer_type"):
-            if getattr(given, name) is None:
-                flags.error(f"--{name.replace('_', '-')} is missing")
-        if given.build_index:
-            flags.error("--build-index takes no PREFIX beside --input: it is that of the datasets made")
+            if getattr(args, name) is None:
+                parser.error(f"--{name.replace('_', '-')} is missing")
+        if args.build_index:
+            parser.error("--build-index takes no PREFIX beside --input: it is that of the datasets made")
     else:
-        refuse_all((*_PREPROCESSING, "engine", "ray_address", "restart"), "without --input")
-    if given.engine != "ray":
+        refuse_all((*_PREPROCESSING_FLAGS, "engine", "ray_address", "restart"), "without --input")
+    if args.engine != "ray":
         refuse_all(("ray_address",), "without --engine ray")
-    if given.build_index is None:
-        refuse_all((*_INDEXING, "data_order"), "without --build-index")
-    elif given.seq_length is None:
-        flags.error("--build-index needs --seq-length N")
-    elif given.data_order == "megatron":
+    if args.build_index is None:
+        refuse_all((*_INDEXING_FLAGS, "data_order"), "without --build-index")
+    elif args.seq_length is None:
+        parser.error("--build-index needs --seq-length N")
+    elif args.data_order == "megatron":
         refuse_all(("epochs",), "with --data-order megatron")
     else:
         refuse_all(("train_samples", "valid_samples", "test_samples"), "without --data-order megatron")
-    if given.chat_template is None:
+    if args.chat_template is None:
         refuse_all(("chat_date",), "without --chat-template")
-    elif given.input is not None and given.tokenizer_type != "HuggingFaceTokenizer":
-        flags.error(
+    elif args.input is not None and args.tokenizer_type != "HuggingFaceTokenizer":
+        parser.error(
             "--chat-template needs --tokenizer-type HuggingFaceTokenizer: the tokens that separate messages are in its folder"
         )
-    given.json_keys = given.json_keys or ["text" if given.chat_template is None else "messages"]
-    if len(set(given.json_keys)) < len(given.json_keys):
-        flags.error(f"--json-keys names a key twice: {' '.join(given.json_keys)}")
-    check_column(given, flags, given.json_keys)
-    if given.chat_template is not None:
+    args.json_keys = args.json_keys or ["text" if args.chat_template is None else "messages"]
+    if len(set(args.json_keys)) < len(args.json_keys):
+        parser.error(f"--json-keys names a key twice: {' '.join(args.json_keys)}")
+    check_column(args, parser, args.json_keys)
+    if args.chat_template is not None:
         refuse_all(("cut_documents",), "with --chat-template: a conversation is not cut")
-    if given.shuffle_seed is not None and given.shuffle_seed < 0:
-        flags.error(f"--shuffle-seed must be 0 or more, not {given.shuffle_seed}")
+    if args.shuffle_seed is not None and args.shuffle_seed < 0:
+        parser.error(f"--shuffle-seed must be 0 or more, not {args.shuffle_seed}")
 
 
-def _preprocess(given: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
-    from megatron.data.tokenizer import required_tokenizer_json
-    from megatron_lab.data_tools.preprocess.chat import ChatTemplate, told_of_named
+def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
+    """Preprocess the input to the dataset of each key, and print a summary."""
+    from megatron.data.tokenizer import require_tokenizer_json
+    from megatron_lab.data_tools.preprocess.chat import ChatTemplate, describe_named_template
     from megatron_lab.data_tools.preprocess.engines import Engine
     from megatron_lab.data_tools.preprocess.job import preprocess
     from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 
     start = time.monotonic()
     chat = None
-    if given.chat_template is not None:
-        folder = required_tokenizer_json(config.tokenizer_model, config.tokenizer_type or "")
-        chat = ChatTemplate.read(folder, given.chat_template or None, given.chat_date)
-        for line in told_of_named(chat, folder):
-            screen.note(line)
+    if args.chat_template is not None:
+        folder = require_tokenizer_json(config.tokenizer_model, config.tokenizer_type or "")
+        chat = ChatTemplate.load(folder, args.chat_template or None, args.chat_date)
+        for message in describe_named_template(chat, folder):
+            screen.log(message)
     summary = preprocess(
-        given.input,
-        given.output_prefix,
+        args.input,
+        args.output_prefix,
         PreprocessJob(
             config,
-            tuple(given.json_keys),
-            given.append_eod,
-            skip_bad_lines=given.on_error in (SKIP, SKIP_FILES),
-            skip_bad_files=given.on_error == SKIP_FILES,
-            column=given.column,
-            cut_documents=given.cut_documents,
-            shuffle_seed=given.shuffle_seed,
+            tuple(args.json_keys),
+            args.append_eod,
+            skip_bad_records=args.on_error in (SKIP, SKIP_FILES),
+            skip_bad_files=args.on_error == SKIP_FILES,
+            column=args.column,
+            cut_documents=args.cut_documents,
+            shuffle_seed=args.shuffle_seed,
             chat=chat,
         ),
-        input_format=given.input_format,
-        engine=Engine(given.engine, given.workers, given.ray_address),
-        shard_size=given.shard_size,
-        start="resume" if given.resume else "restart" if given.restart else "new",
-        note=screen.note,
-        progress=screen.progress,
+        input_format=args.input_format,
+        engine=Engine(args.engine, args.workers, args.ray_address),
+        shard_size=args.shard_size,
+        start_mode="resume" if args.resume else "restart" if args.restart else "new",
+        log=screen.log,
+        log_progress=screen.show_progress,
     )
-    for line in summary.bad_lines[:_SHOWN_BAD_LINES]:
-        screen.note(f"left out: {line}")
-    if summary.bad_lines_file:
-        screen.note(f"all records left out: {summary.bad_lines_file}")
-    screen.note(
+    for message in summary.bad_records[:_MAX_PRINTED_BAD_LINES]:
+        screen.log(f"left out: {message}")
+    if summary.bad_records_file:
+        screen.log(f"all records left out: {summary.bad_records_file}")
+    screen.log(
         f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in "
-        f"{time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_lines:,} bad lines"
+        f"{time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_records:,} bad lines"
         + (f", {summary.num_bad_files:,} files that cannot be read" if summary.num_bad_files else "")
     )
     if chat is not None:
-        screen.note(
-            f"{summary.num_learned:,} tokens ({summary.num_learned / max(summary.num_tokens, 1):.1%}) are answers, which count in "
-            "the loss with --data-loss-mask"
+        answer_share = summary.num_loss_tokens / max(summary.num_tokens, 1)
+        screen.log(
+            f"{summary.num_loss_tokens:,} tokens ({answer_share:.1%}) are answers, which count in the loss with --data-loss-mask"
         )
     for prefix in summary.prefixes:
-        screen.note(f"wrote {prefix}.bin and {prefix}.idx")
+        screen.log(f"wrote {prefix}.bin and {prefix}.idx")
     return summary
 
 
-def _build_index(given: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
+def _build_index(args: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
+    """Build the sample indexes of the datasets and write them to the cache, for --build-index."""
     from megatron_lab.data_tools.index_making import build_index
 
     for prefix in prefixes:
-        lines = build_index(
+        messages = build_index(
             prefix,
-            split=DataConfig.split if given.split is None else given.split,
-            seed=TrainingConfig.seed if given.seed is None else given.seed,
-            seq_length=given.seq_length,
-            epochs=given.epochs or 1,
-            order=given.data_order or DataConfig.data_order,
-            num_samples=(given.train_samples, given.valid_samples, given.test_samples),
-            data_cache_path=given.data_cache_path,
+            split=DataConfig.split if args.split is None else args.split,
+            seed=TrainingConfig.seed if args.seed is None else args.seed,
+            seq_length=args.seq_length,
+            epochs=args.epochs or 1,
+            order=args.data_order or DataConfig.data_order,
+            num_samples=(args.train_samples, args.valid_samples, args.test_samples),
+            data_cache_path=args.data_cache_path,
         )
-        for line in lines:
-            screen.note(line)
+        for message in messages:
+            screen.log(message)
 
 
 class Screen:
-    """Writes lines to a stream; on a terminal a line of progress replaces the one before."""
+    """Writer of log lines and of a progress line. On a terminal each progress line replaces the previous one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._open = ""
+        self._progress_line = ""
 
-    def note(self, text: str) -> None:
-        """Write a line that stays."""
-        self._stream.write(f"{self._erase()}{text}\n")
+    def log(self, text: str) -> None:
+        """Write a log line, which stays on the terminal."""
+        self._stream.write(f"{self._erase_progress()}{text}\n")
         self._stream.flush()
 
-    def progress(self, text: str) -> None:
-        """Write a line of progress."""
+    def show_progress(self, text: str) -> None:
+        """Write a progress line."""
         if not self._stream.isatty():
-            self.note(text)
+            self.log(text)
             return
-        self._stream.write(f"{self._erase()}{text}")
+        self._stream.write(f"{self._erase_progress()}{text}")
         self._stream.flush()
-        self._open = text
+        self._progress_line = text
 
-    def _erase(self) -> str:
-        erased = f"\r{' ' * len(self._open)}\r" if self._open else ""
-        self._open = ""
-        return erased
+    def _erase_progress(self) -> str:
+        escape = f"\r{' ' * len(self._progress_line)}\r" if self._progress_line else ""
+        self._progress_line = ""
+        return escape
 
 
 class _Stopped(BaseException):
-    """A signal: everything is left in order."""
+    """Raised when a signal such as Ctrl-C asks the program to stop, so that the job ends in a consistent state."""
 
-    number = signal.SIGTERM
+    signum = signal.SIGTERM
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise, and again after a while: Python drops an exception that comes up in a destructor or in a hook."""
-    if number != signal.SIGALRM:
-        _Stopped.number = signal.Signals(number)
-    signal.signal(signal.SIGALRM, _stop)
-    signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_STOP)
+def _raise_stopped(signum: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal: raise `_Stopped`, and again every few seconds until the program ends.
+
+    Python ignores an exception that is raised in a destructor or in a hook, so raising it once is not reliable.
+    """
+    if signum != signal.SIGALRM:
+        _Stopped.signum = signal.Signals(signum)
+    signal.signal(signal.SIGALRM, _raise_stopped)
+    signal.setitimer(signal.ITIMER_REAL, _STOP_RETRY_SECONDS)
     raise _Stopped
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
     return int(text)
 
 
-def _date(text: str) -> str:
+def _parse_date(text: str) -> str:
     try:
         return datetime.date.fromisoformat(text).isoformat()
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be a day such as 2026-01-31, not {text!r}") from error
 
 
-def _size(text: str) -> int:
-    """Bytes, also as 64M."""
-    found = re.fullmatch(r"(\d+)([KMG]?)", text)
-    if not found:
+def _parse_size(text: str) -> int:
+    """Parse a number of bytes such as 67108864 or 64M."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"must be a number of bytes such as 67108864 or 64M, not {text!r}")
-    size = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+    size = int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
     if size < 1024:
         raise argparse.ArgumentTypeError(f"must be at least 1K, not {text}")
     return size

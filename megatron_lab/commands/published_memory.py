@@ -1,10 +1,12 @@
-"""Memory as peers' publications say that their software keeps it, against what they measured.
+"""Compare predicted with published memory. The prediction uses the bytes per parameter and per activation that the other software
+has.
 
     python tools/planning/published_memory.py
 
-It takes our schedules and our division of layers among stages, and the software's own bytes: of a parameter's state, and of what a
-layer keeps for backward, s b h x `by_hidden` + a s^2 b x `by_scores` (Korthikanti et al. 2022, section 4.1; a heads). They stand in
-`stacks.yaml` under `memory`, or in their place why the rows of that software are left out.
+Schedules and the division of layers among stages are those of this project. The bytes are those of the other software: the state of
+a parameter, and the activations of a layer, s b h x `by_hidden` + a s^2 b x `by_scores` (Korthikanti et al. 2022, section 4.1; s
+sequence length, b micro-batch size, h hidden size, a heads). The file `stacks.yaml` contains them under `memory`, or the reason why
+rows of that software are not compared.
 """
 
 from __future__ import annotations
@@ -19,94 +21,115 @@ import yaml
 
 from megatron.config.cli import load
 from megatron.config.model import ModelConfig
-from megatron.pipeline_parallel.partition import Chunk, table_of
-from megatron.spec.operations import OpKind
-from megatron.spec.schedules import make_schedule
-from megatron.spec.weights import WORD_EMBEDDING, in_layer, model_weights
-from megatron_lab.commands.against_published import COMMON, ROWS, calibrated, published_files, summary
+from megatron.pipeline_parallel.partition import Chunk, build_layer_table
+from megatron.spec.operations import OpType
+from megatron.spec.schedules import build_schedule
+from megatron.spec.weights import WORD_EMBEDDING, iter_weights, split_layer_name
+from megatron_lab.commands.against_published import COMMON, ROWS, format_summary, is_calibrated, list_published_files
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.planner.advice import num_microbatches
-from megatron_lab.planner.dry_run import enough_microbatches
+from megatron_lab.planner.advice import count_microbatches
+from megatron_lab.planner.dry_run import limit_microbatches
 
-_FREES = (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)
-"""Operations after which a layer's activations are gone: those of a backward in two halves stay until the second."""
+_RELEASING_OPS = (OpType.BACKWARD, OpType.WEIGHT_GRAD)
+"""Operations after which a layer's activations are released. In a split backward, that is the weight gradient."""
 
 
-def stack_memory() -> dict[str, Any]:
-    """For each software, what it keeps (a mapping), or why that is not known (words)."""
+def load_stack_memory() -> dict[str, Any]:
+    """Return the memory constants of each software stack, by its name: a mapping of constants, or a text that says why they are
+    unknown."""
     stacks = yaml.safe_load((ROWS / "stacks.yaml").read_text())
-    return {name: given["memory"] for name, given in stacks.items() if "memory" in given}
+    return {name: config["memory"] for name, config in stacks.items() if "memory" in config}
 
 
-def predicted(row: Mapping[str, Any], keeps: Mapping[str, float]) -> int:
-    """Bytes that the fullest rank of a job without tensor ranks or recompute holds at once."""
-    words = row["flags"].split()
-    config = load([*words, *COMMON], row["gpus"]).config
-    model, parallel, size = config.model, config.parallel, config.training.micro_batch_size
-    vocab_size, stages = int(words[words.index("--vocab-size") + 1]), parallel.pipeline_model_parallel_size
-    tokens = size * model.seq_length
-    layer = tokens * (model.hidden_size * keeps["by_hidden"] + model.num_attention_heads * model.seq_length * keeps["by_scores"])
-    table = table_of(model, parallel, vocab_size, config.memory)
-    count = enough_microbatches(parallel.schedule, stages, num_microbatches(config, row["gpus"]))
-    schedule = make_schedule(parallel.schedule, stages, count, len(table) // stages)
-    most = 0.0
+def predict_memory(row: Mapping[str, Any], stack_bytes: Mapping[str, float]) -> int:
+    """Return the predicted peak memory of a published run in bytes, on its fullest rank.
+
+    Tensor parallelism and recomputation are not supported.
+
+    Args:
+        row: the published run.
+        stack_bytes: bytes per parameter and per activation of the run's software.
+    """
+    argv = row["flags"].split()
+    config = load([*argv, *COMMON], row["gpus"]).config
+    model, parallel, micro_batch_size = config.model, config.parallel, config.training.micro_batch_size
+    vocab_size, num_stages = int(argv[argv.index("--vocab-size") + 1]), parallel.pipeline_model_parallel_size
+    num_tokens = micro_batch_size * model.seq_length
+    layer_bytes = num_tokens * (
+        model.hidden_size * stack_bytes["by_hidden"] + model.num_attention_heads * model.seq_length * stack_bytes["by_scores"]
+    )
+    table = build_layer_table(model, parallel, vocab_size, config.memory)
+    num_microbatches = limit_microbatches(parallel.schedule, num_stages, count_microbatches(config, row["gpus"]))
+    schedule = build_schedule(parallel.schedule, num_stages, num_microbatches, len(table) // num_stages)
+    max_bytes = 0.0
     for stage, ops in enumerate(schedule.ops):
-        kept = peak = 0
+        num_live_layers = max_live_layers = 0
         for op in ops:
-            kept += len(table[op.chunk].layers) * ((op.kind is OpKind.FORWARD) - (op.kind in _FREES))
-            peak = max(peak, kept)
-        chunks = [one for one in table if one.stage == stage]
-        most = max(most, layer * peak + keeps["state"] * _parameters(model, chunks, vocab_size))
-    return round(most)
+            num_live_layers += len(table[op.chunk].layers) * ((op.type is OpType.FORWARD) - (op.type in _RELEASING_OPS))
+            max_live_layers = max(max_live_layers, num_live_layers)
+        chunks = [chunk for chunk in table if chunk.stage == stage]
+        max_bytes = max(
+            max_bytes, layer_bytes * max_live_layers + stack_bytes["state"] * _count_stage_params(model, chunks, vocab_size)
+        )
+    return round(max_bytes)
 
 
-def error(row: Mapping[str, Any], keeps: Mapping[str, float]) -> float:
-    """Predicted over measured bytes, less 1."""
-    measured = row["memory_gb"] * keeps["gigabyte"]
-    return predicted(row, keeps) / measured - 1
+def compute_relative_error(row: Mapping[str, Any], stack_bytes: Mapping[str, float]) -> float:
+    """Return the ratio of the predicted to the published memory of a run, minus 1."""
+    measured_bytes = row["memory_gb"] * stack_bytes["gigabyte"]
+    return predict_memory(row, stack_bytes) / measured_bytes - 1
 
 
-def _parameters(model: ModelConfig, chunks: Sequence[Chunk], vocab_size: int) -> int:
-    """Those of a stage; a tied word embedding is on the first and on the last."""
+def _count_stage_params(model: ModelConfig, chunks: Sequence[Chunk], vocab_size: int) -> int:
+    """Count the parameters of a pipeline stage. A tied word embedding counts on the first and on the last stage.
+
+    Args:
+        chunks: model chunks of the stage.
+    """
     layers = {layer for chunk in chunks for layer in chunk.layers}
-    first, last = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
-    found = 0
-    for weight in model_weights(model, vocab_size):
-        layer, _ = in_layer(weight.name)
+    has_first_chunk, has_last_chunk = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
+    num_params = 0
+    for weight in iter_weights(model, vocab_size):
+        layer, _ = split_layer_name(weight.name)
         if layer is None:
-            embeds = weight.name.startswith("embedding")
-            held = (first if embeds else last) or (last and weight.name == WORD_EMBEDDING and model.tied)
+            is_embedding = weight.name.startswith("embedding")
+            is_local = (has_first_chunk if is_embedding else has_last_chunk) or (
+                has_last_chunk and weight.name == WORD_EMBEDDING and model.has_tied_embeddings
+            )
         else:
-            held = layer in layers
-        found += held * math.prod(weight.shape)
-    return found
+            is_local = layer in layers
+        num_params += is_local * math.prod(weight.shape)
+    return num_params
 
 
 def main() -> int:
-    """Print the table."""
+    """Print the table of errors by publication, software and schedule. Return the exit status."""
     ToolParser(description=__doc__).parse_args()
-    files = published_files()
-    by = defaultdict[str, list[float]](list)
-    left_out = Counter[tuple[str, str]]()
-    known = stack_memory()
-    for path in files:
+    paths = list_published_files()
+    errors_by_case = defaultdict[str, list[float]](list)
+    num_skipped = Counter[tuple[str, str]]()
+    stack_memory = load_stack_memory()
+    for path in paths:
         for row in json.loads(path.read_text())["rows"]:
             if row["memory_gb"] is None:
                 continue
-            keeps = known[row["stack"]]
-            if isinstance(keeps, str):
-                left_out[f"{path.stem}, {row['stack']}", keeps] += 1
-            elif not calibrated(row):
-                by[f"{path.stem}, {row['stack']}, {_schedule(row)}"].append(error(row, keeps))
-    for name, found in sorted(by.items()):
-        print(f"{name:<50} {len(found):4} rows {summary(found)}")
-    print(f"{'all':<50} {sum(map(len, by.values())):4} rows {summary([one for some in by.values() for one in some])}")
-    for (name, why), count in sorted(left_out.items()):
-        print(f"left out: {name}: {count} rows: {why}")
+            stack_bytes = stack_memory[row["stack"]]
+            if isinstance(stack_bytes, str):
+                num_skipped[f"{path.stem}, {row['stack']}", stack_bytes] += 1
+            elif not is_calibrated(row):
+                errors_by_case[f"{path.stem}, {row['stack']}, {_get_schedule_name(row)}"].append(
+                    compute_relative_error(row, stack_bytes)
+                )
+    for name, errors in sorted(errors_by_case.items()):
+        print(f"{name:<50} {len(errors):4} rows {format_summary(errors)}")
+    all_errors = [error for case_errors in errors_by_case.values() for error in case_errors]
+    print(f"{'all':<50} {len(all_errors):4} rows {format_summary(all_errors)}")
+    for (name, reason), count in sorted(num_skipped.items()):
+        print(f"left out: {name}: {count} rows: {reason}")
     return 0
 
 
-def _schedule(row: Mapping[str, Any]) -> str:
-    """The schedule of a row."""
-    words = row["flags"].split()
-    return str(words[words.index("--pipeline-schedule") + 1])
+def _get_schedule_name(row: Mapping[str, Any]) -> str:
+    """Return the pipeline schedule in the flags of a published run."""
+    argv = row["flags"].split()
+    return str(argv[argv.index("--pipeline-schedule") + 1])

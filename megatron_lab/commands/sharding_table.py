@@ -1,11 +1,11 @@
-"""Print, in markdown, what published models take on a rank and what they send under each sharding strategy.
+"""Print Markdown tables of the memory and the communication of published models under each sharding strategy.
 
 For example::
 
     python tools/sharding_table.py memory
 
-Nothing is allocated: a rank's part of each model is built on the meta device and counted by the code that writes the start-up log
-of a run. The tables of docs/data_parallel.md are made by this.
+The tool allocates no memory: it builds a rank's shard of each model on the meta device and counts it with the code of a run's
+start-up log. It generates the tables of docs/data_parallel.md.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron.config.training import OptimizerConfig
 from megatron.model.build import build_model
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
-from megatron.spec.schedules import make_schedule
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron.spec.schedules import build_schedule
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.state_layout import StateMemory, StateReport
-from megatron_lab.planner.state_report import state_report
+from megatron_lab.planner.state_report import build_state_report
 
 DATA_SIZES = (8, 64, 1024)
 STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)
 
 
 @dataclass(frozen=True)
-class Published:
-    """A model and how it is divided."""
+class PublishedModel:
+    """Published model, and the tensor and pipeline parallel sizes with which the tables show it."""
 
     name: str
     model: ModelConfig
@@ -55,14 +55,14 @@ _LLAMA = ModelConfig(
 )
 MODELS = (
     # Brown et al. 2020, table 2.1, "GPT-3 XL"; with 16 heads of 128, which make up the hidden size.
-    Published("GPT 1.3B", ModelConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048), 50257),
+    PublishedModel("GPT 1.3B", ModelConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048), 50257),
     # Llama 2, Touvron et al. 2023.
-    Published(
+    PublishedModel(
         "Llama 7B",
         replace(_LLAMA, num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32),
         32000,
     ),
-    Published(
+    PublishedModel(
         "Llama 70B",
         replace(
             _LLAMA,
@@ -77,7 +77,7 @@ MODELS = (
         tensor_size=8,
     ),
     # Narayanan et al. 2021, table 1.
-    Published(
+    PublishedModel(
         "GPT 1T",
         ModelConfig(num_layers=128, hidden_size=25600, num_attention_heads=160, seq_length=2048),
         51200,
@@ -88,15 +88,18 @@ MODELS = (
 )
 
 
-PARTS_OF = (MODELS[1], 8)
-"""Model and data size of the table of parts."""
+PURPOSE_TABLE_CASE = (MODELS[1], 8)
+"""Model and data-parallel size of the table by purpose."""
 
 
 @dataclass(frozen=True)
-class Reports:
-    """Of a rank of the first pipeline stage, which holds most: with the embedding, as many layers as any."""
+class ModelReports:
+    """Memory and traffic of a published model under each sharding strategy, for a rank of the first pipeline stage.
 
-    published: Published
+    The first stage needs the most memory: it has the embedding, and as many layers as any other stage.
+    """
+
+    published: PublishedModel
     data_size: int
     by_strategy: dict[str, StateReport]
 
@@ -104,108 +107,127 @@ class Reports:
 _OFFLOADED, _ON_HOST = "optim, offloaded", "optim_grads_params, host"
 
 
-def reports_of(published: Published, data_size: int) -> Reports:
-    """Under each strategy, and with the optimizer's state in host memory: in bfloat16 with Adam, reductions overlapped."""
-    model, stages = published.model, published.num_stages
+def build_reports(published: PublishedModel, data_size: int) -> ModelReports:
+    """Build the reports of a model under each sharding strategy, and under two strategies with offloading to host memory.
+
+    All use bfloat16, Adam and overlapped gradient reduction.
+
+    Args:
+        data_size: number of data-parallel ranks.
+    """
+    model, num_stages = published.model, published.num_stages
     parallel = ParallelConfig(
         tensor_model_parallel_size=published.tensor_size,
-        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_size=num_stages,
         sequence_parallel=published.tensor_size > 1,
         overlap_grad_reduce=True,
     )
-    # Who knows the neighbour in the pipeline knows all that the first stage needs to know, and large worlds take long to make.
-    topology = Topology(tp=published.tensor_size, dp=data_size, pp=min(stages, 2))
+    # Two stages suffice: the first stage only needs to know the next one, and it takes long to create a large world.
+    topology = Topology(tp=published.tensor_size, dp=data_size, pp=min(num_stages, 2))
     context = connect_fake(topology, 0)
     try:
-        built = build_model(
+        model_chunks = build_model(
             model,
             context,
             dtype=torch.bfloat16,
             vocab_size=published.vocab_size,
             sequence_parallel=parallel.sequence_parallel,
             seed=1,
-            table=table_of(model, parallel, published.vocab_size),
+            table=build_layer_table(model, parallel, published.vocab_size),
         )
-        schedule = make_schedule(parallel.schedule, stages, published.num_microbatches)
+        schedule = build_schedule(parallel.schedule, num_stages, published.num_microbatches)
 
-        def under(strategy: ShardingStrategy, optimizer: OptimizerConfig, *, params_cpu: bool = False) -> StateReport:
+        def build_report(strategy: ShardingStrategy, optimizer: OptimizerConfig, *, params_cpu: bool = False) -> StateReport:
             sharded = replace(parallel, data_parallel_sharding_strategy=strategy, fsdp_params_cpu=params_cpu)
-            return state_report(built, context, sharded, optimizer, schedule)
+            return build_state_report(model_chunks, context, sharded, optimizer, schedule)
 
-        found: dict[str, StateReport] = {strategy: under(strategy, OptimizerConfig()) for strategy in STRATEGIES}
-        found[_OFFLOADED] = under("optim", OptimizerConfig(optimizer_cpu_offload=True))
-        found[_ON_HOST] = under("optim_grads_params", OptimizerConfig(), params_cpu=True)
+        reports: dict[str, StateReport] = {strategy: build_report(strategy, OptimizerConfig()) for strategy in STRATEGIES}
+        reports[_OFFLOADED] = build_report("optim", OptimizerConfig(optimizer_cpu_offload=True))
+        reports[_ON_HOST] = build_report("optim_grads_params", OptimizerConfig(), params_cpu=True)
     finally:
         disconnect()
-    return Reports(published, data_size, found)
+    return ModelReports(published, data_size, reports)
 
 
-def memory_table() -> Iterator[str]:
-    """GB of each rank: what stays, and with a plus what only passes through."""
+def iter_memory_table() -> Iterator[str]:
+    """Yield the lines of the memory table. A cell shows GB per rank: permanent state + temporary buffers."""
     yield f"| model | TP x PP | DP | {' | '.join(STRATEGIES)} |"
-    yield _rule(3 + len(STRATEGIES))
-    for one in all_reports():
-        cells = [_state_and_buffers(one.by_strategy[strategy]) for strategy in STRATEGIES]
-        yield f"| {_layout(one)} | {' | '.join(cells)} |"
+    yield _format_rule(3 + len(STRATEGIES))
+    for reports in build_all_reports():
+        cells = [_format_state(reports.by_strategy[strategy]) for strategy in STRATEGIES]
+        yield f"| {_format_layout(reports)} | {' | '.join(cells)} |"
 
 
-def traffic_table() -> Iterator[str]:
-    """GB that each rank sends in a step."""
+def iter_traffic_table() -> Iterator[str]:
+    """Yield the lines of the traffic table: GB that each rank sends in a step."""
     yield f"| model | TP x PP | DP | microbatches | {' | '.join(STRATEGIES)} |"
-    yield _rule(4 + len(STRATEGIES))
-    for one in all_reports():
-        cells = [_gb(sum(sent.bytes for sent in one.by_strategy[strategy].sent)) for strategy in STRATEGIES]
-        yield f"| {_layout(one)} | {one.published.num_microbatches} | {' | '.join(cells)} |"
+    yield _format_rule(4 + len(STRATEGIES))
+    for reports in build_all_reports():
+        cells = [
+            _format_gb(sum(group_traffic.bytes for group_traffic in reports.by_strategy[strategy].traffic))
+            for strategy in STRATEGIES
+        ]
+        yield f"| {_format_layout(reports)} | {reports.published.num_microbatches} | {' | '.join(cells)} |"
 
 
-def parts_table() -> Iterator[str]:
-    """GB of each rank by what they are for, for one row of the table of memory."""
-    one = reports_of(*PARTS_OF)
-    kinds = [kind for kind in StateMemory().parts if any(report.memory.parts[kind].total for report in one.by_strategy.values())]
+def iter_purpose_table() -> Iterator[str]:
+    """Yield the lines of the table that divides the memory of one model by purpose, such as parameters, in GB per rank."""
+    reports = build_reports(*PURPOSE_TABLE_CASE)
+    purposes = [
+        purpose
+        for purpose in StateMemory().by_purpose
+        if any(report.memory.by_purpose[purpose].total for report in reports.by_strategy.values())
+    ]
     yield " | ".join(
-        [f"| {one.published.name}, DP {one.data_size}", *(kind.replace("_", " ") for kind in kinds), "device | host |"]
+        [
+            f"| {reports.published.name}, DP {reports.data_size}",
+            *(purpose.replace("_", " ") for purpose in purposes),
+            "device | host |",
+        ]
     )
-    yield _rule(len(kinds) + 3)
-    for name, report in one.by_strategy.items():
+    yield _format_rule(len(purposes) + 3)
+    for name, report in reports.by_strategy.items():
         memory = report.memory
-        cells = [*(memory.parts[kind].total for kind in kinds), memory.total.device, memory.total.host]
-        yield f"| {name} | {' | '.join(map(_gb, cells))} |"
+        cells = [*(memory.by_purpose[purpose].total for purpose in purposes), memory.total.device, memory.total.host]
+        yield f"| {name} | {' | '.join(map(_format_gb, cells))} |"
 
 
-TABLES = {"memory": memory_table, "parts": parts_table, "traffic": traffic_table}
+TABLES = {"memory": iter_memory_table, "parts": iter_purpose_table, "traffic": iter_traffic_table}
 
 
 @functools.cache
-def all_reports() -> list[Reports]:
-    """Of each model at each data size."""
-    return [reports_of(published, data_size) for published in MODELS for data_size in DATA_SIZES]
+def build_all_reports() -> list[ModelReports]:
+    """Build the reports of each model at each data-parallel size."""
+    return [build_reports(published, data_size) for published in MODELS for data_size in DATA_SIZES]
 
 
-def _layout(one: Reports) -> str:
-    return f"{one.published.name} | {one.published.tensor_size} x {one.published.num_stages} | {one.data_size:,}"
+def _format_layout(reports: ModelReports) -> str:
+    return f"{reports.published.name} | {reports.published.tensor_size} x {reports.published.num_stages} | {reports.data_size:,}"
 
 
-def _rule(columns: int) -> str:
-    return "|" + "---|" * columns
+def _format_rule(num_columns: int) -> str:
+    return "|" + "---|" * num_columns
 
 
-def _state_and_buffers(report: StateReport) -> str:
+def _format_state(report: StateReport) -> str:
     memory = report.memory
-    state = _gb(memory.total.device - memory.buffers.device)
-    return f"{state} + {_gb(memory.buffers.device)}" if memory.buffers.device else state
+    state = _format_gb(memory.total.device - memory.buffers.device)
+    return f"{state} + {_format_gb(memory.buffers.device)}" if memory.buffers.device else state
 
 
-def _gb(num_bytes: int) -> str:
-    """In three digits, or whole GB."""
+def _format_gb(num_bytes: int) -> str:
+    """Format bytes as GB with three significant digits, or as an integer from 100 GB on."""
     value = num_bytes / 1e9
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
-    flags = ToolParser(description=(__doc__ or "").splitlines()[0])
-    flags.add_argument(
-        "table", choices=TABLES, help="memory: GB of a rank; parts: what they are for; traffic: GB that a rank sends in a step"
+    """Run the tool and return its exit status."""
+    parser = ToolParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "table",
+        choices=TABLES,
+        help="Print this table: memory is GB of a rank, parts their purpose, traffic GB that a rank sends in a step.",
     )
-    print("\n".join(TABLES[flags.parse_args(arguments).table]()))
+    print("\n".join(TABLES[parser.parse_args(arguments).table]()))
     return 0

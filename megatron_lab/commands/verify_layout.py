@@ -1,11 +1,11 @@
-"""Prove that a layout trains as one process does, for the flags that you launch with.
+"""Prove that a layout trains like a single process, for the flags of your launch command.
 
     python tools/verify_layout.py <the flags of pretrain_gpt.py> [--world-size N]
 
-The model is made small, keeping what matters of the layout, and trained for a few steps in float64 on local CPU processes, and in
-one process by a plain reference. Loss, every gradient and every weight are compared. No GPU, no launcher and no data are needed.
-The exit status is 0 if all is equal, 1 if anything differs or the layout does not run, 2 if the settings are wrong or what is equal
-cannot be written, 130 if it is interrupted.
+The tool shrinks the model but keeps everything that matters for the layout. It trains the model for a few steps in float64 on local
+CPU processes, and with a plain reference implementation in one process. It compares loss, every gradient and every weight. It needs
+no GPU, launcher or data. The exit status is 0 if all is equal, 1 if anything differs or the layout does not run, 2 if the settings
+are wrong or the result "equal" cannot be written, and 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.checks.each import LARGEST_WORLD
-from megatron.config.checks.finding import RANKS
+from megatron.config.checks.each import MAX_WORLD_SIZE
+from megatron.config.checks.finding import MODEL_PARALLEL_SIZES
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.given import check_output, is_count, split
-from megatron.config.settle import with_vocabulary
+from megatron.config.given import check_output, is_count, split_argv
+from megatron.config.settle import assume_vocab_size
 
 PROGRAM = "verify_layout.py"
 HELP = """\
@@ -38,30 +38,30 @@ usage: python tools/verify_layout.py FLAGS [--world-size N] [--steps N] [--max-r
        python tools/verify_layout.py FLAGS --trace FILE
        python tools/verify_layout.py --trace FILE --trace FILE [--json FILE]
 
-Prove that a layout trains as one process does. FLAGS are those of pretrain_gpt.py, as you launch it; see its --help. The model is
-made small, keeping what matters of the layout, and trained for a few steps in float64 on CPU processes of this machine, and by a
-plain reference in one process. No GPU, launcher, dataset or tokenizer file is needed.
+Prove that a layout trains like a single process. FLAGS are those of your launch command for pretrain_gpt.py; see its --help. The
+tool shrinks the model but keeps everything that matters for the layout. It trains the model for a few steps in float64 on CPU
+processes of this machine, and with a plain reference implementation in one process. It needs no GPU, launcher, dataset or
+tokenizer file.
 
-  --world-size N   ranks of the job; by default tensor x pipeline size, that is data size 1
-  --steps N        steps to train; by default 4
-  --max-ranks N    processes to run at most; larger layouts are reduced axis by axis; by default 8
-  --quick          when something differs, do not look for the settings with which it comes and goes
-  --reference self compare with a run of the same code in one process, not with the plain reference, which does not know what
-                   modules of --imports register
-  --json FILE      write what is found as JSON too, after it is printed
-  --trace FILE     compare with a trace that --save-trace wrote; given twice, compare the two and run nothing: then no flag goes
-                   with it but --json.
-                   With FLAGS, what this tool runs is compared with a trace that it saved before (--save-trace FILE among FLAGS)
-  --help           print this
+  --world-size N   Set the number of ranks of the job (default: tensor x pipeline size, that is data-parallel size 1).
+  --steps N        Train N steps (default 4).
+  --max-ranks N    Start at most N processes; larger layouts are reduced axis by axis (default 8).
+  --quick          After a difference, do not search for the settings that cause it.
+  --reference self Compare with a run of the same code in one process. The plain reference, which is the default, does not know
+                   modules that --imports registers.
+  --json FILE      Also write the result as JSON, after it is printed.
+  --trace FILE     Compare the run of this tool with a trace that an earlier run of it saved (--save-trace FILE among FLAGS).
+                   Given twice, compare the two traces and run nothing; the only other flag is then --json.
+  --help           Print this text.
 
-exit status: 0 equal, 1 different or failing, 2 bad settings, 130 interrupted. Where all is equal but the report or the --json
-FILE could not be written (a full disk), it is 2; what is different stays 1.
+Exit status: 0 equal, 1 different or failing, 2 bad settings, 130 interrupted. If all is equal but the report or the --json FILE
+could not be written (a full disk), it is 2. If something differs, it is 1 in any case.
 """
 
 
 @dataclass
-class Own:
-    """The tool's own flags."""
+class ToolOptions:
+    """Values of the flags that belong to this tool and not to the training run."""
 
     world_size: int | None = None
     steps: int = 4
@@ -72,217 +72,238 @@ class Own:
     traces: list[str] = field(default_factory=list)
 
 
-_NUMBERS = {"world-size": LARGEST_WORLD, "steps": 1000, "max-ranks": 64}
-_FILES = ("json", "trace")
+_MAX_VALUES = {"world-size": MAX_WORLD_SIZE, "steps": 1000, "max-ranks": 64}
+_FILE_FLAGS = ("json", "trace")
 _REFERENCES = ("plain", "self")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status. Nothing that needs torch is imported before the settings are known to be right."""
+    """Run the tool and return the exit status.
+
+    Modules that need torch are imported only after the settings have been checked.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        with _interrupts_kept():
+        with _resending_interrupts():
             return _run(argv)
     except ValueError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
     except KeyboardInterrupt:
-        _end_ranks()
+        _kill_ranks()
         sys.stderr.write(f"{PROGRAM}: interrupted before it was done\n")
         return 130
 
 
 def _run(argv: Sequence[str]) -> int:
-    rest, own = take(argv)
-    if rest is None:
+    run_argv, options = split_options(argv)
+    if run_argv is None:
         sys.stdout.write(HELP)
         return 0
-    if own.json is not None:
-        _try_to_write(own.json)
-    if len(own.traces) == 2:
-        return compare(own)
-    return verify(*settings(rest, own), own)
+    if options.json is not None:
+        _check_writable(options.json)
+    if len(options.traces) == 2:
+        return compare_traces(options)
+    return prove_layout(*load_run_config(run_argv, options), options)
 
 
-def take(argv: Sequence[str]) -> tuple[list[str] | None, Own]:
-    """Part the tool's own flags from those of the run.
+def split_options(argv: Sequence[str]) -> tuple[list[str] | None, ToolOptions]:
+    """Separate the flags of this tool from the flags of the training run.
 
     Returns:
-        the flags of the run, None where help is asked for; and the tool's own.
+        The command line of the run, or None if help is requested; and the values of the tool's flags.
 
     Raises:
-        ConfigError: the tool's own are wrong.
+        ConfigError: a flag of the tool is invalid.
     """
-    stray, given = split(argv)
-    own, rest, problems = Own(), list(stray), []
-    for item in given:
+    stray, items = split_argv(argv)
+    options, run_argv, problems = ToolOptions(), list(stray), []
+    for item in items:
         if item.name in ("help", "h"):
-            return None, own
+            return None, options
         if item.name == "quick" and not item.values:
-            own.quick = True
-        elif item.name in _NUMBERS and len(item.values) == 1 and is_count(item.values[0], _NUMBERS[item.name]):
-            setattr(own, item.name.replace("-", "_"), int(item.values[0]))
+            options.quick = True
+        elif item.name in _MAX_VALUES and len(item.values) == 1 and is_count(item.values[0], _MAX_VALUES[item.name]):
+            setattr(options, item.name.replace("-", "_"), int(item.values[0]))
         elif item.name == "trace" and len(item.values) == 1:
-            own.traces.append(item.values[0])
+            options.traces.append(item.values[0])
         elif item.name == "json" and len(item.values) == 1:
-            own.json = item.values[0]
+            options.json = item.values[0]
         elif item.name == "reference" and len(item.values) == 1 and item.values[0] in _REFERENCES:
-            own.reference = "self" if item.values[0] == "self" else "plain"
-        elif item.name in ("quick", "reference", *_NUMBERS, *_FILES):
-            most = _NUMBERS.get(item.name)
-            takes = f"one whole number from 1 to {most:,}" if most else "no value" if item.name == "quick" else "one file"
-            takes = "plain or self" if item.name == "reference" else takes
-            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {takes}."))
+            options.reference = "self" if item.values[0] == "self" else "plain"
+        elif item.name in ("quick", "reference", *_MAX_VALUES, *_FILE_FLAGS):
+            max_value = _MAX_VALUES.get(item.name)
+            expected = (
+                f"one whole number from 1 to {max_value:,}" if max_value else "no value" if item.name == "quick" else "one file"
+            )
+            expected = "plain or self" if item.name == "reference" else expected
+            problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {expected}."))
         else:
-            rest += [item.spelled, *item.values]
-    problems += _trace_problems(own, rest, [item.name for item in given if item.name in ("quick", "reference", *_NUMBERS)])
+            run_argv += [item.spelling, *item.values]
+    problems += _check_traces(options, run_argv, [item.name for item in items if item.name in ("quick", "reference", *_MAX_VALUES)])
     if problems:
         raise ConfigError(problems)
-    return rest, own
+    return run_argv, options
 
 
-def _trace_problems(own: Own, rest: Sequence[str], of_a_run: Sequence[str]) -> Iterator[Violation]:
-    """What does not go with the traces that are given.
+def _check_traces(options: ToolOptions, run_argv: Sequence[str], run_options: Sequence[str]) -> Iterator[Violation]:
+    """Check --trace, and that no other flags contradict it. Yield the problems.
 
     Args:
-        of_a_run: which of the tool's own flags say how to run.
+        run_options: names of the flags on the command line that affect how this tool runs the layout, such as --quick.
     """
-    if len(own.traces) > 2 or (len(own.traces) == 2 and rest):
-        told = "Two --trace files are compared without any other flags but --json, one with what the flags of a run give."
-        yield Violation(("--trace",), told)
-    elif len(own.traces) == 2 and of_a_run:
-        names = " and ".join(f"--{name}" for name in dict.fromkeys(of_a_run))
-        told = f"Two --trace files are compared and nothing is run, so there is nothing that {names} could say. Leave that out."
-        yield Violation(("--trace",), told)
-    if len(own.traces) == 1 and not rest:
-        told = "One --trace is compared with a run, whose flags are missing here; two are compared with each other."
-        yield Violation(("--trace",), told)
-    if own.json is not None and any(os.path.realpath(own.json) == os.path.realpath(trace) for trace in own.traces):
-        yield Violation(("--json", "--trace"), f"--json {own.json} would be written over the --trace. Give another file.")
+    if len(options.traces) > 2 or (len(options.traces) == 2 and run_argv):
+        message = "Two --trace files can only be used with --json. To compare a run with a trace, give its flags and one --trace."
+        yield Violation(("--trace",), message)
+    elif len(options.traces) == 2 and run_options:
+        names = " and ".join(f"--{name}" for name in dict.fromkeys(run_options))
+        message = f"Two --trace files are compared and nothing is run: leave out {names}."
+        yield Violation(("--trace",), message)
+    if len(options.traces) == 1 and not run_argv:
+        message = "One --trace is compared with a run: add the flags of the run, or a second --trace to compare with."
+        yield Violation(("--trace",), message)
+    if options.json is not None and any(os.path.realpath(options.json) == os.path.realpath(trace) for trace in options.traces):
+        yield Violation(("--json", "--trace"), f"--json {options.json} would be written over the --trace. Give another file.")
 
 
-def settings(rest: Sequence[str], own: Own) -> tuple[LoadedConfig, int]:
-    """The settings of the run, and its number of ranks.
+def load_run_config(run_argv: Sequence[str], options: ToolOptions) -> tuple[LoadedConfig, int]:
+    """Return the settings of the run, and its number of ranks.
 
     Raises:
-        ConfigError: with all that is wrong with them.
+        ConfigError: the settings are invalid. The message lists all problems.
     """
-    world_size = own.world_size
+    world_size = options.world_size
     if world_size is None:
         try:
-            parallel = parse(rest).parallel
-            world_size = max(1, math.prod(getattr(parallel, field) for field in RANKS))
+            parallel = parse(run_argv).parallel
+            world_size = max(1, math.prod(getattr(parallel, field) for field in MODEL_PARALLEL_SIZES))
         except ConfigError:
-            world_size = 1  # `load` tells of this and of all else
-    loaded = load(rest, world_size)
+            world_size = 1  # `load` reports this problem and all others
+    loaded = load(run_argv, world_size)
     if loaded.dry_run is not None:
         raise ConfigError([Violation(("--dry-run",), "--dry-run is for pretrain_gpt.py: this tool runs what it proves.")])
-    config, assumed = with_vocabulary(loaded.config)
-    return replace(loaded, config=config, notes=tuple(assumed)), world_size
+    config, notes = assume_vocab_size(loaded.config)
+    return replace(loaded, config=config, notes=tuple(notes)), world_size
 
 
-def compare(own: Own) -> int:
-    """Compare the two traces, tell.
-
-    Raises:
-        ValueError: they cannot be read or compared.
-    """
-    from megatron_lab.proofs.traces import compare_files, format_traces, traces_json
-
-    found = compare_files(*own.traces)
-    return _tell(format_traces(found, *own.traces), own, traces_json(found, *own.traces), 1 if found.parts else 0)
-
-
-def verify(loaded: LoadedConfig, world_size: int, own: Own) -> int:
-    """Run, compare, tell.
+def compare_traces(options: ToolOptions) -> int:
+    """Compare two trace files, print the report and return the exit status.
 
     Raises:
-        ValueError: it cannot be run, or not be compared with the trace.
+        ValueError: the traces cannot be read or compared.
     """
-    if (saved := loaded.config.debug.save_trace) is not None:
-        check_output("--save-trace", saved)
-    from megatron_lab.proofs.report import format_report, report_json
-    from megatron_lab.proofs.verify import Effort, verify_layout, vocabulary_of
+    from megatron_lab.proofs.traces import build_traces_json, compare_files, format_traces
 
-    started = time.monotonic()
-    vocab_size = vocabulary_of(loaded.config.data)
-    effort = Effort(steps=own.steps, max_ranks=own.max_ranks, isolates=not own.quick, reference=own.reference)
-    proofs = verify_layout(loaded.config, world_size, vocab_size, effort, trace=own.traces[0] if own.traces else None)
-    lines = [*format_report(proofs), *loaded.notes, f"all together {time.monotonic() - started:.1f} s"]
-    status = 0 if all(proof.equal and not proof.parts_from_trace for proof in proofs) else 1
-    return _tell(lines, own, report_json(proofs), status)
+    comparison = compare_files(*options.traces)
+    return _report_result(
+        format_traces(comparison, *options.traces),
+        options,
+        build_traces_json(comparison, *options.traces),
+        1 if comparison.differs else 0,
+    )
 
 
-def _tell(lines: Sequence[str], own: Own, found: Mapping[str, Any], status: int) -> int:
-    """Print the report, then write the JSON, so that the verdict is seen whatever becomes of the file.
+def prove_layout(loaded: LoadedConfig, world_size: int, options: ToolOptions) -> int:
+    """Run the layout and the reference implementation, compare their results, print the report and return the exit status.
+
+    Raises:
+        ValueError: the layout cannot be run, or cannot be compared with the trace.
+    """
+    if (save_path := loaded.config.debug.save_trace) is not None:
+        check_output("--save-trace", save_path)
+    from megatron_lab.proofs.report import build_report_json, format_report
+    from megatron_lab.proofs.verify import Effort, get_vocab_size, verify_layout
+
+    start = time.monotonic()
+    vocab_size = get_vocab_size(loaded.config.data)
+    effort = Effort(steps=options.steps, max_ranks=options.max_ranks, finds_cause=not options.quick, reference=options.reference)
+    proofs = verify_layout(loaded.config, world_size, vocab_size, effort, trace=options.traces[0] if options.traces else None)
+    lines = [*format_report(proofs), *loaded.notes, f"all together {time.monotonic() - start:.1f} s"]
+    status = 0 if all(proof.equal and not proof.differs_from_trace for proof in proofs) else 1
+    return _report_result(lines, options, build_report_json(proofs), status)
+
+
+def _report_result(lines: Sequence[str], options: ToolOptions, report: Mapping[str, Any], status: int) -> int:
+    """Print the report, then write the JSON file. So the user sees the result even if the file cannot be written.
 
     Args:
-        status: the exit status of the verdict.
+        status: exit status that the comparison gives: 0 if all is equal, 1 if not.
 
     Returns:
-        the exit status: of an equal verdict that could not be written, 2.
+        The exit status: 2 if the status is 0 but the report could not be printed or written, otherwise `status`.
     """
     try:
         print("\n".join(lines), flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try to flush at exit
-        if not isinstance(error, BrokenPipeError):  # with `| head` nobody reads on, and that is well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python flushes at exit and fails
+        if not isinstance(error, BrokenPipeError):  # a closed pipe, as in `| head`, is no error
             sys.stderr.write(f"{PROGRAM}: the report could not be printed ({error.strerror}): {lines[0]}\n")
             status = status or 2
-    if own.json is not None:
+    if options.json is not None:
         try:
-            Path(own.json).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+            Path(options.json).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
         except OSError as error:
-            told = f"--json {own.json} could not be written whole ({error.strerror}). The verdict is what is printed; make room"
-            sys.stderr.write(f"{PROGRAM}: {told}, or give another file.\n")
+            message = (
+                f"--json {options.json} could not be written whole ({error.strerror}). The printed result is valid. Free disk space"
+            )
+            sys.stderr.write(f"{PROGRAM}: {message}, or give another file.\n")
             status = status or 2
     return status
 
 
 @contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """An interrupt that Python drops comes again a moment later. It drops what is raised in the hooks of a fork, which is where one
-    comes out that arrives while a rank is forked."""
-    tell = sys.unraisablehook
+def _resending_interrupts() -> Iterator[None]:
+    """Make sure that an interrupt (Ctrl-C) is not lost: send it again, a moment later, if Python has ignored it.
 
-    def dropped(what: sys.UnraisableHookArgs) -> None:
-        if not issubclass(what.exc_type, KeyboardInterrupt):
-            return tell(what)
+    Python ignores exceptions that are raised in the hooks of a fork. There it raises an interrupt that arrives while a rank is
+    forked.
+    """
+    original_hook = sys.unraisablehook
+
+    def resend_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            return original_hook(unraisable)
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        again = threading.Timer(0.05, signal.pthread_kill, (main_thread, signal.SIGINT))
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(0.05, signal.pthread_kill, (main_thread, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
 
-    sys.unraisablehook = dropped
+    sys.unraisablehook = resend_interrupt
     try:
         yield
     finally:
-        sys.unraisablehook = tell
+        sys.unraisablehook = original_hook
 
 
-def _end_ranks() -> None:
-    """Those that a run had begun to start when it was interrupted: it has ended all others itself."""
-    if started := multiprocessing.active_children():
-        from megatron_lab.verification.local_ranks import kill_group
+def _kill_ranks() -> None:
+    """Kill the processes of ranks that were being started when the interrupt arrived.
 
-        for process in started:
+    All other ranks have been ended by the run.
+    """
+    if children := multiprocessing.active_children():
+        from megatron_lab.verification.local_ranks import kill_process_group
+
+        for process in children:
             if process.pid is not None:
-                kill_group(process.pid)
+                kill_process_group(process.pid)
 
 
-def _try_to_write(path: str) -> None:
-    """Before anything is run. A file that is not there yet is not there afterwards either: the run may not come to its end.
+def _check_writable(path: str) -> None:
+    """Check that the file of --json can be written, before the run starts.
+
+    A missing file is created and removed again, because the run may not come to its end. A named pipe is not opened, because its
+    reader would take the end of this check for the end of the report.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
-    there = os.path.lexists(path)
-    if Path(path).is_fifo():  # whoever reads it would take the end of this try for that of the report
+    existed = os.path.lexists(path)
+    if Path(path).is_fifo():
         return
     try:
         Path(path).open("a").close()
-        if not there:
+        if not existed:
             Path(path).unlink()
     except OSError as error:
         raise ValueError(
