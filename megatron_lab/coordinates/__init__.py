@@ -1,1 +1,1 @@
-"""A check of how activations grow with the width of a model."""
+"""Coordinate check: how the change of a model's activations during training depends on the width of the model."""

@@ -1,5 +1,8 @@
-"""The coordinate check of Yang et al. 2022 (appendix D.1, figure 5): how much what a model computes changes in its first updates,
-at several widths. Where learning rates hold at all widths, the change is the same at all of them."""
+"""Coordinate check of Yang et al. 2022 (appendix D.1, figure 5): measure how much activations change in the first updates, at
+several widths.
+
+If a learning rate transfers between widths, as with muP, activations change equally at all widths.
+"""
 
 from __future__ import annotations
 
@@ -14,88 +17,111 @@ from torch import Tensor, nn
 from megatron.config.config import Config
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
-from megatron_lab.memory_plots.measure import prepare
+from megatron_lab.memory_plots.measure import prepare_step
 
-Sizes = Mapping[str, Sequence[float]]
-"""By the name of what is looked at: after each update, the root mean square of its change since the start."""
+ChangeSizes = Mapping[str, Sequence[float]]
+"""By the name of an activation: root mean square of its change since initialization, after each update."""
 
 
-def at_width(config: Config, width: int, mup_base_width: int | None) -> Config:
-    """The settings at another width. The MLP's width and the number of heads grow with it; heads stay as large as they are.
+def scale_to_width(config: Config, width: int, mup_base_width: int | None) -> Config:
+    """Return the settings of the model at another hidden size.
+
+    The MLP width and the number of heads grow in proportion; the head size stays.
+
+    Args:
+        width: the hidden size.
+        mup_base_width: value of --mup-base-width for the new settings; None for a model without muP.
 
     Raises:
-        ValueError: the width is not a whole number of heads, or of heads that share a key.
+        ValueError: the number of heads or of query groups would not be an integer.
     """
     model = config.model
-    heads, rest = divmod(width * model.num_attention_heads, model.hidden_size)
-    groups, rest_of_groups = divmod(width * model.num_key_value_heads, model.hidden_size)
-    if rest or (model.group_query_attention and rest_of_groups):
+    num_heads, head_remainder = divmod(width * model.num_attention_heads, model.hidden_size)
+    num_groups, group_remainder = divmod(width * model.num_key_value_heads, model.hidden_size)
+    if head_remainder or (model.group_query_attention and group_remainder):
         raise ValueError(
             f"--widths {width}: the number of heads grows with the width, and {model.num_attention_heads} heads "
-            f"({model.num_key_value_heads} of keys) at --hidden-size {model.hidden_size} make no whole number there."
+            f"({model.num_key_value_heads} key-value heads) at --hidden-size {model.hidden_size} give no integer at this width."
         )
-    changed = dataclasses.replace(
+    model_config = dataclasses.replace(
         model,
         hidden_size=width,
-        num_attention_heads=heads,
-        num_query_groups=groups if model.group_query_attention else model.num_query_groups,
+        num_attention_heads=num_heads,
+        num_query_groups=num_groups if model.group_query_attention else model.num_query_groups,
         kv_channels=model.head_size,
         ffn_hidden_size=round(model.ffn_size * width / model.hidden_size),
         mup_base_width=mup_base_width,
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    return dataclasses.replace(config, model=changed)
+    return dataclasses.replace(config, model=model_config)
 
 
-def changes(config: Config, updates: int, seeds: int) -> dict[str, list[float]]:
-    """Train from several seeds, each time on one batch again and again; returns the mean of their `Sizes`."""
-    found = []
-    for seed in range(config.training.seed, config.training.seed + seeds):
+def measure_changes(config: Config, num_updates: int, num_seeds: int) -> dict[str, list[float]]:
+    """Train the model from several seeds, and measure how much its activations change. Every update of a seed uses the same batch.
+
+    Args:
+        num_updates: updates per seed.
+        num_seeds: number of seeds, from --seed on.
+
+    Returns:
+        The changes of each activation after each update (`ChangeSizes`), as means over the seeds.
+    """
+    changes_per_seed = []
+    for seed in range(config.training.seed, config.training.seed + num_seeds):
         training = dataclasses.replace(config.training, seed=seed)
-        found.append(_changes(dataclasses.replace(config, training=training), updates))
-    return {name: [statistics.fmean(each) for each in zip(*(one[name] for one in found), strict=True)] for name in found[0]}
+        changes_per_seed.append(_measure_changes_from_seed(dataclasses.replace(config, training=training), num_updates))
+    return {
+        name: [statistics.fmean(values) for values in zip(*(changes[name] for changes in changes_per_seed), strict=True)]
+        for name in changes_per_seed[0]
+    }
 
 
-def _changes(config: Config, updates: int) -> dict[str, list[float]]:
-    rate = config.optimizer.lr
-    assert rate is not None, "required"
-    step, batch = prepare(config)
+def _measure_changes_from_seed(config: Config, num_updates: int) -> dict[str, list[float]]:
+    learning_rate = config.optimizer.lr
+    assert learning_rate is not None, "required"
+    step, batch = prepare_step(config)
     (chunk,) = step.model.chunks.values()
-    before = _seen(chunk, batch[0])
-    found: dict[str, list[float]] = {name: [] for name in before}
-    for number in range(1, updates + 1):
-        step.run(batch, iteration=number, learning_rate=rate, weight_decay=config.optimizer.weight_decay)
-        for name, values in _seen(chunk, batch[0]).items():
-            found[name].append((values - before[name]).square().mean().sqrt().item())
-    return found
+    initial_outputs = _record_outputs(chunk, batch[0])
+    changes: dict[str, list[float]] = {name: [] for name in initial_outputs}
+    for iteration in range(1, num_updates + 1):
+        step.run(batch, iteration=iteration, learning_rate=learning_rate, weight_decay=config.optimizer.weight_decay)
+        for name, values in _record_outputs(chunk, batch[0]).items():
+            changes[name].append((values - initial_outputs[name]).square().mean().sqrt().item())
+    return changes
 
 
 @torch.no_grad()
-def _seen(chunk: GPTChunk, inputs: ModelInputs) -> dict[str, Tensor]:
-    """What the parts of the last layer, and those around the layers, give."""
-    found: dict[str, Tensor] = {}
+def _record_outputs(chunk: GPTChunk, inputs: ModelInputs) -> dict[str, Tensor]:
+    """Run the model on a microbatch and return some of its activations in float64, by name.
 
-    def keep(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-        return lambda module, given, values: found.update({name: values.double()})
+    They are the outputs of the embedding, of attention and MLP in the last layer, of the last layer, and the logits.
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def build_hook(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+        return lambda module, args, output: outputs.update({name: output.double()})
 
     block = chunk.blocks[-1]
-    assert chunk.embedding is not None, "a model in one chunk"
+    assert chunk.embedding is not None, "the check needs a model in one chunk"
     modules = {
         "embedding": chunk.embedding,
         "attention of the last layer": block.attention.output,
         "MLP of the last layer": block.mlp,
     }
-    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
-    hidden = chunk.hidden_states(inputs)
-    found |= {"last layer": hidden.double(), "logits": chunk.logits(hidden).double()}
+    hooks = [module.register_forward_hook(build_hook(name)) for name, module in modules.items()]
+    hidden = chunk.compute_hidden_states(inputs)
+    outputs |= {"last layer": hidden.double(), "logits": chunk.logits(hidden).double()}
     for hook in hooks:
         hook.remove()
-    return found
+    return outputs
 
 
-def growth(widths: Sequence[int], sizes: Sequence[float]) -> float:
-    """Slope of log size over log width by least squares: 0 where the width does not matter, 1 where it grows in proportion."""
-    x, y = [math.log(width) for width in widths], [math.log(size) for size in sizes]
-    mean = statistics.fmean(x)
-    return sum((a - mean) * b for a, b in zip(x, y, strict=True)) / sum((a - mean) ** 2 for a in x)
+def fit_growth_exponent(widths: Sequence[int], changes: Sequence[float]) -> float:
+    """Return the exponent with which changes grow with the width: the least-squares slope of log change over log width.
+
+    The exponent is 0 if the change does not depend on the width, and 1 if it is proportional to the width.
+    """
+    x, y = [math.log(width) for width in widths], [math.log(change) for change in changes]
+    x_mean = statistics.fmean(x)
+    return sum((a - x_mean) * b for a, b in zip(x, y, strict=True)) / sum((a - x_mean) ** 2 for a in x)

@@ -1,5 +1,5 @@
-"""The coordinate check as a figure, as figure 5 of Yang et al. 2022: a row without muP and one with it, a column for each thing
-that is looked at, a line for each update."""
+"""Figure of the coordinate check, as figure 5 of Yang et al. 2022: one row without muP and one with it, one column per activation,
+one line per update."""
 
 from __future__ import annotations
 
@@ -7,51 +7,59 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lab.coordinates.check import Sizes, growth
+from megatron_lab.coordinates.check import ChangeSizes, fit_growth_exponent
 from megatron_lab.schedule_plots.figure import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLUMN, _ROW = 2.4, 2.3
-"""Inches."""
+_COLUMN_WIDTH, _ROW_HEIGHT = 2.4, 2.3
+"""Size of one diagram, in inches."""
 
 
-def write_figure(widths: Sequence[int], rows: Mapping[str, Sequence[Sizes]], path: Path) -> None:
-    """Draw one row for each parametrisation, by its title: the sizes at each width.
+def write_figure(widths: Sequence[int], rows: Mapping[str, Sequence[ChangeSizes]], path: Path) -> None:
+    """Draw how the changes of activations depend on the width, and write the figure to a file.
+
+    Args:
+        widths: hidden sizes.
+        rows: changes at each width, by the title of a row. A row shows one parametrization (with or without muP).
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    save_figure(lambda: _figure(widths, rows), path)
+    save_figure(lambda: _plot(widths, rows), path)
 
 
-def _figure(widths: Sequence[int], rows: Mapping[str, Sequence[Sizes]]) -> Figure:
+def _plot(widths: Sequence[int], rows: Mapping[str, Sequence[ChangeSizes]]) -> Figure:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     names = list(next(iter(rows.values()))[0])
-    figure = Figure(figsize=(_COLUMN * len(names), _ROW * len(rows) + 0.4), layout="constrained")
+    figure = Figure(figsize=(_COLUMN_WIDTH * len(names), _ROW_HEIGHT * len(rows) + 0.4), layout="constrained")
     all_axes = figure.subplots(len(rows), len(names), squeeze=False, sharex=True, sharey="col")
     colours = colormaps["viridis"]
-    for line_of_axes, (title, sizes) in zip(all_axes, rows.items(), strict=True):
-        for axes, name in zip(line_of_axes, names, strict=True):
-            updates = len(sizes[0][name])
-            for update in range(updates):
-                values = [one[name][update] for one in sizes]
-                colour = colours(0.85 * (1 - update / max(1, updates - 1)))
+    for row_axes, (title, changes) in zip(all_axes, rows.items(), strict=True):
+        for axes, name in zip(row_axes, names, strict=True):
+            num_updates = len(changes[0][name])
+            for update in range(num_updates):
+                values = [width_changes[name][update] for width_changes in changes]
+                colour = colours(0.85 * (1 - update / max(1, num_updates - 1)))
                 axes.plot(widths, values, color=colour, marker="o", markersize=3, label=f"{update + 1}")
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(list(widths), [str(width) for width in widths], fontsize=7)
             axes.xaxis.set_minor_locator(NullLocator())
             axes.tick_params(axis="y", which="both", labelsize=7)
-            axes.set_title(f"{name}\ngrows as width$^{{{growth(widths, [one[name][-1] for one in sizes]):.2f}}}$", fontsize=8)
-        line_of_axes[0].set_ylabel(f"{title}\nchange since the start", fontsize=8)
+            axes.set_title(
+                f"{name}\n"
+                f"grows as width$^{{{fit_growth_exponent(widths, [width_changes[name][-1] for width_changes in changes]):.2f}}}$",
+                fontsize=8,
+            )
+        row_axes[0].set_ylabel(f"{title}\nchange since the start", fontsize=8)
     for axes in all_axes[-1]:
         axes.set_xlabel("hidden size", fontsize=8)
-    lines, labels = all_axes[0][-1].get_legend_handles_labels()
-    figure.legend(lines, labels, title="updates", fontsize=7, title_fontsize=7, loc="outside right upper")  # covers no line
+    handles, labels = all_axes[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, title="updates", fontsize=7, title_fontsize=7, loc="outside right upper")  # covers no line
     return figure
