@@ -1,1 +1,5 @@
-"""Making and checking datasets and tokenizers."""
+"""Tools for training data.
+
+They preprocess texts, train tokenizers, check datasets, read in the sample order of Megatron-LM, and show the lineage of a run's
+samples.
+"""

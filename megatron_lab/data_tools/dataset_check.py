@@ -1,4 +1,7 @@
-"""Checks a whole dataset: every token, and how the sequences lie in the file."""
+"""Check of a complete indexed dataset: every token id, and the positions of the sequences in the .bin file.
+
+Also the histogram of document lengths.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,23 @@ from numpy.typing import NDArray
 
 from megatron.data.indexed_dataset import IndexedDataset, blocks
 
-_BYTES_AT_ONCE = 1 << 24
+_BYTES_PER_READ = 1 << 24
 _NUM_BINS = 64
 
 
 @dataclass(frozen=True)
 class DatasetProblem:
-    """Something that is wrong in a dataset."""
+    """Defect of a dataset, with the document and the token where it occurs if they are known."""
 
-    text: str
-    document: int | None = None
+    message: str
+    document_index: int | None = None
     position: int | None = None
-    """Token of the document."""
+    """Index of the invalid token within the document; None if the problem is not one token."""
 
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Documents of `low` to `high` tokens."""
+    """Bin of a length histogram: documents of `low` to `high` tokens, both inclusive."""
 
     low: int
     high: int
@@ -35,87 +38,95 @@ class LengthBin:
     num_tokens: int
 
 
-def verify(dataset: IndexedDataset, vocab_size: int) -> Iterator[DatasetProblem]:
-    """Look for ids outside the vocabulary and for bytes of .bin that no sequence, or more than one, has.
+def find_problems(dataset: IndexedDataset, vocab_size: int) -> Iterator[DatasetProblem]:
+    """Find token ids outside the vocabulary, and bytes of the .bin file that belong to no sequence or to several.
 
-    Reads the files once, in their order; memory does not grow with them. What opening a dataset checks is not checked again: sizes,
-    lengths, offsets, and that the document index rises.
+    The files are read once, in their order, in constant memory. File sizes, lengths, offsets and the order of the document index
+    are not checked again, because `IndexedDataset` checks them when it opens the files.
 
     Args:
-        dataset: Tokens.
-        vocab_size: Every id must be below it.
+        dataset: dataset of token ids.
+        vocab_size: every id must be below this value.
 
     Yields:
-        problems in the order of the file, the first bad id of each document.
+        Problems in the order of the file. For each document, only its first invalid id.
     """
     end, last_document = 0, -1
     for block in blocks(len(dataset.lengths)):
         lengths = dataset.lengths[block].astype(np.int64)
         starts = dataset.offsets[block].astype(np.int64)
-        stops = starts + lengths * dataset.dtype.itemsize
-        before = np.concatenate([[end], stops[:-1]])
-        for at in np.flatnonzero(starts != before).tolist():
-            document = dataset.document_of(block.start + at)
+        ends = starts + lengths * dataset.dtype.itemsize
+        previous_ends = np.concatenate([[end], ends[:-1]])
+        for i in np.flatnonzero(starts != previous_ends).tolist():
+            document_index = dataset.document_of(block.start + i)
             yield DatasetProblem(
-                f"{dataset.prefix}.idx: document {document:,} does not follow on the sequence before it: that ends at byte "
-                f"{before[at]:,}, and this starts at byte {starts[at]:,}",
-                document,
+                f"{dataset.prefix}.idx: document {document_index:,} does not start where the previous sequence ends: the "
+                f"previous one ends at byte {previous_ends[i]:,}, and this one starts at byte {starts[i]:,}",
+                document_index,
             )
-        end = int(stops[-1])
-        for at in _sequences_with_bad_ids(dataset, starts, stops, vocab_size):
-            sequence = block.start + at
-            document = dataset.document_of(sequence)
-            if document != last_document:
-                last_document = document
-                yield _bad_id(dataset, document, vocab_size)
+        end = int(ends[-1])
+        for i in _find_bad_sequences(dataset, starts, ends, vocab_size):
+            sequence_index = block.start + i
+            document_index = dataset.document_of(sequence_index)
+            if document_index != last_document:
+                last_document = document_index
+                yield _describe_bad_id(dataset, document_index, vocab_size)
     if end != len(dataset.data):
         yield DatasetProblem(f"{dataset.prefix}.bin has {len(dataset.data):,} bytes, and the last sequence ends at byte {end:,}")
 
 
-def _sequences_with_bad_ids(
-    dataset: IndexedDataset, starts: NDArray[np.int64], stops: NDArray[np.int64], vocab_size: int
+def _find_bad_sequences(
+    dataset: IndexedDataset, starts: NDArray[np.int64], ends: NDArray[np.int64], vocab_size: int
 ) -> Iterator[int]:
-    """Those of a block of sequences, given by their bytes, that hold an id outside the vocabulary."""
-    bounds = [0, *(np.flatnonzero(starts[1:] != stops[:-1]) + 1).tolist(), len(starts)]
-    for first, last in pairwise(bounds):  # sequences that lie one after another are read together
-        end = int(stops[last - 1])
-        for begin in range(int(starts[first]), end, _BYTES_AT_ONCE):
-            tokens: NDArray[np.integer] = np.frombuffer(dataset.data[begin : min(begin + _BYTES_AT_ONCE, end)], dataset.dtype)
+    """Yield the indices, within a block of consecutive sequences, of the sequences with an id outside the vocabulary.
+
+    Args:
+        starts: first byte of each sequence in .bin.
+        ends: byte after the last byte of each sequence.
+    """
+    bounds = [0, *(np.flatnonzero(starts[1:] != ends[:-1]) + 1).tolist(), len(starts)]
+    for first, last in pairwise(bounds):  # consecutive sequences without a gap are read together
+        end = int(ends[last - 1])
+        for offset in range(int(starts[first]), end, _BYTES_PER_READ):
+            tokens: NDArray[np.integer] = np.frombuffer(dataset.data[offset : min(offset + _BYTES_PER_READ, end)], dataset.dtype)
             if int(tokens.max()) < vocab_size and int(tokens.min()) >= 0:
                 continue
-            places = begin + _bad(tokens, vocab_size) * dataset.dtype.itemsize
-            yield from (first + np.unique(np.searchsorted(starts[first:last], places, side="right") - 1)).tolist()
+            bad_offsets = offset + _find_bad_ids(tokens, vocab_size) * dataset.dtype.itemsize
+            yield from (first + np.unique(np.searchsorted(starts[first:last], bad_offsets, side="right") - 1)).tolist()
 
 
-def _bad_id(dataset: IndexedDataset, document: int, vocab_size: int) -> DatasetProblem:
-    tokens = dataset.document(document)
-    bad = _bad(tokens, vocab_size)
-    more = f" (and {len(bad) - 1:,} more in this document)" if len(bad) > 1 else ""
+def _describe_bad_id(dataset: IndexedDataset, document_index: int, vocab_size: int) -> DatasetProblem:
+    tokens = dataset.document(document_index)
+    bad_positions = _find_bad_ids(tokens, vocab_size)
+    suffix = f" (and {len(bad_positions) - 1:,} more in this document)" if len(bad_positions) > 1 else ""
     return DatasetProblem(
-        f"{dataset.prefix}: document {document:,} has token id {tokens[bad[0]]:,} at token {bad[0]:,}{more}; the vocabulary has "
-        f"{vocab_size:,} ids (0 to {vocab_size - 1:,})",
-        document,
-        int(bad[0]),
+        f"{dataset.prefix}: document {document_index:,} has token id {tokens[bad_positions[0]]:,} at token "
+        f"{bad_positions[0]:,}{suffix}; the vocabulary has {vocab_size:,} ids (0 to {vocab_size - 1:,})",
+        document_index,
+        int(bad_positions[0]),
     )
 
 
-def _bad(tokens: NDArray[np.integer], vocab_size: int) -> NDArray[np.intp]:
+def _find_bad_ids(tokens: NDArray[np.integer], vocab_size: int) -> NDArray[np.intp]:
     return np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
 
 
-def length_histogram(dataset: IndexedDataset) -> list[LengthBin]:
-    """Documents by their length in tokens: 0, 1, 2 to 3, 4 to 7, and so on, from the shortest to the longest."""
-    documents = np.zeros(_NUM_BINS, np.int64)
-    tokens = np.zeros(_NUM_BINS, np.int64)
+def compute_length_histogram(dataset: IndexedDataset) -> list[LengthBin]:
+    """Count documents and tokens by document length, in bins of 0, 1, 2 to 3, 4 to 7 tokens and so on.
+
+    The bins range from the shortest to the longest document. Bins between them may be empty.
+    """
+    document_counts = np.zeros(_NUM_BINS, np.int64)
+    token_counts = np.zeros(_NUM_BINS, np.int64)
     for block in blocks(dataset.num_documents):
         bounds = dataset.document_index[block.start : block.stop + 1].astype(np.int64)
         ends = np.concatenate([[0], np.cumsum(dataset.lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
         lengths = np.diff(ends[bounds - bounds[0]])
-        bins = np.frexp(lengths.astype(np.float64))[1]  # how many bits the number has
-        documents += np.bincount(bins, minlength=_NUM_BINS)
-        tokens += np.bincount(bins, weights=lengths, minlength=_NUM_BINS).astype(np.int64)
-    used = np.flatnonzero(documents)
+        bins = np.frexp(lengths.astype(np.float64))[1]  # number of bits of each length, which is the index of its bin
+        document_counts += np.bincount(bins, minlength=_NUM_BINS)
+        token_counts += np.bincount(bins, weights=lengths, minlength=_NUM_BINS).astype(np.int64)
+    nonempty_bins = np.flatnonzero(document_counts)
     return [
-        LengthBin((1 << at) >> 1, (1 << at) - 1 if at else 0, int(documents[at]), int(tokens[at]))
-        for at in (range(int(used[0]), int(used[-1]) + 1) if len(used) else ())
+        LengthBin((1 << i) >> 1, (1 << i) - 1 if i else 0, int(document_counts[i]), int(token_counts[i]))
+        for i in (range(int(nonempty_bins[0]), int(nonempty_bins[-1]) + 1) if len(nonempty_bins) else ())
     ]

@@ -1,4 +1,4 @@
-"""Writes a tokenizer as the files from which transformers' AutoTokenizer makes the same one."""
+"""Writer of tokenizer files from which transformers' AutoTokenizer builds a tokenizer with the same token ids."""
 
 from __future__ import annotations
 
@@ -9,124 +9,140 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import DataConfig
-from megatron.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, required_tokenizer_json
+from megatron.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, require_tokenizer_json
 from megatron_lab.data_tools.sentencepiece_json import (
     SentencePieceFile,
-    added_token,
-    bpe_model,
-    merges_by_rank,
-    sentencepiece_json,
-    whole_json,
+    build_added_token,
+    build_bpe_model,
+    build_tokenizer_json,
+    convert_sentencepiece,
+    derive_merges,
 )
 from megatron_lab.tokenizers.bpe_rules import (
     GPT2_PATTERN,
     ByteVocabulary,
     MergeRules,
     RankRules,
-    byte_characters,
+    build_byte_chars,
     read_json,
 )
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
-from megatron_lab.tokenizers.vocabulary_files import KNOWN_FILES
+from megatron_lab.tokenizers.vocabulary_files import PUBLISHED_FILES
 
-_SETTINGS = "tokenizer_config.json"
-_BESIDE = (
-    *(_SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+_CONFIG_FILE = "tokenizer_config.json"
+_EXTRA_FILES = (
+    *(_CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""Files that may lie beside a tokenizer.json and belong to it."""
-_FROM_FILE = "PreTrainedTokenizerFast"
-"""The class that does what tokenizer.json says. Without a class, transformers takes that of the model's architecture, which since
-version 5 replaces parts of the file by its own."""
-_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How Qwen's tokenizers split a text."""
-_NAMES = {"eod": "<|endoftext|>", "bos": "<|startoftext|>", "pad": "<|padding|>"}
-"""Names of special tokens whose files give them none."""
-_LLAMA3_NAMES = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>"}
+"""Files that belong to a tokenizer.json in the same folder."""
+_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""Class of transformers that follows tokenizer.json exactly. Without an explicit class, transformers takes that of the model's
+architecture, which since version 5 replaces parts of the file by its own."""
+_QWEN2_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Regular expression with which the tokenizers of Qwen2 and Qwen3 split a text."""
+_DEFAULT_SPECIAL_NAMES = {"eod": "<|endoftext|>", "bos": "<|startoftext|>", "pad": "<|padding|>"}
+"""Names of special tokens, for tokenizers whose files do not name them."""
+_LLAMA3_SPECIAL_NAMES = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>"}
 
 
 def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length: int) -> list[str]:
-    """Write the files of the tokenizer that the settings describe.
+    """Write the tokenizer of the settings to a folder, as files that transformers can load.
 
     Args:
-        max_length: tokens that the model takes.
+        config: settings that select the tokenizer.
+        max_length: maximum number of tokens of the model's input.
 
     Returns:
-        what a user should know.
+        Notes for the user.
 
     Raises:
-        ValueError: the tokenizer's own files are missing or broken.
+        ValueError: a file of the tokenizer is missing or broken.
     """
-    tokenizer, kind = build_tokenizer(config), config.tokenizer_type
-    if kind == "NullTokenizer":
-        return ["NullTokenizer's texts are numbers: no tokenizer is written, and the ids are to be given to the model"]
-    settings: dict[str, Any] = {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
-    if kind == "HuggingFaceTokenizer":
-        return _copy(required_tokenizer_json(config.tokenizer_model, kind), tokenizer, folder, settings)
+    tokenizer, tokenizer_type = build_tokenizer(config), config.tokenizer_type
+    if tokenizer_type == "NullTokenizer":
+        return ["NullTokenizer has no vocabulary: no tokenizer is written. Pass token ids to the model"]
+    tokenizer_config: dict[str, Any] = {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
+    if tokenizer_type == "HuggingFaceTokenizer":
+        return _copy_tokenizer_files(
+            require_tokenizer_json(config.tokenizer_model, tokenizer_type), tokenizer, folder, tokenizer_config
+        )
     if isinstance(tokenizer, ByteBPETokenizer | ByteTokenizer):
-        vocabulary = tokenizer.vocabulary if isinstance(tokenizer, ByteBPETokenizer) else _raw_bytes()
-        special = _special_names(config, vocabulary)
-        _write(folder / "tokenizer.json", _byte_level_json(vocabulary, special))
-        settings |= {"tokenizer_class": _FROM_FILE} | _roles(tokenizer, special)
+        vocab = tokenizer.vocab if isinstance(tokenizer, ByteBPETokenizer) else _build_byte_vocab()
+        special_names = _get_special_names(config, vocab)
+        _write_json(folder / "tokenizer.json", _build_byte_level_json(vocab, special_names))
+        tokenizer_config |= {"tokenizer_class": _TOKENIZER_CLASS} | _get_role_names(tokenizer, special_names)
     else:
         assert config.tokenizer_model is not None
         file = Path(config.tokenizer_model)
-        model, first = SentencePieceFile(file.read_bytes()), tokenizer.bos if kind == "Llama2Tokenizer" else None
-        _write(folder / "tokenizer.json", sentencepiece_json(model, bos=first))
+        model, bos = SentencePieceFile(file.read_bytes()), tokenizer.bos if tokenizer_type == "Llama2Tokenizer" else None
+        _write_json(folder / "tokenizer.json", convert_sentencepiece(model, bos=bos))
         shutil.copyfile(file, folder / "tokenizer.model")
-        settings |= {"tokenizer_class": _FROM_FILE, "add_bos_token": first is not None, "add_eos_token": False}
-        settings |= _roles(tokenizer, {id: piece.text for id, piece in enumerate(model.pieces)})
-    _write(folder / _SETTINGS, settings)
-    _write(folder / "special_tokens_map.json", {role: name for role, name in settings.items() if role.endswith("_token")})
+        tokenizer_config |= {"tokenizer_class": _TOKENIZER_CLASS, "add_bos_token": bos is not None, "add_eos_token": False}
+        tokenizer_config |= _get_role_names(tokenizer, {id: token.text for id, token in enumerate(model.tokens)})
+    _write_json(folder / _CONFIG_FILE, tokenizer_config)
+    _write_json(
+        folder / "special_tokens_map.json", {role: name for role, name in tokenizer_config.items() if role.endswith("_token")}
+    )
     return []
 
 
-def splits_as_qwen2(folder: Path) -> bool:
-    """Whether the tokenizer in a folder, if there is one, normalises and splits texts as that of Qwen2 and Qwen3."""
+def has_qwen2_pattern(folder: Path) -> bool:
+    """Return whether the tokenizer in a folder normalizes and splits texts like the tokenizers of Qwen2 and Qwen3.
+
+    The split pattern is the regular expression that divides a text before BPE. A folder without a tokenizer gives True.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return True
     content = read_json(file, str(file), "tokenizer.json")
-    parts = (content.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
-    pattern = (parts[0].get("pattern") or {}).get("Regex")
-    return (content.get("normalizer") or {}).get("type") == "NFC" and pattern == _QWEN2
+    pre_tokenizers = (content.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
+    pattern = (pre_tokenizers[0].get("pattern") or {}).get("Regex")
+    return (content.get("normalizer") or {}).get("type") == "NFC" and pattern == _QWEN2_PATTERN
 
 
-def _copy(file: Path, tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> list[str]:
-    """A tokenizer.json and what lies beside it."""
+def _copy_tokenizer_files(file: Path, tokenizer: Tokenizer, folder: Path, tokenizer_config: dict[str, Any]) -> list[str]:
+    """Copy a tokenizer.json and the files that belong to it, such as the chat template. Return notes for the user.
+
+    Args:
+        tokenizer_config: content of tokenizer_config.json, for a source folder without this file.
+    """
     shutil.copyfile(file, folder / "tokenizer.json")
-    beside = [name for name in _BESIDE if (file.parent / name).is_file()]
-    for name in beside:
+    extra_files = [name for name in _EXTRA_FILES if (file.parent / name).is_file()]
+    for name in extra_files:
         shutil.copyfile(file.parent / name, folder / name)
-    if _SETTINGS in beside:
-        own = read_json(file.parent / _SETTINGS, str(file.parent / _SETTINGS), "a JSON object")
-        _write(folder / _SETTINGS, {"tokenizer_class": _FROM_FILE} | own)
+    if _CONFIG_FILE in extra_files:
+        source_config = read_json(file.parent / _CONFIG_FILE, str(file.parent / _CONFIG_FILE), "a JSON object")
+        _write_json(folder / _CONFIG_FILE, {"tokenizer_class": _TOKENIZER_CLASS} | source_config)
         return []
     names = {token["id"]: token["content"] for token in read_json(file, str(file), "tokenizer.json").get("added_tokens") or []}
-    _write(folder / _SETTINGS, settings | {"tokenizer_class": _FROM_FILE} | _roles(tokenizer, names))
-    return [f"there was no {_SETTINGS} beside {file.name}: one is written with the special tokens that are known"]
+    _write_json(folder / _CONFIG_FILE, tokenizer_config | {"tokenizer_class": _TOKENIZER_CLASS} | _get_role_names(tokenizer, names))
+    return [f"{file.parent} has no {_CONFIG_FILE}: one is written with the known special tokens"]
 
 
-def _roles(tokenizer: Tokenizer, names: dict[int, str]) -> dict[str, str]:
-    """Names of the special tokens under transformers' names of their roles."""
+def _get_role_names(tokenizer: Tokenizer, names: dict[int, str]) -> dict[str, str]:
+    """Return the names of the special tokens by their role, as transformers calls it (`eos_token` and so on).
+
+    Args:
+        names: names of tokens, by id.
+    """
     ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
     return {role: names[id] for role, id in ids.items() if id is not None and id in names}
 
 
-def _special_names(config: DataConfig, vocabulary: ByteVocabulary) -> dict[int, str]:
-    """Names of the special ids of a byte-level vocabulary."""
-    found = {id: _NAMES[role] for role in _NAMES if (id := getattr(vocabulary, role)) is not None}
+def _get_special_names(config: DataConfig, vocab: ByteVocabulary) -> dict[int, str]:
+    """Return the names of the special ids of a byte-level vocabulary, by id."""
+    names = {id: _DEFAULT_SPECIAL_NAMES[role] for role in _DEFAULT_SPECIAL_NAMES if (id := getattr(vocab, role)) is not None}
     if config.tokenizer_type != "TikTokenizer":
-        return found
-    known = KNOWN_FILES.get(len(vocabulary.ids))
-    if known is not None and known.eod == vocabulary.eod:
-        return {id: _LLAMA3_NAMES.get(id, name) for id, name in found.items()}
-    first = vocabulary.eod - config.tiktoken_special_tokens.index("</s>")
-    return {first + number: name for number, name in enumerate(config.tiktoken_special_tokens)}
+        return names
+    published_vocab = PUBLISHED_FILES.get(len(vocab.ids))
+    if published_vocab is not None and published_vocab.eod == vocab.eod:
+        return {id: _LLAMA3_SPECIAL_NAMES.get(id, name) for id, name in names.items()}
+    first_id = vocab.eod - config.tiktoken_special_tokens.index("</s>")
+    return {first_id + i: name for i, name in enumerate(config.tiktoken_special_tokens)}
 
 
-def _raw_bytes() -> ByteVocabulary:
-    """ByteTokenizer as a vocabulary: the bytes, and nothing is merged."""
+def _build_byte_vocab() -> ByteVocabulary:
+    """Return the vocabulary of ByteTokenizer (one token per byte) as a byte-level BPE vocabulary without merges."""
     return ByteVocabulary(
         source="ByteTokenizer",
         pattern=GPT2_PATTERN,
@@ -137,35 +153,35 @@ def _raw_bytes() -> ByteVocabulary:
     )
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _byte_level_json(vocabulary: ByteVocabulary, special: Mapping[int, str]) -> dict[str, Any]:
-    """The content of a tokenizer.json that gives the same ids.
+def _build_byte_level_json(vocab: ByteVocabulary, special_names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the content of a tokenizer.json that encodes texts to the ids of a byte-level vocabulary.
 
     Args:
-        special: names of special ids, which no text gives.
+        special_names: names of special ids. Encoding a text never produces these ids.
     """
-    character = {byte: sign for sign, byte in byte_characters().items()}
+    byte_to_character = {byte: symbol for symbol, byte in build_byte_chars().items()}
 
-    def written(token: bytes) -> str:
-        return "".join(character[byte] for byte in token)
+    def to_characters(token: bytes) -> str:
+        return "".join(byte_to_character[byte] for byte in token)
 
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     pre_tokenizer: dict[str, Any] = byte_level
-    if vocabulary.pattern != GPT2_PATTERN:
-        split = {"type": "Split", "pattern": {"Regex": vocabulary.pattern}, "behavior": "Isolated", "invert": False}
+    if vocab.pattern != GPT2_PATTERN:
+        split = {"type": "Split", "pattern": {"Regex": vocab.pattern}, "behavior": "Isolated", "invert": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
-    rules = vocabulary.rules
+    rules = vocab.rules
     if isinstance(rules, MergeRules):
         merges = sorted(rules.ranks, key=rules.ranks.__getitem__)
     else:
-        merges = merges_by_rank(sorted(rules.ranks, key=rules.ranks.__getitem__), rules.ranks)
-    model = bpe_model(
-        {written(token): id for token, id in vocabulary.ids.items()} | {name: id for id, name in special.items()},
-        ((written(left), written(right)) for left, right in merges),
-        ignore_merges=isinstance(rules, RankRules) or bool(rules.whole),
+        merges = derive_merges(sorted(rules.ranks, key=rules.ranks.__getitem__), rules.ranks)
+    model = build_bpe_model(
+        {to_characters(token): id for token, id in vocab.ids.items()} | {name: id for id, name in special_names.items()},
+        ((to_characters(left), to_characters(right)) for left, right in merges),
+        ignore_merges=isinstance(rules, RankRules) or bool(rules.direct_pretokens),
     )
-    added = [added_token(id, name, special=True) for id, name in sorted(special.items())]
-    return whole_json(added, model, pre_tokenizer=pre_tokenizer, decoder=byte_level)
+    added_tokens = [build_added_token(id, name, special=True) for id, name in sorted(special_names.items())]
+    return build_tokenizer_json(added_tokens, model, pre_tokenizer=pre_tokenizer, decoder=byte_level)

@@ -1,4 +1,4 @@
-"""Makes the indexes of a dataset ahead of training."""
+"""Creation of a dataset's sample indexes before training, so that a run finds them in the cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megatron.config.data import SPLIT_NAMES, DataOrder
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.indexed_writer import IndexCache, cache_for
-from megatron.data.windows import SampleOrder, split_documents
+from megatron.data.indexed_writer import IndexCache, open_index_cache
+from megatron.data.windows import SampleOrder, split_document_ranges
 
 
 def build_index(
@@ -22,58 +22,63 @@ def build_index(
     num_samples: Sequence[int | None] = (None, None, None),
     data_cache_path: str | None = None,
 ) -> list[str]:
-    """Make the indexes that training with these settings would make at its start.
+    """Build the sample indexes that a training run with these settings would build at its start.
 
     Args:
-        prefix: An indexed dataset.
-        split: Shares as in --split; None gives all documents to training, as --train-data-path does.
-        seed: The seed of the run (--seed).
-        seq_length: The sequence length of the run.
-        epochs: How many epochs, from the first on; the megatron order has all in one index.
-        order: As --data-order.
-        num_samples: Samples that training, validation and test are asked for, on which the megatron order depends.
-        data_cache_path: As in training; by default the folder `cache` beside the dataset.
+        prefix: path of an indexed dataset without .bin and .idx.
+        split: proportions of training, validation and test as in --split. None assigns all documents to training, as
+            --train-data-path does.
+        seed: seed of the run (--seed).
+        seq_length: sequence length of the run.
+        epochs: number of epochs to build, from the first one. Only for the epoch order: the megatron order has one index for all
+            epochs.
+        order: as --data-order.
+        num_samples: requested samples of training, validation and test. The megatron order depends on them.
+        data_cache_path: as --data-cache-path; by default the folder `cache` next to the dataset.
 
     Returns:
-        a line for each split: what was made, what was there, or why nothing is needed.
+        A message for each split: which files were written, which existed, or why no index is needed.
 
     Raises:
-        ValueError: a damaged dataset, or a cache that cannot be written.
+        ValueError: the dataset is damaged, or the cache cannot be written.
     """
     dataset = IndexedDataset(prefix)
-    everything = range(dataset.num_documents)
-    ranges = (everything,) if split is None else split_documents(split, dataset.num_documents)
-    lines = []
-    for number, documents in enumerate(ranges):
-        cache = cache_for(dataset.prefix, data_cache_path)
+    all_documents = range(dataset.num_documents)
+    ranges = (all_documents,) if split is None else split_document_ranges(split, dataset.num_documents)
+    messages = []
+    for split_index, document_range in enumerate(ranges):
+        cache = open_index_cache(dataset.prefix, data_cache_path)
         try:
-            source = GPTDataset(
+            gpt_dataset = GPTDataset(
                 dataset,
-                documents,
-                split=number,
+                document_range,
+                split=split_index,
                 seed=seed,
                 seq_length=seq_length,
                 vocab_size=1,  # no token is read
                 order=order,
-                num_samples=num_samples[number],
+                num_samples=num_samples[split_index],
                 cache=cache,
             )
         except DatasetError as error:
-            told = f"no index, since {str(error).splitlines()[0]}"
+            result = f"no index, since {str(error).splitlines()[0]}"
         else:
-            told = _build(source.order, epochs if order == "epoch" else 1, cache)
-        lines.append(f"{SPLIT_NAMES[number]}: {dataset.prefix}: {told}")
-    return lines
+            result = _build_passes(gpt_dataset.order, epochs if order == "epoch" else 1, cache)
+        messages.append(f"{SPLIT_NAMES[split_index]}: {dataset.prefix}: {result}")
+    return messages
 
 
-def _build(samples: SampleOrder, num_passes: int, cache: IndexCache) -> str:
-    """Make the indexes of the first passes; returns a line that says what was made."""
-    for number in range(num_passes):
-        samples.index(number)
-    if cache.fault:
-        raise ValueError(cache.fault)
-    if not cache.made and not cache.found:
-        return "no index is kept: it is so small that every start computes it in a blink"
-    size = sum(file.stat().st_size for file in cache.made) / 1e6
-    made = f"made {len(cache.made)} files ({size:,.0f} MB)" if cache.made else "nothing to do"
-    return f"{made}, {len(cache.found)} files were there, in {cache.folder}"
+def _build_passes(sample_order: SampleOrder, num_passes: int, cache: IndexCache) -> str:
+    """Build the indexes of the first `num_passes` passes over the data.
+
+    Return a message with the number of written and of existing files.
+    """
+    for pass_index in range(num_passes):
+        sample_order.index(pass_index)
+    if cache.problem:
+        raise ValueError(cache.problem)
+    if not cache.written_files and not cache.loaded_files:
+        return "no index is cached: it is so small that each start computes it quickly"
+    size_mb = sum(file.stat().st_size for file in cache.written_files) / 1e6
+    summary = f"made {len(cache.written_files)} files ({size_mb:,.0f} MB)" if cache.written_files else "nothing to do"
+    return f"{summary}, {len(cache.loaded_files)} files were there, in {cache.folder}"

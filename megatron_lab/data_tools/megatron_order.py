@@ -1,8 +1,9 @@
-"""`--data-order megatron`: the order of Megatron-LM's GPTDataset and its blend, for runs that must read what one of it reads.
+"""`--data-order megatron`: the sample order of Megatron-LM's GPTDataset and BlendedDataset, for runs that must read exactly the
+samples of a Megatron-LM run.
 
-The order depends on the seed, on numpy's legacy random stream (which never changes), and on the number of samples asked for. So
-another length of the run shuffles what was already read. In a blend each sample comes from the dataset that lacks most samples to
-its weight.
+The order depends on the seed, on numpy's legacy random stream (which never changes), and on the number of requested samples. So a
+change of the run's length also reorders the samples that were already read. In a blend, each sample comes from the dataset that is
+furthest behind its weight.
 """
 
 from __future__ import annotations
@@ -16,154 +17,180 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import SPLIT_NAMES
-from megatron.data.blend import SampleDraw, check_weights
+from megatron.data.blend import BlendOrder, check_weights
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import IndexCache
 from megatron.data.samples import index_dtype
-from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePlace, Selection, Windows, lay_out
+from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePosition, Selection, Windows, lay_out
 
-_LEAST_SHARE = 0.80
-"""If a smaller share of the last epoch's samples is needed, that epoch is shuffled separately."""
+_MIN_LAST_EPOCH_SHARE = 0.80
+"""The last epoch is shuffled separately if less than this share of its samples is requested."""
 
 
 @dataclass(frozen=True)
 class MegatronPlan:
-    """How many epochs are shuffled, and which samples they hold."""
+    """Number of epochs that Megatron-LM's order shuffles together to obtain the requested samples."""
 
     num_tokens: int
-    """Tokens of an epoch; more than one window."""
+    """Number of tokens of one epoch. It is larger than one window (one sample and its last label)."""
     seq_length: int
     num_samples: int | None
-    """Samples asked for; None for those of one epoch."""
+    """Number of requested samples; None for the samples of one epoch."""
 
     @property
     def num_epochs(self) -> int:
-        """The fewest epochs that hold the samples asked for; samples overlap by one token."""
-        asked = 0 if self.num_samples is None else self.num_samples * self.seq_length + 1
-        return max(1, -(-asked // self.num_tokens))
+        """Smallest number of epochs that contain the requested samples.
 
-    def samples_of(self, epochs: int) -> int:
-        """Number of samples in `epochs` epochs, laid end to end."""
-        return (epochs * self.num_tokens - 1) // self.seq_length
+        Consecutive samples overlap by one token, the last label of the first.
+        """
+        num_needed_tokens = 0 if self.num_samples is None else self.num_samples * self.seq_length + 1
+        return max(1, -(-num_needed_tokens // self.num_tokens))
+
+    def count_samples(self, num_epochs: int) -> int:
+        """Return the number of samples in `num_epochs` consecutive epochs."""
+        return (num_epochs * self.num_tokens - 1) // self.seq_length
 
     @property
-    def last_is_apart(self) -> bool:
-        """Whether the last epoch is shuffled separately from those before."""
+    def has_separate_last_epoch(self) -> bool:
+        """Whether the last epoch is shuffled separately from the previous epochs: less than 80 % of its samples are requested."""
         if self.num_epochs == 1 or self.num_samples is None:
             return False
-        of_last = self.num_samples - self.samples_of(self.num_epochs - 1)
-        return of_last < int(_LEAST_SHARE * self.samples_of(1))
+        last_epoch_samples = self.num_samples - self.count_samples(self.num_epochs - 1)
+        return last_epoch_samples < int(_MIN_LAST_EPOCH_SHARE * self.count_samples(1))
 
     @property
-    def num_together(self) -> int:
-        """Number of epochs that are shuffled together."""
-        return self.num_epochs - self.last_is_apart
+    def num_joint_epochs(self) -> int:
+        """Number of epochs that are shuffled together: all epochs except a last epoch that is shuffled separately."""
+        return self.num_epochs - self.has_separate_last_epoch
 
 
 class MegatronOrder(SampleOrder):
-    """One shuffle of the documents of all epochs, cut into windows that overlap by one token, and one shuffle of the windows.
+    """Sample order of Megatron-LM's GPTDataset: shuffle the documents of all epochs, split them into windows, and shuffle the
+    windows.
 
-    Both shuffles use the same random stream, one after the other. The last epoch has shuffles of its own if less than 80 % of its
-    samples are asked for. Megatron-LM splits and shuffles sequences, this class documents: the same where each document is one
-    sequence, as its tools write them for GPT. Other datasets are refused.
+    Windows overlap by one token. Both shuffles use the same random stream, one after the other. The last epoch is shuffled
+    separately if less than 80 % of its samples are requested. Megatron-LM splits and shuffles sequences; this class splits and
+    shuffles documents. The result is identical if each document is one sequence, as Megatron-LM's tools write them for GPT. Other
+    datasets are refused.
 
     Args:
-        selection: The documents to be ordered. Each split starts the random stream of the seed anew.
-        num_samples: Samples asked for; None for those of one epoch.
+        selection: documents to order, with the seed. Each split starts its own random stream from the seed.
+        num_samples: number of requested samples; None for the samples of one epoch.
 
     Raises:
-        DatasetError: a document is not one sequence.
+        DatasetError: a document does not consist of exactly one sequence.
     """
 
     def __init__(self, selection: Selection, *, num_samples: int | None, cache: IndexCache) -> None:
         dataset = selection.dataset
-        if not dataset.one_sequence_each:
+        if not dataset.has_single_sequences:
             raise DatasetError(
-                f"{dataset.prefix} has documents of several sequences or of none ({len(dataset.lengths):,} sequences in "
-                f"{dataset.num_documents:,} documents): Megatron-LM would split and shuffle its sequences, not its documents.\n"
-                "  Train with --data-order epoch, or make the dataset again with tools/preprocess_data.py: one sequence a document."
+                f"--data-order megatron needs one sequence per document, but {dataset.prefix} has "
+                f"{len(dataset.lengths):,} sequences in {dataset.num_documents:,} documents: "
+                "Megatron-LM shuffles sequences, while this order shuffles documents, so the two orders would differ.\n"
+                "  Train with --data-order epoch, or create the dataset again with tools/preprocess_data.py, which writes "
+                "one sequence per document."
             )
-        self._of = selection
+        self._selection = selection
         self._cache = cache
         self._plan = MegatronPlan(selection.num_tokens, selection.seq_length, num_samples)
-        self.samples_per_epoch = self._plan.samples_of(1)
-        self._num_samples = self._plan.samples_of(self._plan.num_epochs)
+        self.samples_per_epoch = self._plan.count_samples(1)
+        self._num_samples = self._plan.count_samples(self._plan.num_epochs)
 
-    def place(self, number: int) -> SamplePlace:
-        if not 0 <= number < self._num_samples:
-            asked = self._plan.num_samples or self.samples_per_epoch
+    def locate(self, sample_index: int) -> SamplePosition:
+        if not 0 <= sample_index < self._num_samples:
+            num_requested = self._plan.num_samples or self.samples_per_epoch
             raise DatasetError(
-                f"the {SPLIT_NAMES[self._of.split]} split of {self._of.dataset.prefix} has no sample {number:,}: --data-order "
-                f"megatron was asked for {asked:,} samples, for which it made {self._num_samples:,}.\n"
-                "  A longer run needs another order from its start on; --data-order epoch has no end."
+                f"the {SPLIT_NAMES[self._selection.split]} split of {self._selection.dataset.prefix} has no sample "
+                f"{sample_index:,}: --data-order megatron has an order for {num_requested:,} requested samples, which "
+                f"contains {self._num_samples:,}.\n"
+                "  A longer run has a different order from its start. Use --data-order epoch, which has no end."
             )
-        return SamplePlace(0, number, self._num_samples - number)
+        return SamplePosition(0, sample_index, self._num_samples - sample_index)
 
-    def index(self, pass_number: int) -> PassIndex:
+    def index(self, pass_index: int) -> PassIndex:
         plan = self._plan
 
-        def key() -> tuple[object, ...]:
-            documents = (self._of.documents.start, self._of.documents.stop)
-            return (self._of.dataset.digest, *documents, self._of.seed, plan.seq_length, plan.num_epochs, plan.last_is_apart)
+        def build_key() -> tuple[object, ...]:
+            document_bounds = (self._selection.documents.start, self._selection.documents.stop)
+            return (
+                self._selection.dataset.digest,
+                *document_bounds,
+                self._selection.seed,
+                plan.seq_length,
+                plan.num_epochs,
+                plan.has_separate_last_epoch,
+            )
 
         sequences, starts, shuffle = self._cache.get(
             "megatron",
             ("sequences", "starts", "shuffle"),
-            key,
-            max(len(self._of.documents) * plan.num_epochs, self._num_samples),
+            build_key,
+            max(len(self._selection.documents) * plan.num_epochs, self._num_samples),
             self._build,
         )
-        firsts = np.array([0, self._num_samples], np.int64)
-        return DocumentLayout(sequences, starts), Windows(np.zeros(1, np.int64), firsts, shuffle, plan.seq_length)
+        first_samples = np.array([0, self._num_samples], np.int64)
+        return DocumentLayout(sequences, starts), Windows(np.zeros(1, np.int64), first_samples, shuffle, plan.seq_length)
 
     def describe(self, num_samples: int) -> list[str]:
         plan = self._plan
-        tail = plan.num_epochs * plan.num_tokens - 1 - self._num_samples * plan.seq_length
-        apart = ", the last of them apart" if plan.last_is_apart else ""
-        epochs = f"epochs 0.00 to {num_samples / self.samples_per_epoch:.2f} of {self.samples_per_epoch:,} samples"
-        shuffled = (
-            f"{plan.num_epochs:,} epochs{apart}: {self._num_samples:,} samples ({tail:,} tokens left out: less than a sample)"
+        num_left_tokens = plan.num_epochs * plan.num_tokens - 1 - self._num_samples * plan.seq_length
+        separate_text = ", the last one separately" if plan.has_separate_last_epoch else ""
+        epochs_text = f"epochs 0.00 to {num_samples / self.samples_per_epoch:.2f} of {self.samples_per_epoch:,} samples"
+        shuffled_text = (
+            f"{plan.num_epochs:,} epochs{separate_text}: {self._num_samples:,} samples "
+            f"({num_left_tokens:,} tokens left out: less than a sample)"
         )
-        return [f"{epochs}; --data-order megatron shuffles {shuffled}"]
+        return [f"{epochs_text}; --data-order megatron shuffles {shuffled_text}"]
 
     def _build(self) -> tuple[NDArray, ...]:
-        plan, stream = self._plan, np.random.RandomState(self._of.seed)
-        together, apart = plan.num_together, plan.num_epochs - plan.num_together
-        shuffled = [_shuffled(stream, self._of.documents, epochs) for epochs in (together, apart) if epochs]
-        layout = lay_out(self._of.dataset, np.concatenate(shuffled))
-        bounds = [0, plan.samples_of(together), self._num_samples][: 3 if apart else 2]
-        windows = [_shuffled(stream, range(start, stop), 1) for start, stop in pairwise(bounds)]
-        return (*layout, np.concatenate(windows))
+        plan, rng = self._plan, np.random.RandomState(self._selection.seed)
+        num_joint_epochs, num_separate_epochs = plan.num_joint_epochs, plan.num_epochs - plan.num_joint_epochs
+        document_orders = [
+            _shuffle_range(rng, self._selection.documents, epochs) for epochs in (num_joint_epochs, num_separate_epochs) if epochs
+        ]
+        layout = lay_out(self._selection.dataset, np.concatenate(document_orders))
+        bounds = [0, plan.count_samples(num_joint_epochs), self._num_samples][: 3 if num_separate_epochs else 2]
+        window_orders = [_shuffle_range(rng, range(start, stop), 1) for start, stop in pairwise(bounds)]
+        return (*layout, np.concatenate(window_orders))
 
 
-def _shuffled(stream: np.random.RandomState, numbers: range, times: int) -> NDArray[np.integer]:
-    """`numbers`, repeated `times` times, in an order that the stream draws."""
-    array = np.tile(np.arange(numbers.start, numbers.stop, dtype=index_dtype(numbers.stop)), times)
-    stream.shuffle(array)
+def _shuffle_range(rng: np.random.RandomState, values: range, num_repeats: int) -> NDArray[np.integer]:
+    """Return `values`, repeated `num_repeats` times, in a random order."""
+    array = np.tile(np.arange(values.start, values.stop, dtype=index_dtype(values.stop)), num_repeats)
+    rng.shuffle(array)
     return array
 
 
-_SURPLUS = 0.005
-_BLOCK = 1 << 12
+_SAMPLE_MARGIN = 0.005
+"""Share of additional samples that Megatron-LM requests from each dataset of a blend."""
+_BLOCK_SIZE = 1 << 12
+"""Samples of a block. The counts of all datasets are stored at the start of each block."""
 
 
-def requested_samples(weights: Sequence[float], num_samples: int) -> list[int]:
-    """How many samples each dataset is asked for: ceil(ceil(num_samples w) 1.005).
-
-    The weights are those given to the run. They are divided by their sum here, since rounding matters.
-    """
-    return [math.ceil(math.ceil(num_samples * weight) * (1 + _SURPLUS)) for weight in _normalised(weights)]
-
-
-class GreedyBlend(SampleDraw):
-    """Sample i comes from the dataset with the largest weight * max(i, 1) - (its samples so far); if several, from the first.
-
-    The choices equal Megatron-LM's, floating-point rounding included. They are computed for the whole run and cached.
+def count_requested_samples(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Return the number of samples that Megatron-LM requests from each dataset of a blend: ceil(ceil(num_samples * weight) *
+    1.005).
 
     Args:
-        weights: As given to the run. They are divided by their sum here.
-        cache: Where the choices are kept (nowhere by default).
-        by_size: The weights are numbers of samples in an epoch, since none were given to the run.
+        weights: weights from the command line. This function divides them by their sum, because the rounding of the division
+            affects the result.
+    """
+    return [math.ceil(math.ceil(num_samples * weight) * (1 + _SAMPLE_MARGIN)) for weight in _normalize(weights)]
+
+
+class GreedyBlend(BlendOrder):
+    """Blend order of Megatron-LM: each sample comes from the dataset that is furthest behind its weight.
+
+    Sample i comes from the dataset with the largest weight * max(i, 1) - (number of its previous samples), or from the first of
+    several equal datasets. The choices equal those of Megatron-LM, including floating-point rounding. They are computed for the
+    complete run and cached.
+
+    Args:
+        weights: weights from the command line. They are divided by their sum here.
+        num_samples: number of samples of the run.
+        cache: cache of the choices; None for no cache.
+        by_size: the command line has no weights, so the weights are the numbers of samples in an epoch of each dataset.
     """
 
     def __init__(
@@ -171,133 +198,174 @@ class GreedyBlend(SampleDraw):
     ) -> None:
         check_weights(weights)
         self._num_samples = num_samples
-        # Megatron-LM knows no weight of 0: such a dataset is left out
-        used = [dataset for dataset, weight in enumerate(weights) if weight > 0]
-        shares = _normalised([weights[dataset] for dataset in used])
+        # Megatron-LM does not support a weight of 0, so datasets with weight 0 are left out.
+        used_datasets = [dataset for dataset, weight in enumerate(weights) if weight > 0]
+        normalized = _normalize([weights[dataset] for dataset in used_datasets])
         if not by_size:
-            shares = _normalised(shares)  # there given weights are divided by their sum twice, which may change the last bit
+            # Megatron-LM divides user weights by their sum twice, which may change the last bit.
+            normalized = _normalize(normalized)
         self.weights = [0.0] * len(weights)
-        for dataset, share in zip(used, shares, strict=True):
-            self.weights[dataset] = share
+        for dataset, normalized_weight in zip(used_datasets, normalized, strict=True):
+            self.weights[dataset] = normalized_weight
         (self._choices,) = (cache or IndexCache(None)).get(
             "blend",
             ("choices",),
             lambda: (num_samples, *(weight.hex() for weight in self.weights)),
             num_samples,
-            lambda: (np.array(used, np.uint16)[greedy_choices(shares, num_samples)],),
+            lambda: (np.array(used_datasets, np.uint16)[compute_greedy_choices(normalized, num_samples)],),
         )
-        self._before = self._counts_before_blocks()
+        self._block_start_counts = self._count_before_blocks()
 
-    def place(self, numbers: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        if len(numbers) and int(np.max(numbers)) >= self._num_samples:
+    def locate(self, sample_indices: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        if len(sample_indices) and int(np.max(sample_indices)) >= self._num_samples:
             raise ValueError(
-                f"the blend has no sample {int(np.max(numbers)):,}: --data-order megatron was asked for {self._num_samples:,} "
-                "samples.\n  A longer run needs another order from its start on; --data-order epoch has no end."
+                f"the blend has no sample {int(np.max(sample_indices)):,}: --data-order megatron has an order for "
+                f"{self._num_samples:,} samples.\n"
+                "  A longer run has a different order from its start. Use --data-order epoch, which has no end."
             )
-        datasets = self._choices[numbers]
-        indices = np.empty(len(numbers), dtype=np.int64)
-        for block in np.unique(np.asarray(numbers) // _BLOCK).tolist():
-            choices = self._choices[block * _BLOCK : (block + 1) * _BLOCK]
-            ranks = _ranks(choices, self._before[block])
-            inside = np.asarray(numbers) // _BLOCK == block
-            indices[inside] = ranks[np.asarray(numbers)[inside] - block * _BLOCK]
+        datasets = self._choices[sample_indices]
+        indices = np.empty(len(sample_indices), dtype=np.int64)
+        for block in np.unique(np.asarray(sample_indices) // _BLOCK_SIZE).tolist():
+            choices = self._choices[block * _BLOCK_SIZE : (block + 1) * _BLOCK_SIZE]
+            block_indices = _compute_dataset_indices(choices, self._block_start_counts[block])
+            is_in_block = np.asarray(sample_indices) // _BLOCK_SIZE == block
+            indices[is_in_block] = block_indices[np.asarray(sample_indices)[is_in_block] - block * _BLOCK_SIZE]
         return datasets, indices
 
     def counts(self, num_samples: int) -> list[int]:
-        block = num_samples // _BLOCK
-        rest = np.bincount(self._choices[block * _BLOCK : num_samples], minlength=len(self.weights))
-        return [int(count) for count in self._before[block] + rest]
+        block = num_samples // _BLOCK_SIZE
+        counts_in_block = np.bincount(self._choices[block * _BLOCK_SIZE : num_samples], minlength=len(self.weights))
+        return [int(count) for count in self._block_start_counts[block] + counts_in_block]
 
-    def _counts_before_blocks(self) -> NDArray[np.int64]:
-        blocks = range(0, self._num_samples, _BLOCK)
-        counts = [np.bincount(self._choices[start : start + _BLOCK], minlength=len(self.weights)) for start in blocks]
+    def _count_before_blocks(self) -> NDArray[np.int64]:
+        blocks = range(0, self._num_samples, _BLOCK_SIZE)
+        counts = [np.bincount(self._choices[start : start + _BLOCK_SIZE], minlength=len(self.weights)) for start in blocks]
         return np.cumsum([np.zeros(len(self.weights), np.int64), *counts], axis=0)
 
 
-def _normalised(weights: Sequence[float]) -> list[float]:
+def _normalize(weights: Sequence[float]) -> list[float]:
     array = np.array(weights, dtype=np.float64)
     return (array / np.sum(array)).tolist()
 
 
-def _ranks(choices: NDArray[np.integer], before: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each choice, the number of the sample within its dataset."""
+def _compute_dataset_indices(choices: NDArray[np.integer], start_counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return, for each sample of a block, the index of the sample within its dataset.
+
+    Args:
+        choices: dataset of each sample of the block.
+        start_counts: number of samples of each dataset before the block.
+    """
     order = np.argsort(choices, kind="stable")
-    counts = np.bincount(choices, minlength=len(before))
-    ranks = np.empty(len(choices), dtype=np.int64)
-    ranks[order] = np.arange(len(choices)) + np.repeat(before - (np.cumsum(counts) - counts), counts)
-    return ranks
+    counts = np.bincount(choices, minlength=len(start_counts))
+    dataset_indices = np.empty(len(choices), dtype=np.int64)
+    dataset_indices[order] = np.arange(len(choices)) + np.repeat(start_counts - (np.cumsum(counts) - counts), counts)
+    return dataset_indices
 
 
-_LANES = 1024
-_STEPS = 2048
-"""Choices that one lane computes."""
-_FEWEST_LANES = 16
+_MAX_LANES = 1024
+"""Maximum number of lanes, which bounds memory."""
+_CHOICES_PER_LANE = 2048
+"""Consecutive choices that one lane computes. Lanes are computed in parallel by vectorized operations."""
+_MIN_LANES = 16
+"""With fewer lanes the choices are computed sequentially."""
 _WARM_UP = 128
-"""Choices before its part that a lane computes to get rid of the error of its guess; at most _STEPS."""
+"""Additional choices that a lane computes before its own range, to remove the error of its estimated start. At most
+`_CHOICES_PER_LANE`."""
 
 Counts = NDArray[np.float64]
-"""Samples taken so far from each dataset: whole numbers, in the floating-point type of the rule."""
+"""Number of samples chosen so far from each dataset: integers, in the floating-point type of the rule."""
 
 
-def greedy_choices(weights: Sequence[float], num_samples: int) -> NDArray[np.uint16]:
-    """The dataset of each sample by the rule of `GreedyBlend`. The weights are above 0, and together 1."""
-    shares, taken = np.array(weights), np.zeros(len(weights))
+def compute_greedy_choices(weights: Sequence[float], num_samples: int) -> NDArray[np.uint16]:
+    """Return the dataset of each sample by the rule of `GreedyBlend`.
+
+    Most choices are computed in lanes, which are parallel computations of consecutive ranges of samples. Each lane starts from
+    estimated counts, and is recomputed sequentially if the estimate was wrong.
+
+    Args:
+        weights: positive weights with sum 1.
+        num_samples: number of samples.
+    """
+    weight_array, counts = np.array(weights), np.zeros(len(weights))
     choices = np.empty(num_samples, dtype=np.uint16)
-    done = 0
-    while done < num_samples:
-        lanes = min(_LANES, (num_samples - done) // _STEPS)
-        if lanes < _FEWEST_LANES:
-            _one_by_one(shares, taken, done, choices[done:])
+    num_chosen = 0
+    while num_chosen < num_samples:
+        num_lanes = min(_MAX_LANES, (num_samples - num_chosen) // _CHOICES_PER_LANE)
+        if num_lanes < _MIN_LANES:
+            _choose_sequentially(weight_array, counts, num_chosen, choices[num_chosen:])
             break
-        part = choices[done : done + lanes * _STEPS].reshape(lanes, _STEPS)
-        taken = _in_lanes(shares, taken, done, part)
-        done += part.size
+        lane_choices = choices[num_chosen : num_chosen + num_lanes * _CHOICES_PER_LANE].reshape(num_lanes, _CHOICES_PER_LANE)
+        counts = _choose_in_lanes(weight_array, counts, num_chosen, lane_choices)
+        num_chosen += lane_choices.size
     return choices
 
 
-def _one_by_one(shares: Counts, taken: Counts, first: int, choices: NDArray[np.uint16]) -> None:
-    """Fill in choices from number `first` on, and bring `taken` up to date."""
-    for at in range(len(choices)):
-        choice = (shares * float(max(first + at, 1)) - taken).argmax()
-        taken[choice] += 1.0
-        choices[at] = choice
+def _choose_sequentially(weights: Counts, counts: Counts, first_sample: int, choices: NDArray[np.uint16]) -> None:
+    """Choose the dataset of each sample from `first_sample` on, one after another. Fill `choices` and update `counts` in place."""
+    for i in range(len(choices)):
+        choice = (weights * float(max(first_sample + i, 1)) - counts).argmax()
+        counts[choice] += 1.0
+        choices[i] = choice
 
 
-def _in_lanes(shares: Counts, taken: Counts, first: int, choices: NDArray[np.uint16]) -> Counts:
-    """Fill in choices from number `first` on, [lanes, steps], with all lanes at once; returns the counts after them."""
-    lanes, steps = choices.shape
-    starts = first + steps * np.arange(lanes)
-    counts = _guess(shares, starts - _WARM_UP)
-    _step_all(shares, counts, starts - _WARM_UP, _WARM_UP, None)
-    counts[:, 0] = taken
-    begins = counts.copy()
-    found = np.empty((steps, lanes), dtype=np.uint16)
-    _step_all(shares, counts, starts, steps, found)
-    choices[:] = found.T
-    taken = counts[:, 0]
-    for lane in range(1, lanes):
-        if np.array_equal(begins[:, lane], taken):
-            taken = counts[:, lane]
+def _choose_in_lanes(weights: Counts, counts: Counts, first_sample: int, choices: NDArray[np.uint16]) -> Counts:
+    """Choose the dataset of each sample from `first_sample` on, in parallel lanes, and fill `choices`.
+
+    A lane whose estimated start counts differ from the counts at the end of the previous lane is computed again, sequentially.
+
+    Args:
+        counts: number of samples of each dataset before `first_sample`.
+        choices: [lanes, choices per lane], filled in place.
+
+    Returns:
+        The number of samples of each dataset after the last choice.
+    """
+    num_lanes, num_steps = choices.shape
+    starts = first_sample + num_steps * np.arange(num_lanes)
+    lane_counts = _estimate_counts(weights, starts - _WARM_UP)
+    _advance_lanes(weights, lane_counts, starts - _WARM_UP, _WARM_UP, None)
+    lane_counts[:, 0] = counts
+    estimated_counts = lane_counts.copy()
+    step_choices = np.empty((num_steps, num_lanes), dtype=np.uint16)
+    _advance_lanes(weights, lane_counts, starts, num_steps, step_choices)
+    choices[:] = step_choices.T
+    counts = lane_counts[:, 0]
+    for lane in range(1, num_lanes):
+        if np.array_equal(estimated_counts[:, lane], counts):
+            counts = lane_counts[:, lane]
         else:
-            taken = taken.copy()
-            _one_by_one(shares, taken, int(starts[lane]), choices[lane])
-    return taken.copy()
+            counts = counts.copy()
+            _choose_sequentially(weights, counts, int(starts[lane]), choices[lane])
+    return counts.copy()
 
 
-def _step_all(shares: Counts, counts: NDArray[np.float64], starts: NDArray[np.int64], steps: int, found: NDArray | None) -> None:
-    """Make `steps` choices in every lane. Updates the counts, [datasets, lanes], and puts the choices into `found`."""
-    numbers, columns = starts.astype(np.float64), np.arange(counts.shape[1])
-    for step in range(steps):
-        choice = (shares[:, None] * np.maximum(numbers, 1.0) - counts).argmax(axis=0)
-        counts[choice, columns] += 1.0
-        if found is not None:
-            found[step] = choice
-        numbers += 1.0
+def _advance_lanes(
+    weights: Counts, counts: NDArray[np.float64], starts: NDArray[np.int64], num_steps: int, out: NDArray | None
+) -> None:
+    """Compute the next `num_steps` choices of every lane, and update `counts` [datasets, lanes] in place.
+
+    Args:
+        starts: sample index of each lane's first choice.
+        out: filled with the choices [num_steps, lanes], if it is not None.
+    """
+    sample_indices, lane_indices = starts.astype(np.float64), np.arange(counts.shape[1])
+    for step in range(num_steps):
+        choice = (weights[:, None] * np.maximum(sample_indices, 1.0) - counts).argmax(axis=0)
+        counts[choice, lane_indices] += 1.0
+        if out is not None:
+            out[step] = choice
+        sample_indices += 1.0
 
 
-def _guess(shares: Counts, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Likely counts after `numbers` choices, [datasets, lanes]: exact shares rounded down, the rest to the largest fractions."""
-    exact = shares[:, None] * numbers
-    counts = np.floor(exact)
-    rank = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0, kind="stable")
-    return counts + (rank < numbers - counts.sum(axis=0))
+def _estimate_counts(weights: Counts, num_choices: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Estimate how many samples each dataset has after `num_choices` choices. Return [datasets, lanes].
+
+    The exact proportions are rounded down. The remaining samples go to the datasets with the largest fractions.
+
+    Args:
+        num_choices: number of choices before the start of each lane.
+    """
+    exact_counts = weights[:, None] * num_choices
+    counts = np.floor(exact_counts)
+    fraction_order = np.argsort(np.argsort(counts - exact_counts, axis=0, kind="stable"), axis=0, kind="stable")
+    return counts + (fraction_order < num_choices - counts.sum(axis=0))

@@ -1,4 +1,4 @@
-"""Which documents a step of a run reads, from what the run has saved."""
+"""Lineage of a run's training data: which documents each step reads, from the run's checkpoint or run.json."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.save_folder import checkpoints, find_checkpoint, read_config, read_state
+from megatron.checkpoint.save_folder import find_checkpoint, list_checkpoints, read_config, read_state
 from megatron.config.config import Config
 from megatron.config.save import from_dict
 from megatron.config.training import TrainingConfig
-from megatron.data.datasets import WHOLE, Component, SplitData
+from megatron.data.datasets import WHOLE_DOCUMENTS_SUFFIX, Component, SplitData
 from megatron.data.history import Phase
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint
-from megatron.data.samples import SamplePiece, SampleSource
+from megatron.data.samples import DocumentSpan, SampleSource
 from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.progress import BatchSizePlan, Progress
@@ -24,12 +24,13 @@ from megatron.training.progress import BatchSizePlan, Progress
 
 @dataclass
 class RunLineage:
-    """The order in which a run reads its training data.
+    """Lineage of a run: the order in which it reads its training data, and the documents that each sample contains.
 
     Args:
-        config: its settings at the last start.
-        phases: its data settings since the beginning; the last ones hold for what it has not read yet.
-        origin: the file that says so.
+        config: settings of the run at its last start.
+        phases: data settings since the beginning of the run. A phase is a part of the run with unchanged data settings. The last
+            phase applies to all samples that the run has not read yet.
+        origin: file from which the settings come.
     """
 
     config: Config
@@ -38,143 +39,157 @@ class RunLineage:
     origin: Path | str
 
     @classmethod
-    def of(cls, folder: Path, ckpt_step: int | None = None) -> RunLineage:
-        """From a run's --save folder: its newest checkpoint, or that of a step, or before the first one run.json.
+    def from_save_folder(cls, folder: Path, ckpt_step: int | None = None) -> RunLineage:
+        """Load the lineage from a run's --save folder.
+
+        It comes from the newest checkpoint, or from the checkpoint of iteration `ckpt_step`. Before the first checkpoint, it comes
+        from run.json.
 
         Raises:
-            ValueError: there is neither, or the data is not where it was.
+            ValueError: the folder has neither a checkpoint nor run.json, or the data is missing.
         """
-        if not checkpoints(folder) and ckpt_step is None:
-            record = _read_record(folder / "run.json")
+        if not list_checkpoints(folder) and ckpt_step is None:
+            record = _read_run_record(folder / "run.json")
             config = from_dict(record["config"])
             tokenizer = build_tokenizer(config.data)
-            return cls(config, [_first_phase(config, tokenizer)], tokenizer, folder / "run.json")
+            return cls(config, [_build_first_phase(config, tokenizer)], tokenizer, folder / "run.json")
         path = find_checkpoint(folder, ckpt_step)
-        assert path is not None, "there is a checkpoint"
+        assert path is not None, "the folder has a checkpoint"
         config = from_dict(read_config(path)["config"])
         phases = Progress.from_json(read_state(path)["progress"]).phases
         tokenizer = build_tokenizer(config.data)
-        return cls(config, phases or [_first_phase(config, tokenizer)], tokenizer, path)
+        return cls(config, phases or [_build_first_phase(config, tokenizer)], tokenizer, path)
 
-    def step_samples(self, step: int) -> range:
-        """Numbers of the samples of a step, counted from 1 as in the log.
+    def get_step_samples(self, step: int) -> range:
+        """Return the indices of the samples that a step reads, counted from the beginning of the run.
+
+        Steps count from 1, as in the log.
 
         Raises:
-            ValueError: there is no such step.
+            ValueError: the run has no such step.
         """
         if step < 1:
-            raise ValueError(f"--step {step}: steps are counted from 1.")
+            raise ValueError(f"--step {step}: steps count from 1.")
         phase = next(phase for phase in reversed(self.phases) if phase.first_iteration < step)
-        plan = _plan(self.config.training, phase)
+        plan = _build_batch_size_plan(self.config.training, phase)
         if (last := plan.total_iterations) < step and phase is self.phases[-1]:
             raise ValueError(f"--step {step}: the run has {last:,} steps ({self.origin}).")
-        return range(plan.samples_after(step - 1), plan.samples_after(step))
+        return range(plan.consumed_samples_at(step - 1), plan.consumed_samples_at(step))
 
-    def total_samples(self) -> int:
-        """Samples of the whole run, if it goes on with its last settings."""
-        plan = _plan(self.config.training, self.phases[-1])
-        return plan.samples_after(plan.total_iterations)
+    def count_samples(self) -> int:
+        """Return the number of samples that the run reads until its end, if it continues with its last settings."""
+        plan = _build_batch_size_plan(self.config.training, self.phases[-1])
+        return plan.consumed_samples_at(plan.total_iterations)
 
-    def phase_of(self, sample: int) -> int:
-        """Index of the phase that reads a sample.
-
-        Raises:
-            ValueError: the run reads no such sample.
-        """
-        if not 0 <= sample < self.total_samples():
-            raise ValueError(f"--sample {sample}: the run reads samples 0 to {self.total_samples() - 1:,} ({self.origin}).")
-        return max(at for at, phase in enumerate(self.phases) if phase.first_sample <= sample)
-
-    def passed_over(self, sample: int) -> bool:
-        """Whether a sample belongs to no step, since the run went back behind it after a loss spike."""
-        return any(phase.first_sample - phase.passed_over <= sample < phase.first_sample for phase in self.phases)
-
-    def source(self, phase: int) -> SampleSource:
-        """The samples of a phase, by their numbers in the run.
+    def find_phase(self, sample_index: int) -> int:
+        """Return the index of the phase in which the run reads a sample.
 
         Raises:
-            DatasetError: a dataset is missing or is not the one that the run read.
+            ValueError: the run does not read the sample.
         """
-        now = self.phases[phase]
+        if not 0 <= sample_index < self.count_samples():
+            raise ValueError(f"--sample {sample_index}: the run reads samples 0 to {self.count_samples() - 1:,} ({self.origin}).")
+        return max(i for i, phase in enumerate(self.phases) if phase.first_sample <= sample_index)
+
+    def is_skipped(self, sample_index: int) -> bool:
+        """Return whether no step reads a sample, because the run went back to a checkpoint after a loss spike and skipped this
+        data."""
+        return any(phase.first_sample - phase.passed_over <= sample_index < phase.first_sample for phase in self.phases)
+
+    def build_source(self, phase_index: int) -> SampleSource:
+        """Build the source of the samples of a phase. Its sample indices count from the beginning of the run.
+
+        Raises:
+            DatasetError: a dataset is missing or is not the dataset that the run read.
+        """
+        phase = self.phases[phase_index]
         components = tuple(
-            _component(part.prefix, part.fingerprint, part.first_document, part.num_documents, part.weight) for part in now.parts
+            _open_component(entry.prefix, entry.fingerprint, entry.first_document, entry.num_documents, entry.weight)
+            for entry in phase.parts
         )
-        data = SplitData(
+        split_data = SplitData(
             split=0,
             config=dataclasses.replace(
-                self.config.data, data_order=now.order, whole_documents=any(part.fingerprint.endswith(WHOLE) for part in now.parts)
+                self.config.data,
+                data_order=phase.order,
+                whole_documents=any(entry.fingerprint.endswith(WHOLE_DOCUMENTS_SUFFIX) for entry in phase.parts),
             ),
-            seed=now.seed,
-            seq_length=now.seq_length,
+            seed=phase.seed,
+            seq_length=phase.seq_length,
             vocab_size=self.tokenizer.vocab_size,
             eod=self.tokenizer.eod,
             components=components,
-            blending=now.blending,
+            blending=phase.blending,
         )
-        return data.source(now.num_samples or 1, self.phases[: phase + 1])
+        return split_data.build_source(phase.num_samples or 1, self.phases[: phase_index + 1])
 
-    def samples(self, numbers: range) -> Iterator[tuple[int, list[SamplePiece], list[int]]]:
-        """Number, pieces and token ids of each sample."""
+    def iter_samples(self, sample_indices: range) -> Iterator[tuple[int, list[DocumentSpan], list[int]]]:
+        """Yield the index, the document spans and the token ids of each sample.
+
+        A document span is the range of a document's tokens that the sample contains.
+        """
         sources: dict[int, SampleSource] = {}
-        for number in numbers:
-            phase = self.phase_of(number)
-            source = sources.get(phase) or sources.setdefault(phase, self.source(phase))
-            yield number, source.lineage(number), source.samples(number, 1)[0].tolist()
+        for sample_index in sample_indices:
+            phase_index = self.find_phase(sample_index)
+            source = sources.get(phase_index) or sources.setdefault(phase_index, self.build_source(phase_index))
+            yield sample_index, source.lineage(sample_index), source.samples(sample_index, 1)[0].tolist()
 
 
-def _component(prefix: str, expected: str, first: int, count: int, weight: float) -> Component:
+def _open_component(prefix: str, expected: str, first_document: int, num_documents: int, weight: float) -> Component:
     dataset = IndexedDataset(prefix)
-    expected = expected.removesuffix(WHOLE)
-    if (found := fingerprint(dataset)) != expected:
+    expected = expected.removesuffix(WHOLE_DOCUMENTS_SUFFIX)
+    if (actual := fingerprint(dataset)) != expected:
         raise DatasetError(
-            f"{prefix} is not the dataset that the run read: its fingerprint is {found}, not {expected}.\n"
-            "  Bring the run's dataset back to this place."
+            f"{prefix} is not the dataset that the run read: its fingerprint is {actual}, not {expected}.\n"
+            "  Restore the run's dataset at this path."
         )
-    return Component(dataset, range(first, first + count), weight)
+    return Component(dataset, range(first_document, first_document + num_documents), weight)
 
 
-def _plan(training: TrainingConfig, phase: Phase) -> BatchSizePlan:
-    # Only the sizes of batches count here, not how they are divided.
-    settings = dataclasses.replace(
+def _build_batch_size_plan(training: TrainingConfig, phase: Phase) -> BatchSizePlan:
+    # Only batch sizes matter here, not their split into microbatches: micro_batch_size and data-parallel size are 1.
+    plan_config = dataclasses.replace(
         training,
         micro_batch_size=1,
         global_batch_size=phase.global_batch_size,
         rampup_batch_size=phase.rampup_batch_size,
         step_batch_size_schedule=phase.step_batch_size_schedule,
     )
-    return BatchSizePlan(settings, 1, phase.seq_length, iteration=phase.first_iteration, consumed_samples=phase.first_sample)
+    return BatchSizePlan(plan_config, 1, phase.seq_length, iteration=phase.first_iteration, consumed_samples=phase.first_sample)
 
 
-def _first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
-    """The phase of a run that has not saved any: it reads from the start."""
+def _build_first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
+    """Return the phase of a run that has not stored its data settings yet. It covers all samples from the first on."""
     training = config.training
     seq_length, order = config.model.seq_length, config.data.data_order
-    opened = open_datasets(
+    datasets = open_datasets(
         config.data, seed=training.seed, seq_length=seq_length, tokenizer=tokenizer, need_validation=False, need_test=False
     )
-    size = training.global_batch_size
-    assert size is not None, "the record of a run holds it"
+    global_batch_size = training.global_batch_size
+    assert global_batch_size is not None, "run.json contains the global batch size"
     phase = Phase(
         0,
         0,
         order,
         training.seed,
         seq_length,
-        size,
+        global_batch_size,
         training.rampup_batch_size,
-        opened.train.parts(),
-        opened.train.blending,
+        datasets.train.blend_entries(),
+        datasets.train.blending,
         step_batch_size_schedule=training.step_batch_size_schedule,
     )
-    return dataclasses.replace(phase, num_samples=_plan(training, phase).total_samples if order == "megatron" else None)
+    return dataclasses.replace(
+        phase, num_samples=_build_batch_size_plan(training, phase).total_samples if order == "megatron" else None
+    )
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _read_run_record(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--run {path.parent} holds neither a checkpoint nor a run.json that can be read ({error}).\n"
+            f"--run {path.parent} contains neither a checkpoint nor a readable run.json ({error}).\n"
             "  Give the --save folder of a run."
         ) from error
-    return found
+    return record

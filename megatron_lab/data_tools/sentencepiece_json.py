@@ -1,7 +1,7 @@
-"""A sentencepiece model as Hugging Face's tokenizer.json.
+"""Conversion of a sentencepiece model to Hugging Face's tokenizer.json.
 
-The model file is a protocol buffer (sentencepiece_model.proto of sentencepiece); the few fields that matter are read here, since
-its library gives out neither the normaliser nor the kind of model.
+The model file is a protocol buffer (sentencepiece_model.proto of sentencepiece). This module parses the few fields that it needs,
+because the sentencepiece library exposes neither the normalizer nor the model type.
 """
 
 from __future__ import annotations
@@ -21,57 +21,65 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
-class SentencePiece:
-    """A token: how good it is, and its kind."""
+class SentencePieceToken:
+    """Token of a sentencepiece model: its text, its score and its type."""
 
     text: str
     score: float
-    kind: int
+    token_type: int
 
 
 class SentencePieceFile:
-    """What a model file says.
+    """Content of a sentencepiece model file: tokens, model type and normalizer settings.
+
+    Args:
+        data: bytes of the file.
 
     Raises:
-        ValueError: it is cut or of another kind.
+        ValueError: the file is truncated or has another format.
     """
 
     def __init__(self, data: bytes) -> None:
         try:
-            model = _fields(data)
-            self.pieces = [_piece(_fields(piece)) for piece in model[1]]
-            trainer, normalizer = (_fields(model[number][-1]) if model[number] else {} for number in (2, 3))
+            model = _parse_message(data)
+            self.tokens = [_parse_token(_parse_message(field)) for field in model[1]]
+            trainer, normalizer = (
+                _parse_message(model[field_number][-1]) if model[field_number] else {} for field_number in (2, 3)
+            )
         except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
             raise ValueError(f"this is not a sentencepiece model ({error})") from error
-        if not self.pieces:
+        if not self.tokens:
             raise ValueError("this is not a sentencepiece model (it has no tokens)")
-        self.kind: int = _last(trainer, 3, _UNIGRAM)
-        self.byte_fallback = bool(_last(trainer, 35, 0))
-        self.characters: bytes = _last(normalizer, 2, b"")
-        """How characters are replaced, in sentencepiece's own form; empty if they are not."""
-        self.blank_before = bool(_last(normalizer, 3, 1))
-        self.joins_blanks = bool(_last(normalizer, 4, 1))
-        self.marks_blanks = bool(_last(normalizer, 5, 1)) and not _last(trainer, 24, 0)
+        self.model_type: int = _get_last_value(trainer, 3, _UNIGRAM)
+        self.has_byte_fallback = bool(_get_last_value(trainer, 35, 0))
+        self.charsmap: bytes = _get_last_value(normalizer, 2, b"")
+        """Replacements of characters (`precompiled_charsmap`) in sentencepiece's binary format; empty if there are none."""
+        self.adds_dummy_prefix = bool(_get_last_value(normalizer, 3, 1))
+        self.removes_extra_whitespaces = bool(_get_last_value(normalizer, 4, 1))
+        self.marks_word_starts = bool(_get_last_value(normalizer, 5, 1)) and not _get_last_value(trainer, 24, 0)
 
 
-def sentencepiece_json(file: SentencePieceFile, *, bos: int | None) -> dict[str, Any]:
-    """The content of a tokenizer.json that gives the same ids.
+def convert_sentencepiece(file: SentencePieceFile, *, bos: int | None) -> dict[str, Any]:
+    """Convert a sentencepiece model to the content of a tokenizer.json that encodes texts to the same ids.
 
     Args:
-        bos: put before each text.
+        bos: id of the token to put before each text; None for none.
 
     Raises:
-        ValueError: the model does what tokenizer.json cannot say.
+        ValueError: the model has a feature that tokenizer.json does not support.
     """
-    if file.kind not in (_UNIGRAM, _BPE) or not file.marks_blanks:
-        raise ValueError("only unigram and BPE models that mark blanks before words can be written as tokenizer.json")
+    if file.model_type not in (_UNIGRAM, _BPE) or not file.marks_word_starts:
+        raise ValueError(
+            "the sentencepiece model cannot be converted to tokenizer.json: only unigram and BPE models that mark the spaces "
+            "before words can"
+        )
     normalizers: list[dict[str, Any]] = []
-    if file.characters:
-        normalizers.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(file.characters).decode()})
-    if file.joins_blanks:
+    if file.charsmap:
+        normalizers.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(file.charsmap).decode()})
+    if file.removes_extra_whitespaces:
         normalizers.append({"type": "Replace", "pattern": {"Regex": "^ +| +$"}, "content": ""})
         normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if file.blank_before:
+    if file.adds_dummy_prefix:
         normalizers.append({"type": "Prepend", "prepend": _BLANK})
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": _BLANK})
     decoders: list[dict[str, Any]] = [
@@ -79,139 +87,161 @@ def sentencepiece_json(file: SentencePieceFile, *, bos: int | None) -> dict[str,
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if file.blank_before:
+    if file.adds_dummy_prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    added = [
-        added_token(id, piece.text, special=piece.kind != _USER_DEFINED)
-        for id, piece in enumerate(file.pieces)
-        if piece.kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    added_tokens = [
+        build_added_token(id, token.text, special=token.token_type != _USER_DEFINED)
+        for id, token in enumerate(file.tokens)
+        if token.token_type in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
-    return whole_json(
-        added,
-        _unigram(file) if file.kind == _UNIGRAM else _bpe(file),
+    return build_tokenizer_json(
+        added_tokens,
+        _build_unigram_model(file) if file.model_type == _UNIGRAM else _convert_bpe_model(file),
         normalizer={"type": "Sequence", "normalizers": normalizers},
-        post_processor=None if bos is None else _with_first(file.pieces[bos].text, bos),
+        post_processor=None if bos is None else _build_bos_processor(file.tokens[bos].text, bos),
         decoder={"type": "Sequence", "decoders": decoders},
     )
 
 
-def whole_json(added: list[dict[str, Any]], model: dict[str, Any], **steps: dict[str, Any] | None) -> dict[str, Any]:
-    """A tokenizer.json of added tokens, a model, and the steps around it; a step that is not given is none."""
-    kinds = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
-    return {**head, **{kind: steps.get(kind) for kind in kinds}, "model": model}
+def build_tokenizer_json(
+    added_tokens: list[dict[str, Any]], model: dict[str, Any], **steps: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the content of a tokenizer.json.
+
+    Args:
+        added_tokens: special and user-defined tokens.
+        model: vocabulary with the algorithm, such as BPE.
+        steps: any of `normalizer`, `pre_tokenizer`, `post_processor` and `decoder`. Omitted steps are null.
+    """
+    step_names = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens}
+    return {**head, **{step_name: steps.get(step_name) for step_name in step_names}, "model": model}
 
 
-def added_token(id: int, content: str, *, special: bool) -> dict[str, Any]:
-    """An entry of added_tokens, found as it is written."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": id, "content": content, **plain, "special": special}
+def build_added_token(id: int, content: str, *, special: bool) -> dict[str, Any]:
+    """Return the entry of a tokenizer.json's list `added_tokens` for a token that only its exact text gives."""
+    match_options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": id, "content": content, **match_options, "special": special}
 
 
-def bpe_model(vocabulary: dict[str, int], merges: Iterable[tuple[str, str]], **settings: Any) -> dict[str, Any]:
-    """The model's part of a tokenizer.json of kind BPE."""
-    usual = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False}
-    usual |= {"byte_fallback": False, "ignore_merges": False}
+def build_bpe_model(vocab: dict[str, int], merges: Iterable[tuple[str, str]], **options: Any) -> dict[str, Any]:
+    """Return the part `model` of a tokenizer.json for BPE with this vocabulary and these merges."""
+    default_options = {
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+    }
+    default_options |= {"byte_fallback": False, "ignore_merges": False}
     pairs = [f"{left} {right}" for left, right in merges]
-    return {"type": "BPE", **usual, **settings, "vocab": vocabulary, "merges": pairs}
+    return {"type": "BPE", **default_options, **options, "vocab": vocab, "merges": pairs}
 
 
-def _unigram(file: SentencePieceFile) -> dict[str, Any]:
+def _build_unigram_model(file: SentencePieceFile) -> dict[str, Any]:
     return {
         "type": "Unigram",
-        "unk_id": _unknown(file),
-        "vocab": [[piece.text, piece.score] for piece in file.pieces],
-        "byte_fallback": file.byte_fallback,
+        "unk_id": _find_unknown_id(file),
+        "vocab": [[token.text, token.score] for token in file.tokens],
+        "byte_fallback": file.has_byte_fallback,
     }
 
 
-def _bpe(file: SentencePieceFile) -> dict[str, Any]:
-    """Joined first are the two that make the piece of the highest score."""
-    ids = {piece.text: id for id, piece in enumerate(file.pieces)}
-    made = sorted((piece for piece in file.pieces if piece.kind == _NORMAL), key=lambda piece: -piece.score)
-    merges = merges_by_rank([piece.text for piece in made], ids)
-    unknown = file.pieces[_unknown(file)].text
-    return bpe_model(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=file.byte_fallback)
+def _convert_bpe_model(file: SentencePieceFile) -> dict[str, Any]:
+    """Return the part `model` of a tokenizer.json for a sentencepiece BPE model.
+
+    Merges that produce the token with the highest score come first.
+    """
+    ids = {token.text: id for id, token in enumerate(file.tokens)}
+    merged_tokens = sorted((token for token in file.tokens if token.token_type == _NORMAL), key=lambda token: -token.score)
+    merges = derive_merges([token.text for token in merged_tokens], ids)
+    unknown_text = file.tokens[_find_unknown_id(file)].text
+    return build_bpe_model(ids, merges, unk_token=unknown_text, fuse_unk=True, byte_fallback=file.has_byte_fallback)
 
 
-def merges_by_rank(tokens: Sequence[Text], ids: Mapping[Text, int]) -> list[tuple[Text, Text]]:
-    """The pairs that make a token, the first to be joined first, for rules under which any two such neighbours are joined.
+def derive_merges(tokens: Sequence[Text], ids: Mapping[Text, int]) -> list[tuple[Text, Text]]:
+    """Return the list of merges for a BPE model that is defined without such a list.
 
-    All pairs that make the same token follow each other.
+    Such a model merges any two neighbouring tokens whose concatenation is a token. All merges that produce the same token are
+    consecutive in the list.
 
     Args:
-        tokens: the tokens that pairs make, the first to be made first.
-        ids: ids of all tokens; they order the pairs that make the same token.
+        tokens: tokens that merges produce, in order of priority.
+        ids: ids of all tokens. They order the merges that produce the same token.
     """
-    found = []
+    merges = []
     for token in tokens:
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
-        found += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    return found
+        splits = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
+        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return merges
 
 
-def _unknown(file: SentencePieceFile) -> int:
-    return next(id for id, piece in enumerate(file.pieces) if piece.kind == _UNKNOWN)
+def _find_unknown_id(file: SentencePieceFile) -> int:
+    return next(id for id, token in enumerate(file.tokens) if token.token_type == _UNKNOWN)
 
 
-def _with_first(name: str, id: int) -> dict[str, Any]:
-    """A post-processor that puts one token before each text."""
-    first = {"SpecialToken": {"id": name, "type_id": 0}}
-    text, second = ({"Sequence": {"id": which, "type_id": number}} for number, which in enumerate("AB"))
+def _build_bos_processor(name: str, id: int) -> dict[str, Any]:
+    """Return a post-processor that puts a bos token before each text."""
+    bos_item = {"SpecialToken": {"id": name, "type_id": 0}}
+    first_text, second_text = (
+        {"Sequence": {"id": sequence_name, "type_id": type_id}} for type_id, sequence_name in enumerate("AB")
+    )
     return {
         "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text, {"SpecialToken": {"id": name, "type_id": 1}}, second],
+        "single": [bos_item, first_text],
+        "pair": [bos_item, first_text, {"SpecialToken": {"id": name, "type_id": 1}}, second_text],
         "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]}},
     }
 
 
-def _piece(fields: dict[int, list[Any]]) -> SentencePiece:
-    return SentencePiece(_last(fields, 1, b"").decode("utf-8"), _last(fields, 2, 0.0), _last(fields, 3, _NORMAL))
+def _parse_token(fields: dict[int, list[Any]]) -> SentencePieceToken:
+    return SentencePieceToken(
+        _get_last_value(fields, 1, b"").decode("utf-8"), _get_last_value(fields, 2, 0.0), _get_last_value(fields, 3, _NORMAL)
+    )
 
 
-def _last(fields: dict[int, list[Any]], number: int, default: Any) -> Any:
-    return fields[number][-1] if fields.get(number) else default
+def _get_last_value(fields: dict[int, list[Any]], field_number: int, default: Any) -> Any:
+    return fields[field_number][-1] if fields.get(field_number) else default
 
 
-def _fields(data: bytes) -> dict[int, list[Any]]:
-    """Values of a message by the number of their field: integers, bytes, and floats of 4 or 8 bytes."""
-    found: dict[int, list[Any]] = defaultdict(list)
-    for number, value in _values(data):
-        found[number].append(value)
-    return found
+def _parse_message(data: bytes) -> dict[int, list[Any]]:
+    """Return the values of a protocol buffer message by field number. A value is an integer, bytes, or a float of 4 or 8 bytes."""
+    fields: dict[int, list[Any]] = defaultdict(list)
+    for field_number, value in _iter_fields(data):
+        fields[field_number].append(value)
+    return fields
 
 
-def _values(data: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-    while at < len(data):
-        tag, at = _integer(data, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            value, at = _integer(data, at)
-            yield number, value
-        elif kind == 2:
-            length, at = _integer(data, at)
-            if at + length > len(data):
-                raise IndexError("it is cut")
-            yield number, data[at : at + length]
-            at += length
-        elif kind in (1, 5):
-            size, code = (8, "<d") if kind == 1 else (4, "<f")
-            yield number, struct.unpack_from(code, data, at)[0]
-            at += size
+def _iter_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    offset = 0
+    while offset < len(data):
+        tag, offset = _parse_varint(data, offset)
+        field_number, wire_type = tag >> 3, tag & 7
+        if wire_type == 0:
+            value, offset = _parse_varint(data, offset)
+            yield field_number, value
+        elif wire_type == 2:
+            length, offset = _parse_varint(data, offset)
+            if offset + length > len(data):
+                raise IndexError("the file is truncated")
+            yield field_number, data[offset : offset + length]
+            offset += length
+        elif wire_type in (1, 5):
+            size, format_code = (8, "<d") if wire_type == 1 else (4, "<f")
+            yield field_number, struct.unpack_from(format_code, data, offset)[0]
+            offset += size
         else:
-            raise IndexError(f"a field of kind {kind}")
+            raise IndexError(f"unsupported wire type {wire_type}")
 
 
-def _integer(data: bytes, at: int) -> tuple[int, int]:
-    """A number of seven bits a byte, the lowest first, and where it ends."""
+def _parse_varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the variable-length integer at an offset (seven bits per byte, lowest first), and the offset after it."""
     value = shift = 0
     while True:
-        byte = data[at]
-        at += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
-            return value, at
+            return value, offset

@@ -1,17 +1,17 @@
-"""The tokenizer's flags for tools, with the same names and meanings as in training."""
+"""Flags that select the tokenizer in all tools. Their names and meanings are those of training."""
 
 from __future__ import annotations
 
 import argparse
 from typing import get_args
 
-from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TiktokenPattern, TokenizerType, tokenizer_settings
+from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TiktokenPattern, TokenizerType, get_tokenizer_settings
 
 
-def add_tokenizer_flags(flags: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add --tokenizer-type and the settings of all kinds; what was not given is None."""
-    group = flags.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", required=required, choices=get_args(TokenizerType), help="kind of tokenizer")
+def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add --tokenizer-type and the settings of all tokenizer types. A flag that the user does not set is None."""
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", required=required, choices=get_args(TokenizerType), help="type of tokenizer")
     group.add_argument(
         "--tokenizer-model",
         metavar="FILE",
@@ -20,7 +20,10 @@ def add_tokenizer_flags(flags: argparse.ArgumentParser, *, required: bool = True
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json (or encoder.json) of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt (or vocab.bpe) of GPT2BPETokenizer")
     group.add_argument(
-        "--vocab-size", type=int, metavar="N", help="size of NullTokenizer's vocabulary, or to which TikTokenizer cuts its file"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="size of NullTokenizer's vocabulary, or number of ids that TikTokenizer uses of its file",
     )
     group.add_argument(
         "--tiktoken-pattern",
@@ -41,14 +44,17 @@ def add_tokenizer_flags(flags: argparse.ArgumentParser, *, required: bool = True
     )
 
 
-def tokenizer_config(given: argparse.Namespace, flags: argparse.ArgumentParser) -> DataConfig:
-    """The settings that `add_tokenizer_flags` read; exits with status 2 where one has no effect on the kind of tokenizer."""
-    settings = {name: getattr(given, name) for name in TOKENIZER_SETTINGS if getattr(given, name) is not None}
-    acting = tokenizer_settings(given.tokenizer_type) if given.tokenizer_type else ()
-    for name in settings:
-        if name not in acting:
-            kind = f"with --tokenizer-type {given.tokenizer_type}" if given.tokenizer_type else "without --tokenizer-type"
-            flags.error(f"--{name.replace('_', '-')} has no effect {kind}: leave it out")
-    if "tiktoken_special_tokens" in settings:
-        settings["tiktoken_special_tokens"] = tuple(settings["tiktoken_special_tokens"])
-    return DataConfig(tokenizer_type=given.tokenizer_type, **settings)
+def build_tokenizer_config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> DataConfig:
+    """Return the tokenizer settings from the flags that `add_tokenizer_flags` added.
+
+    If a flag has no effect on the tokenizer type, the program ends with status 2.
+    """
+    values = {name: getattr(args, name) for name in TOKENIZER_SETTINGS if getattr(args, name) is not None}
+    applicable = get_tokenizer_settings(args.tokenizer_type) if args.tokenizer_type else ()
+    for name in values:
+        if name not in applicable:
+            condition = f"with --tokenizer-type {args.tokenizer_type}" if args.tokenizer_type else "without --tokenizer-type"
+            parser.error(f"--{name.replace('_', '-')} has no effect {condition}: leave it out")
+    if "tiktoken_special_tokens" in values:
+        values["tiktoken_special_tokens"] = tuple(values["tiktoken_special_tokens"])
+    return DataConfig(tokenizer_type=args.tokenizer_type, **values)

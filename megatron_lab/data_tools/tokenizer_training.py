@@ -1,6 +1,6 @@
-"""A sample of texts, bounded in memory and always the same for the same input, and a vocabulary trained on it.
+"""Training of a tokenizer on a sample of texts. The sample is bounded in memory and depends only on the input.
 
-All of its files are written under their names, or none.
+The output files appear under their names all together or not at all.
 """
 
 from __future__ import annotations
@@ -14,222 +14,245 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.extras import optional
-from megatron.data.indexed_writer import appearing
+from megatron.config.extras import import_optional
+from megatron.data.indexed_writer import write_atomically
 from megatron_lab.data_tools.preprocess.errors import DamagedFileError
-from megatron_lab.data_tools.preprocess.input_shards import cut, find_sources
-from megatron_lab.data_tools.preprocess.text_records import PARSERS, InputPiece, Kind, parse_values, records
-from megatron_lab.data_tools.sentencepiece_json import added_token
-from megatron_lab.tokenizers.vocabulary_files import END_OF_TEXT
+from megatron_lab.data_tools.preprocess.input_shards import find_sources, split_into_shards
+from megatron_lab.data_tools.preprocess.text_records import PARSERS, FileFormat, InputRange, parse_values, read_records
+from megatron_lab.data_tools.sentencepiece_json import build_added_token
+from megatron_lab.tokenizers.vocabulary_files import GPT2_EOD_TOKEN
 
-VocabularyKind = Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe"]
+VocabType = Literal["sentencepiece-bpe", "sentencepiece-unigram", "byte-bpe"]
+"""Library and model type of the trained vocabulary."""
 OnError = Literal["stop", "skip", "skip-files"]
+"""Treatment of unusable records and files: stop, skip records, or skip records and files."""
 
-_LONGEST_LINE = 1 << 14  # characters; a line in UTF-8 has four times as many bytes at most
+_MAX_LINE_CHARACTERS = 1 << 14  # a line in UTF-8 has at most four times as many bytes
 
 
-def output_files(kind: VocabularyKind, output: Path) -> list[Path]:
-    """What is written: a model file, or files in a folder."""
-    if kind == "byte-bpe":
+def list_output_files(vocab_type: VocabType, output: Path) -> list[Path]:
+    """Return the paths of the files that training writes: a model file, or several files in a folder."""
+    if vocab_type == "byte-bpe":
         return [output / name for name in ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json")]
     return [output]
 
 
-def train(kind: VocabularyKind, texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str], output: Path) -> None:
-    """Train and write; the same texts give the same files.
+def train_tokenizer(
+    vocab_type: VocabType, texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str], output: Path
+) -> None:
+    """Train a tokenizer's vocabulary and write its files. The same texts always give the same files.
 
     Args:
-        kind: Library and model.
-        texts: Documents.
-        vocab_size: All ids, special ones included.
-        special_tokens: Tokens that no text gives, beside the end of a document, which is always there.
-        output: A file, or for byte-bpe a folder (made if it is not there).
+        vocab_type: library and model type.
+        texts: documents to train on.
+        vocab_size: number of ids, including special tokens.
+        special_tokens: tokens that no text produces. The end-of-document token is always added to them.
+        output: path of the model file; for byte-bpe, path of a folder (created if it does not exist).
 
     Raises:
-        ValueError: so many tokens cannot be made of the texts, or a library is missing.
+        ValueError: the texts do not suffice for this vocabulary size, or a library is missing.
         OSError: the files cannot be written.
     """
-    if kind == "byte-bpe":
-        contents = _train_bytes(texts, vocab_size, special_tokens)
+    if vocab_type == "byte-bpe":
+        contents = _train_byte_bpe(texts, vocab_size, special_tokens)
         output.mkdir(parents=True, exist_ok=True)
     else:
-        contents = {"": _train_sentencepiece(kind.removeprefix("sentencepiece-"), texts, vocab_size, special_tokens)}
-    _write({output / name if name else output: content for name, content in contents.items()})
+        contents = {"": _train_sentencepiece(vocab_type.removeprefix("sentencepiece-"), texts, vocab_size, special_tokens)}
+    _write_files({output / name if name else output: content for name, content in contents.items()})
 
 
 def _train_sentencepiece(model_type: str, texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str]) -> bytes:
-    """A model that can spell any text and gives it back unchanged; a document ends with its ``</s>``."""
+    """Train a sentencepiece model and return its file. The model encodes any text and decodes it unchanged.
+
+    The end-of-document token is ``</s>``.
+    """
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=_split_lines(texts),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
-            byte_fallback=True,  # what no piece covers is spelled in bytes, as line ends are
+            byte_fallback=True,  # characters without a token, such as line ends, are encoded as bytes
             control_symbols=list(special_tokens),
-            # Blanks matter, of source code above all, so nothing is normalised, joined or put in front.
+            # Spaces matter, especially in source code, so the text is not normalized and no space is removed or added.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=4 * _LONGEST_LINE,
-            num_threads=16,  # the last bits of a unigram model depend on it
+            max_sentence_length=4 * _MAX_LINE_CHARACTERS,
+            num_threads=16,  # a fixed number, because the last bits of a unigram model depend on it
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"--vocab-size {vocab_size}: sentencepiece cannot make that of the texts: {error}") from error
+        raise ValueError(
+            f"--vocab-size {vocab_size}: sentencepiece cannot build a vocabulary of this size from the texts: {error}"
+        ) from error
     return model.getvalue()
 
 
-def _lines(texts: Sequence[str]) -> Iterator[str]:
+def _split_lines(texts: Sequence[str]) -> Iterator[str]:
     for text in texts:
         for line in text.split("\n"):
-            for at in range(0, len(line), _LONGEST_LINE):
-                yield line[at : at + _LONGEST_LINE]
+            for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                yield line[start : start + _MAX_LINE_CHARACTERS]
 
 
-def _train_bytes(texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str]) -> dict[str, bytes]:
-    """The files of a vocabulary like GPT-2's: bytes, merges in their order, then the special tokens."""
-    optional("tokenizers", "--kind byte-bpe needs the tokenizers library")
+def _train_byte_bpe(texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str]) -> dict[str, bytes]:
+    """Train a byte-level BPE vocabulary like that of GPT-2. Return its files by name.
+
+    Ids are given first to bytes, then to merged tokens in the order of the merges, then to special tokens.
+    """
+    import_optional("tokenizers", "--kind byte-bpe needs the tokenizers library")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    special = [END_OF_TEXT, *special_tokens]
-    wanted = vocab_size - len(special)
-    if wanted < 256:
-        raise ValueError(f"--vocab-size {vocab_size} is too small: 256 bytes and {len(special)} special tokens are always there.")
+    all_special_tokens = [GPT2_EOD_TOKEN, *special_tokens]
+    bpe_vocab_size = vocab_size - len(all_special_tokens)
+    if bpe_vocab_size < 256:
+        raise ValueError(
+            f"--vocab-size {vocab_size} is too small: 256 bytes and {len(all_special_tokens)} special tokens are always included."
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        iter(texts), trainers.BpeTrainer(vocab_size=wanted, initial_alphabet=alphabet, show_progress=False)
+        iter(texts), trainers.BpeTrainer(vocab_size=bpe_vocab_size, initial_alphabet=alphabet, show_progress=False)
     )
-    document = json.loads(tokenizer.to_str())
-    vocabulary, merges = document["model"]["vocab"], [tuple(merge) for merge in document["model"]["merges"]]
-    if len(vocabulary) < wanted:
+    tokenizer_json = json.loads(tokenizer.to_str())
+    vocab, merges = tokenizer_json["model"]["vocab"], [tuple(merge) for merge in tokenizer_json["model"]["merges"]]
+    if len(vocab) < bpe_vocab_size:
         raise ValueError(
-            f"--vocab-size {vocab_size}: the texts have words for {len(vocabulary) + len(special):,} tokens only.\n"
-            "  Give that, or more text."
+            f"--vocab-size {vocab_size}: the texts suffice for only {len(vocab) + len(all_special_tokens):,} tokens.\n"
+            "  Set --vocab-size to this number, or use more text."
         )
-    for token in special:
-        if token in vocabulary:
-            raise ValueError(f"--special-tokens {token}: the texts gave a token of this name. Choose another.")
-        vocabulary[token] = len(vocabulary)
-    document["added_tokens"] = [added_token(vocabulary[token], token, special=True) for token in special]
+    for token in all_special_tokens:
+        if token in vocab:
+            raise ValueError(f"--special-tokens {token}: training has produced a token of this name. Choose another name.")
+        vocab[token] = len(vocab)
+    tokenizer_json["added_tokens"] = [build_added_token(vocab[token], token, special=True) for token in all_special_tokens]
     return {
-        "vocab.json": _json(vocabulary),
+        "vocab.json": _encode_json(vocab),
         "merges.txt": "".join(["#version: 0.2\n", *(f"{left} {right}\n" for left, right in merges)]).encode(),
-        "tokenizer.json": _json(document),
-        "tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}),
+        "tokenizer.json": _encode_json(tokenizer_json),
+        "tokenizer_config.json": _encode_json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": GPT2_EOD_TOKEN}),
     }
 
 
-def _json(content: Any) -> bytes:
+def _encode_json(content: Any) -> bytes:
     return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
 
 
-def _write(contents: Mapping[Path, bytes]) -> None:
-    with appearing(*map(str, contents), sync=False) as files:
+def _write_files(contents: Mapping[Path, bytes]) -> None:
+    with write_atomically(*map(str, contents), sync=False) as files:
         for file, content in zip(files, contents.values(), strict=True):
             file.write(content)
 
 
-_LONGEST = 1 << 20  # characters of a document that are taken
-_FIBONACCI = 0x9E3779B97F4A7C15  # multiples of it, modulo 2**64, are spread evenly (Knuth, The Art of Computer Programming, 6.4)
-_HELD_OUT = 20
+_MAX_DOCUMENT_CHARACTERS = 1 << 20  # longer documents are truncated in the sample
+_FIBONACCI_MULTIPLIER = 0x9E3779B97F4A7C15  # multiples modulo 2**64 are spread evenly (Knuth, The Art of Computer Programming, 6.4)
+_HELD_OUT_INTERVAL = 20
+"""One text in this number of texts is held out."""
 
 
 @dataclass(frozen=True)
 class TextSample:
-    """Texts of some of the documents."""
+    """Sample of the input's texts for the training of a tokenizer, divided into training and held-out texts."""
 
-    training: list[str]
-    held_out: list[str]
-    """Every 20th text of the sample; none if there is only one."""
+    training_texts: list[str]
+    held_out_texts: list[str]
+    """Every 20th text of the sample, not used for training; empty if the sample has only one text."""
     num_documents: int
-    """That were read."""
-    num_left_out: int = 0
-    """Records of the sample that could not be used, and files."""
-    first_left_out: str = ""
-    """Where the first of them is, and what is wrong with it."""
+    """Number of documents that were read."""
+    num_skipped: int = 0
+    """Number of skipped records and files. Only records of the sample are checked."""
+    first_skipped: str = ""
+    """Location of the first skipped record or file, and its problem."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the training texts."""
-        return sum(len(text.encode()) for text in self.training)
+        """Number of UTF-8 bytes of the training texts."""
+        return sum(len(text.encode()) for text in self.training_texts)
 
 
-def take_sample(
-    inputs: Sequence[str], keys: Sequence[str], max_bytes: int, *, kind: Kind | None = None, on_error: OnError = "stop"
+def sample_texts(
+    inputs: Sequence[str], keys: Sequence[str], max_bytes: int, *, file_format: FileFormat | None = None, on_error: OnError = "stop"
 ) -> TextSample:
-    """Read all documents and keep some, spread evenly over all: the share is halved each time there are too many bytes.
+    """Read all documents and return a sample that is spread evenly over them.
+
+    The sampled share is halved each time the sample exceeds `max_bytes`.
 
     Args:
-        inputs: Files and folders of any kind that tools/preprocess_data.py reads.
-        keys: Of the texts in JSON lines, or their columns in tables.
-        max_bytes: Of texts in memory (at least one text is kept). Of a document the first million characters count.
-        kind: That of all files; None: as their names say.
-        on_error: As that tool's --on-error. Only records of the sample are looked at.
+        inputs: files and folders of any format that tools/preprocess_data.py reads.
+        keys: keys of the texts in JSON lines, or columns in tables.
+        max_bytes: maximum size of the texts in memory (at least one text is sampled). Only the first million characters of a
+            document count.
+        file_format: format of all files; None to detect it from their names.
+        on_error: as --on-error of tools/preprocess_data.py. Only records of the sample are checked.
 
     Raises:
-        ValueError: an input that is missing or damaged, a bad record, or no text at all.
+        ValueError: an input is missing or damaged, a record is invalid, or no input has a text.
     """
-    kept: list[tuple[int, int, str]] = []
-    left_out: list[str] = []
-    size = least = num_documents = 0
-    for number, (source, at, record) in enumerate(
-        _records(inputs, keys, kind, left_out.append if on_error == "skip-files" else None)
+    sampled: list[tuple[int, int, str]] = []
+    skipped: list[str] = []
+    num_bytes = min_level = num_documents = 0
+    for document_index, (source, record_index, record) in enumerate(
+        _iter_records(inputs, keys, file_format, skipped.append if on_error == "skip-files" else None)
     ):
-        height = 64 - (number * _FIBONACCI % 2**64).bit_length()  # reaches k for one number in 2**k
+        level = 64 - (document_index * _FIBONACCI_MULTIPLIER % 2**64).bit_length()  # one document in 2**k has level k or more
         num_documents += 1
-        if height < least:
+        if level < min_level:
             continue
         try:
-            text = "\n".join(PARSERS[source.kind](record, keys, parse_values) or [])[:_LONGEST]
+            text = "\n".join(PARSERS[source.file_format](record, keys, parse_values) or [])[:_MAX_DOCUMENT_CHARACTERS]
         except (ValueError, RecursionError) as error:
             if on_error == "stop":
                 raise ValueError(
-                    f"{source.place(at)}: {error}\n  Mend it, or leave such records out with --on-error skip."
+                    f"{source.format_location(record_index)}: {error}\n"
+                    "  Correct the record, or skip such records with --on-error skip."
                 ) from error
-            left_out.append(f"{source.place(at)}: {error}")
+            skipped.append(f"{source.format_location(record_index)}: {error}")
             continue
         if not text:
             continue
-        kept.append((height, len(text.encode()), text))
-        size += kept[-1][1]
-        while size > max_bytes and len(kept) > 1 and least < 64:
-            least += 1
-            kept = [entry for entry in kept if entry[0] >= least]
-            size = sum(entry[1] for entry in kept)
-    texts = [text for _, _, text in kept]
+        sampled.append((level, len(text.encode()), text))
+        num_bytes += sampled[-1][1]
+        while num_bytes > max_bytes and len(sampled) > 1 and min_level < 64:
+            min_level += 1
+            sampled = [entry for entry in sampled if entry[0] >= min_level]
+            num_bytes = sum(entry[1] for entry in sampled)
+    texts = [text for _, _, text in sampled]
     if not texts:
-        first = f"\n  {len(left_out):,} bad records and files were left out, the first: {left_out[0]}" if left_out else ""
-        raise ValueError(f"--input {' '.join(inputs)}: there is no text in it.{first}")
-    training = [text for number, text in enumerate(texts) if number % _HELD_OUT != _HELD_OUT - 1]
-    held_out = texts[_HELD_OUT - 1 :: _HELD_OUT]
-    if not held_out and len(training) > 1:
-        held_out = [training.pop()]
-    return TextSample(training, held_out, num_documents, len(left_out), left_out[0] if left_out else "")
+        first_skipped = f"\n  {len(skipped):,} invalid records and files were skipped, the first: {skipped[0]}" if skipped else ""
+        raise ValueError(f"--input {' '.join(inputs)}: the input contains no text.{first_skipped}")
+    training_texts = [text for i, text in enumerate(texts) if i % _HELD_OUT_INTERVAL != _HELD_OUT_INTERVAL - 1]
+    held_out_texts = texts[_HELD_OUT_INTERVAL - 1 :: _HELD_OUT_INTERVAL]
+    if not held_out_texts and len(training_texts) > 1:
+        held_out_texts = [training_texts.pop()]
+    return TextSample(training_texts, held_out_texts, num_documents, len(skipped), skipped[0] if skipped else "")
 
 
-def _records(
-    inputs: Sequence[str], keys: Sequence[str], kind: Kind | None, pass_over: Callable[[str], None] | None
-) -> Iterator[tuple[InputPiece, int, Any]]:
-    """A file, the number of the record in it, the record."""
-    sources, _ = find_sources(inputs, kind)
+def _iter_records(
+    inputs: Sequence[str], keys: Sequence[str], file_format: FileFormat | None, on_skipped_file: Callable[[str], None] | None
+) -> Iterator[tuple[InputRange, int, Any]]:
+    """Yield all records of the inputs: the file, the index of the record within the file, and the record.
+
+    Args:
+        on_skipped_file: called with the problem of each unusable file, which is skipped; None to raise the error.
+    """
+    sources, _ = find_sources(inputs, file_format)
     for source in sources:
-        number = 0
-        for shard in cut([source], sys.maxsize, ("text",), fields=keys, pass_over=pass_over):
-            for piece in shard.pieces:
+        record_index = 0
+        for shard in split_into_shards([source], sys.maxsize, ("text",), columns=keys, on_skipped_file=on_skipped_file):
+            for input_range in shard.ranges:
                 try:
-                    with closing(records(piece, keys, lambda _: None)) as found:
-                        for record in found:
-                            yield source, number, record
-                            number += 1
+                    with closing(read_records(input_range, keys, lambda _: None)) as range_records:
+                        for record in range_records:
+                            yield source, record_index, record
+                            record_index += 1
                 except DamagedFileError as error:
-                    if pass_over is None:
+                    if on_skipped_file is None:
                         raise
-                    pass_over(str(error))
+                    on_skipped_file(str(error))

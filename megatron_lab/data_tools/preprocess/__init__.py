@@ -1,1 +1,1 @@
-"""Turns text into indexed datasets: inputs are cut into shards, any number of workers make part files of them, these are joined."""
+"""Preprocessing: conversion of texts to indexed datasets, in parallel over shards of the input."""

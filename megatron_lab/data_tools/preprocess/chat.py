@@ -1,10 +1,11 @@
-"""Conversations to tokens and marks: a chat template of Hugging Face writes the text, and its answers are what a model learns.
+"""Conversion of conversations to token ids and loss masks, with a Hugging Face chat template.
 
-A template is a program of another's. jinja runs it in its sandbox, which lets it read the messages and nothing else.
+The template renders the text of a conversation. The model learns only the answers in it. A template is a program from an untrusted
+source, so jinja runs it in its sandbox, where it can read only the messages.
 
-The tokens are those of transformers' `apply_chat_template` for the same folder. The answers are what stands between
-``{% generation %}`` and ``{% endgeneration %}``; where a template has no such block, what each answer adds to the text before it
-and the prompt for it.
+The token ids equal those of transformers' `apply_chat_template` for the same folder. The answers are the text in the template's
+``{% generation %}`` ... ``{% endgeneration %}`` blocks. If the template has no such block, an answer is the text that one assistant
+message adds to the rendered text of the previous messages and the generation prompt.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ import numpy as np
 from jinja2 import nodes
 from numpy.typing import NDArray
 
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron.data.indexed_dataset import MARK_TYPE
-from megatron.data.samples import LEARNED
+from megatron.data.samples import IN_LOSS
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.data_tools.preprocess.text_records import check_encodable
 from megatron_lab.tokenizers.bpe_rules import read_json
 from megatron_lab.tokenizers.tokenizer_json import read_tokenizer_json
 
 Messages = list[dict[str, Any]]
-Span = tuple[int, int]
-"""First character, and the one behind the last."""
+"""Conversation: a list of messages with the fields `role`, `content` and others."""
+CharacterSpan = tuple[int, int]
+"""First character of a span, and the character after the last one."""
 
-NAMED = {
+NAMED_TEMPLATES = {
     "chatml": (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
         "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
@@ -45,241 +47,285 @@ NAMED = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
 }
-"""Templates that --chat-template knows by name, for tokenizers that have none; with their answers marked."""
-_FILE = "chat_template.jinja"
-_ANSWER = "assistant"
-_IM = ("<|im_start|>", "<|im_end|>")
-_OPEN, _CLOSE = "\0\ue000(\ue000\0", "\0\ue000)\ue000\0"
-"""Around what a template generates. No message may have them."""
+"""Templates that --chat-template accepts by name, for tokenizers without a template. They mark the answers with `generation`
+blocks."""
+_TEMPLATE_FILE = "chat_template.jinja"
+_ASSISTANT_ROLE = "assistant"
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_ANSWER_START, _ANSWER_END = "\0\ue000(\ue000\0", "\0\ue000)\ue000\0"
+"""Markers around the text of a `generation` block. No message may contain them."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, with what it may read beside the messages."""
+    """Chat template: the jinja program that renders a conversation as text, with the variables that it can read besides the
+    messages."""
 
     text: str
-    place: str
-    """Where it stands, for messages."""
+    origin: str
+    """File or flag that the template comes from, for error messages."""
     special_tokens: tuple[tuple[str, str], ...] = ()
-    """Such as ("bos_token", "<s>"), which templates read as variables."""
+    """(name, text) of the tokenizer's special tokens, such as ("bos_token", "<s>"). Templates read them as variables."""
     date: str | None = None
-    """Day that templates may write, as 2026-01-31. Without it they have no clock, so that a dataset can be made again."""
+    """Current date for templates that write it, such as 2026-01-31. Without this value, templates cannot read the date, so that a
+    dataset is reproducible."""
 
     @classmethod
-    def read(cls, tokenizer: Path, file: str | None, date: str | None) -> ChatTemplate:
-        """The template of a tokenizer.
+    def load(cls, tokenizer: Path, file: str | None, date: str | None) -> ChatTemplate:
+        """Load the chat template of a tokenizer, or a template that the user selects instead.
 
         Args:
-            tokenizer: tokenizer.json; the template and the special tokens are in the files beside it.
-            file: of another template, in jinja; or the name of one in `NAMED`.
+            tokenizer: path of tokenizer.json. The template and the special tokens are read from files in the same folder.
+            file: jinja file of another template, or a name in `NAMED_TEMPLATES`; None for the tokenizer's template.
+            date: date that the template may write; None for none.
 
         Raises:
-            ValueError: there is none, or a file is not what it should be.
+            ValueError: there is no template, or a file cannot be read.
         """
-        settings: dict[str, Any] = {}
+        tokenizer_config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             path = tokenizer.parent / name
             if path.is_file():
-                found = read_json(path, f"--chat-template: {path}", "a file of a Hugging Face tokenizer")
-                settings |= found if isinstance(found, dict) else {}
-        given = ((name, _content(settings[name])) for name in sorted(settings) if name.endswith("_token"))
-        tokens = tuple((name, value) for name, value in given if value is not None)
-        if file in NAMED and not Path(file).is_file():
-            return cls(NAMED[file], f"--chat-template {file}", tokens, date)
-        path = Path(file) if file is not None else tokenizer.parent / _FILE
+                content = read_json(path, f"--chat-template: {path}", "a file of a Hugging Face tokenizer")
+                tokenizer_config |= content if isinstance(content, dict) else {}
+        token_contents = (
+            (name, _get_content(tokenizer_config[name])) for name in sorted(tokenizer_config) if name.endswith("_token")
+        )
+        special_tokens = tuple((name, value) for name, value in token_contents if value is not None)
+        if file in NAMED_TEMPLATES and not Path(file).is_file():
+            return cls(NAMED_TEMPLATES[file], f"--chat-template {file}", special_tokens, date)
+        path = Path(file) if file is not None else tokenizer.parent / _TEMPLATE_FILE
         if file is not None or path.is_file():
             try:
-                return cls(path.read_text(encoding="utf-8"), str(path), tokens, date)
+                return cls(path.read_text(encoding="utf-8"), str(path), special_tokens, date)
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"--chat-template {path} cannot be read: {error}.\n  Check the path.") from error
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several with names
-            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
+        template = tokenizer_config.get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
         if not isinstance(template, str):
             raise ValueError(
-                f"--chat-template: {tokenizer.parent} has none: neither {_FILE} nor chat_template in tokenizer_config.json.\n"
-                f"  Give the file of one: --chat-template FILE; or take one by name: --chat-template {next(iter(NAMED))}."
+                f"--chat-template: {tokenizer.parent} has no chat template: neither {_TEMPLATE_FILE} nor chat_template in "
+                "tokenizer_config.json.\n  Pass the file of a template: --chat-template FILE; or the name of one: "
+                f"--chat-template {next(iter(NAMED_TEMPLATES))}."
             )
-        return cls(template, str(tokenizer.parent / "tokenizer_config.json"), tokens, date)
+        return cls(template, str(tokenizer.parent / "tokenizer_config.json"), special_tokens, date)
 
 
-def told_of_named(template: ChatTemplate, tokenizer: Path) -> Iterator[str]:
-    """Notes on a template taken by name: what the tokenizer lacks for it, and how the two stay together."""
-    if template.text not in NAMED.values():
+def describe_named_template(template: ChatTemplate, tokenizer: Path) -> Iterator[str]:
+    """Yield notes for the user about a built-in template of `NAMED_TEMPLATES`. Other templates need no notes.
+
+    The notes list the template's special tokens that the tokenizer lacks, and say how to store the template with the tokenizer.
+    """
+    if template.text not in NAMED_TEMPLATES.values():
         return
-    known = {token["content"] for token in read_tokenizer_json(tokenizer).added}
-    if lacking := [token for token in _IM if token not in known]:
-        yield f"the tokenizer has no token {' and '.join(lacking)}: they are read as text, several tokens each"
-    yield f"for those who use the model: this template is not in {tokenizer.parent}; write it there as {_FILE}"
+    added_tokens = {token["content"] for token in read_tokenizer_json(tokenizer).added}
+    if missing := [token for token in _CHATML_TOKENS if token not in added_tokens]:
+        yield f"the tokenizer has no token {' and '.join(missing)}: each is encoded as ordinary text, as several tokens"
+    yield f"{tokenizer.parent} does not contain this template: users of the model need it there as {_TEMPLATE_FILE}"
 
 
-def _content(token: object) -> str | None:
+def _get_content(token: object) -> str | None:
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 class ChatEncoder:
-    """Encodes conversations.
+    """Encoder that converts conversations to token ids and loss masks.
 
     Args:
-        tokenizer: tokenizer.json.
+        template: template that renders a conversation as text.
+        tokenizer: path of the tokenizer.json that encodes this text.
 
     Raises:
-        ValueError: the template is not valid, or the `tokenizers` library is missing or refuses the file.
+        ValueError: the template is invalid, or the `tokenizers` library is missing or cannot read the file.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
-        self._render = _renderer(template)
-        self._generates = "generation" in _tags(template.text)
-        library = optional("tokenizers", "--chat-template needs the tokenizers library")
+        self._render = _build_renderer(template)
+        self._marks_answers = "generation" in _find_block_names(template.text)
+        library = import_optional("tokenizers", "--chat-template needs the tokenizers library")
         try:
             self._tokenizer = library.Tokenizer.from_file(str(tokenizer))
-        except Exception as error:  # the library raises this very class
-            raise ValueError(f"--tokenizer-model {tokenizer}: the tokenizers library cannot read it: {error}") from error
+        except Exception as error:  # the library raises `Exception` itself
+            raise ValueError(f"--tokenizer-model {tokenizer}: the tokenizers library cannot read this file: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        added = read_tokenizer_json(tokenizer).added
-        special = [token["content"] for token in added if token.get("special")]
-        self._special = [*special, *(token for token in _IM if template.text == NAMED["chatml"]), _OPEN, _CLOSE]
+        added_tokens = read_tokenizer_json(tokenizer).added
+        special_tokens = [token["content"] for token in added_tokens if token.get("special")]
+        self._forbidden_texts = [
+            *special_tokens,
+            *(token for token in _CHATML_TOKENS if template.text == NAMED_TEMPLATES["chatml"]),
+            _ANSWER_START,
+            _ANSWER_END,
+        ]
 
     def encode(self, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-        """Ids and marks of a conversation.
+        """Convert a conversation to tokens.
+
+        Returns:
+            The token ids, and one byte for each token: 1 if the token counts in the loss because it belongs to an answer, otherwise
+            0.
 
         Raises:
-            BadRecordError: the template refuses it, or a message holds the text of a special token or none that has a UTF-8 form.
+            BadRecordError: the template refuses the conversation, or a message contains the text of a special token or half of a
+                surrogate pair.
         """
-        for number, message in enumerate(messages):
-            for text in _texts(message):
-                check_encodable(text, f"message {number}")
-                if found := next((token for token in self._special if token in text), None):
+        for message_index, message in enumerate(messages):
+            for text in _iter_strings(message):
+                check_encodable(text, f"message {message_index}")
+                if forbidden := next((token for token in self._forbidden_texts if token in text), None):
                     raise BadRecordError(
-                        f"message {number} holds {found!r}, which would be read as the special token that separates messages"
+                        f"message {message_index} contains {forbidden!r}, which is reserved: it is a special token of the "
+                        "tokenizer, or a marker of this tool. Remove it from the message"
                     )
-        text, answers = self._rendered(messages)
+        text, answer_spans = self._render_with_answers(messages)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         marks = np.zeros(len(encoding.ids), MARK_TYPE)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        for start, end in answers:
-            marks[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = LEARNED
+        for start, end in answer_spans:
+            marks[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = IN_LOSS
         return np.array(encoding.ids, np.uint32), marks
 
-    def _rendered(self, messages: Messages) -> tuple[str, list[Span]]:
-        """The text, and the characters of it that are answers."""
-        marked = self._render(messages, False)
-        if not self._generates:
-            return marked, self._answers(messages, marked)
+    def _render_with_answers(self, messages: Messages) -> tuple[str, list[CharacterSpan]]:
+        """Render a conversation. Return its text, and the range of characters of each answer."""
+        rendered = self._render(messages, False)
+        if not self._marks_answers:
+            return rendered, self._find_answer_spans(messages, rendered)
         text, spans = "", []
-        for number, piece in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
-            if number % 2:
-                spans.append((len(text), len(text) + len(piece)))
-            text += piece
+        for i, segment in enumerate(rendered.replace(_ANSWER_END, _ANSWER_START).split(_ANSWER_START)):
+            if i % 2:
+                spans.append((len(text), len(text) + len(segment)))
+            text += segment
         return text, spans
 
-    def _answers(self, messages: Messages, whole: str) -> list[Span]:
-        """The answers by what each adds."""
-        found = []
-        for number, message in enumerate(messages):
-            if message["role"] != _ANSWER:
+    def _find_answer_spans(self, messages: Messages, full_text: str) -> list[CharacterSpan]:
+        """Return the range of characters of each answer, for a template without `generation` blocks.
+
+        The template renders the conversation up to each assistant message, without and with this message. The answer is the
+        difference.
+        """
+        spans = []
+        for message_index, message in enumerate(messages):
+            if message["role"] != _ASSISTANT_ROLE:
                 continue
-            before, after = self._render(messages[:number], True), self._render(messages[: number + 1], False)
-            if not (after.startswith(before) and whole.startswith(after)):
+            prompt_text, answered_text = (
+                self._render(messages[:message_index], True),
+                self._render(messages[: message_index + 1], False),
+            )
+            if not (answered_text.startswith(prompt_text) and full_text.startswith(answered_text)):
                 raise BadRecordError(
-                    f"the template writes answer {number} otherwise where the conversation goes on, so its place is unknown: mark "
-                    "answers in the template by {% generation %} and {% endgeneration %}"
+                    f"the template renders answer {message_index} differently when the conversation continues, so its "
+                    "position is unknown: mark answers in the template with {% generation %} and {% endgeneration %}"
                 )
-            found.append((len(before), len(after)))
-        return found
+            spans.append((len(prompt_text), len(answered_text)))
+        return spans
 
 
 @functools.lru_cache(maxsize=1)
-def encoder_of(template: ChatTemplate, tokenizer: Path) -> ChatEncoder:
-    """The encoder, made once in a process, and inherited by forked ones."""
+def get_encoder(template: ChatTemplate, tokenizer: Path) -> ChatEncoder:
+    """Return the encoder of a template. Each process builds it once; forked processes inherit it."""
     return ChatEncoder(template, tokenizer)
 
 
 def check_messages(values: Sequence[object], keys: Sequence[str]) -> list[Messages]:
-    """The conversations of a record, one for each key.
+    """Check that the values of a record are conversations. Return them without the fields of messages that are null.
+
+    Args:
+        values: one value per key.
 
     Raises:
-        BadRecordError: one is no list of messages.
+        BadRecordError: a value is not a list of messages.
     """
     for key, value in zip(keys, values, strict=True):
         if not isinstance(value, list) or not value:
             raise BadRecordError(f'the value of key {key!r} is not a list of messages, [{{"role": "user", "content": "..."}}, ...]')
-        for number, message in enumerate(value):
+        for message_index, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRecordError(f"key {key!r}: message {number} is not an object with a role")
-    # Columns of parquet have all fields in all rows: what is null there is absent.
-    return [[{name: part for name, part in message.items() if part is not None} for message in value] for value in values]  # type: ignore[attr-defined]
+                raise BadRecordError(f"key {key!r}: message {message_index} is not an object with a role")
+    # A parquet column has all fields in all rows, so a null value means that the field is absent.
+    return [[{name: field for name, field in message.items() if field is not None} for message in value] for value in values]  # type: ignore[attr-defined]
 
 
-def _texts(value: object) -> Iterator[str]:
-    """All strings in a message, names too: a template may write those of a tool's arguments."""
+def _iter_strings(value: object) -> Iterator[str]:
+    """Yield all strings in a message, including the keys of objects.
+
+    A template may write such keys, for example the names of a tool call's arguments.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from itertools.chain.from_iterable(map(_texts, itertools.chain(value, value.values())))
+        yield from itertools.chain.from_iterable(map(_iter_strings, itertools.chain(value, value.values())))
     elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_texts, value))
+        yield from itertools.chain.from_iterable(map(_iter_strings, value))
 
 
-# ---- the template
+# ---- rendering of the template
 
 
-class _Generation(jinja2.ext.Extension):
-    """The block whose text is an answer: marks its beginning and its end."""
+class _GenerationBlock(jinja2.ext.Extension):
+    """Extension of jinja for the `generation` block of chat templates.
 
-    tags = {"generation"}  # noqa: RUF012 - declared so by jinja
+    It puts markers around the text of the block, so that answers can be found.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it this way
 
     def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark_answer"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
+    def _mark_answer(self, caller: Callable[[], str]) -> str:
+        return f"{_ANSWER_START}{caller()}{_ANSWER_END}"
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """As transformers sets jinja up, but for the clock."""
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+def _build_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return a jinja environment with the settings that transformers uses, but without access to the current date."""
+    extensions = [_GenerationBlock, "jinja2.ext.loopcontrols"]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _as_json
-    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
     return environment
 
 
-def _tags(text: str) -> set[str]:
-    """The names that stand at the beginning of blocks."""
-    tokens = list(_environment().lex(text))
-    kinds = [(kind, value) for _, kind, value in tokens if kind != "whitespace"]
-    return {value for (before, _), (kind, value) in itertools.pairwise(kinds) if before == "block_begin" and kind == "name"}
+def _find_block_names(text: str) -> set[str]:
+    """Return the names of the jinja statements in a template, such as `for` and `generation`."""
+    tokens = list(_build_environment().lex(text))
+    typed_tokens = [(token_type, value) for _, token_type, value in tokens if token_type != "whitespace"]
+    return {
+        value
+        for (previous_type, _), (token_type, value) in itertools.pairwise(typed_tokens)
+        if previous_type == "block_begin" and token_type == "name"
+    }
 
 
-def _renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
-    environment = _environment()
+def _build_renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
+    environment = _build_environment()
     if template.date is not None:
         environment.globals["strftime_now"] = datetime.date.fromisoformat(template.date).strftime
     try:
         compiled = environment.from_string(template.text)
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template of {template.place} is not valid: {error}") from error
+        raise ValueError(f"the chat template of {template.origin} is not valid: {error}") from error
     variables = dict(template.special_tokens)
 
-    def render(messages: Messages, prompts: bool) -> str:
+    def render(messages: Messages, add_generation_prompt: bool) -> str:
         try:
-            return compiled.render(messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **variables)
+            return compiled.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **variables
+            )
         except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-            cure = " (the template writes the date: --chat-date YYYY-MM-DD)" if "strftime_now" in str(error) else ""
-            raise BadRecordError(f"the chat template refuses it: {error}{cure}") from error
+            hint = " (the template writes the date: --chat-date YYYY-MM-DD)" if "strftime_now" in str(error) else ""
+            raise BadRecordError(f"the chat template refuses the conversation: {error}{hint}") from error
 
     return render
 
 
-def _as_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """jinja's own filter writes < and > in another way, for web pages."""
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Convert a value to JSON: the filter `tojson` as in transformers. jinja's own filter escapes < and > for web pages."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _refuse(reason: str) -> None:
+def _raise_exception(reason: str) -> None:
     raise jinja2.TemplateError(reason)

@@ -1,6 +1,6 @@
-"""Tables of text: .csv and .tsv files, row by row. The first row names the columns.
+"""Reader of .csv and .tsv files, row by row. The first row contains the names of the columns.
 
-Commas, semicolons, tabs and bars are known as separators; that counts under which the wanted columns have names.
+The separator is a comma, semicolon, tab or vertical bar: the first one with which the header has the requested columns.
 """
 
 from __future__ import annotations
@@ -14,54 +14,64 @@ from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
 
 _SEPARATORS = ",;\t|"
-_LONGEST_FIELD = 2**31 - 1  # as much as csv takes on every system
-_LONGEST_HEADER = 1 << 20
+_MAX_FIELD_SIZE = 2**31 - 1  # the largest limit that the csv module accepts on every system
+_MAX_HEADER_BYTES = 1 << 20
 
 
-def check_columns(path: str, keys: Sequence[str]) -> None:
-    """Look whether a table has these columns.
+def check_columns(path: str, columns: Sequence[str]) -> None:
+    """Check that a csv or tsv file has these columns, each exactly once.
 
     Raises:
-        ValueError: it lacks one, or names one twice.
+        ValueError: a column is missing, or its name occurs several times in the header.
     """
     with storage.open_binary(path) as file:
-        _header(path, file, keys)
+        _read_header(path, file, columns)
 
 
-def _header(path: str, file: BinaryIO, keys: Sequence[str]) -> tuple[str, list[str]]:
-    """The separator, and the names of the columns; the file is at its beginning again."""
-    text = file.read(_LONGEST_HEADER).decode("utf-8-sig", "surrogateescape")
-    file.seek(0)
-    found = {}
-    for separator in _SEPARATORS:
-        try:
-            found[separator] = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
-        except csv.Error:
-            found[separator] = []
-    for separator, names in found.items():
-        if all(names.count(key) == 1 for key in keys):
-            return separator, names
-    names = max(found.values(), key=len)
-    key = next(key for key in keys if names.count(key) != 1)
-    number = "no column" if key not in names else "more than one column"
-    raise ValueError(f"{path}: {number} {key!r} (--json-keys, --column); it has: {', '.join(map(repr, names[:8])) or 'none'}")
-
-
-def rows(path: str, file: BinaryIO, keys: Sequence[str], at: Callable[[int], None]) -> Iterator[Any]:
-    """The values of these columns, row by row; for a row that breaks the rules of quoting a `BadRecordError`.
-
-    A string that is not UTF-8 comes as bytes, a value that a short row lacks as None.
+def _read_header(path: str, file: BinaryIO, columns: Sequence[str]) -> tuple[str, list[str]]:
+    """Find the separator of a file. Return the separator and the column names, and reset the file to its start.
 
     Raises:
-        DamagedFileError: a quote is open at the end of the file.
+        ValueError: no separator gives each of `columns` exactly once.
     """
-    csv.field_size_limit(_LONGEST_FIELD)
-    separator, names = _header(path, file, keys)
-    places = [names.index(key) for key in keys]
+    text = file.read(_MAX_HEADER_BYTES).decode("utf-8-sig", "surrogateescape")
+    file.seek(0)
+    headers = {}
+    for separator in _SEPARATORS:
+        try:
+            headers[separator] = next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), [])
+        except csv.Error:
+            headers[separator] = []
+    for separator, names in headers.items():
+        if all(names.count(column) == 1 for column in columns):
+            return separator, names
+    names = max(headers.values(), key=len)
+    column = next(column for column in columns if names.count(column) != 1)
+    problem = "no column" if column not in names else "more than one column"
+    raise ValueError(f"{path}: {problem} {column!r} (--json-keys, --column); it has: {', '.join(map(repr, names[:8])) or 'none'}")
+
+
+def read_rows(path: str, file: BinaryIO, columns: Sequence[str], on_progress: Callable[[int], None]) -> Iterator[Any]:
+    """Yield the values of these columns for each row. A row with invalid quoting gives a `BadRecordError` instead.
+
+    A string that is not valid UTF-8 is returned as bytes. A value that is missing in a short row is None.
+
+    Args:
+        path: path or URL of the file, for error messages.
+        file: the opened file.
+        columns: names of the columns, in the order of the yielded values.
+        on_progress: called after each row with the number of bytes that have been read.
+
+    Raises:
+        DamagedFileError: a quotation is still open at the end of the file.
+    """
+    csv.field_size_limit(_MAX_FIELD_SIZE)
+    separator, names = _read_header(path, file, columns)
+    column_indices = [names.index(column) for column in columns]
     text = io.TextIOWrapper(cast(Any, file), "utf-8-sig", "surrogateescape", newline="")
     reader = csv.reader(text, delimiter=separator, strict=True)
     next(reader)
-    number = 0
+    num_rows = 0
     while True:
         try:
             row = next(reader)
@@ -71,19 +81,19 @@ def rows(path: str, file: BinaryIO, keys: Sequence[str], at: Callable[[int], Non
         except csv.Error as error:
             if "unexpected end of data" in str(error):
                 raise DamagedFileError(
-                    f"{path} is truncated or damaged: after row {number:,} a quote opens that is never closed.\n"
-                    "  Make or copy it again."
+                    f"{path} is truncated or damaged: after row {num_rows:,} a quotation is never closed.\n"
+                    "  Create or copy the file again."
                 ) from error
-            yield BadRecordError(f"not a row of a table: {error}")
+            yield BadRecordError(f"not a valid table row: {error}")
         else:
             if not row:
                 continue  # a blank line
-            yield tuple(_value(row[place]) if place < len(row) else None for place in places)
-        number += 1
-        at(file.tell())
+            yield tuple(_restore_bytes(row[column_index]) if column_index < len(row) else None for column_index in column_indices)
+        num_rows += 1
+        on_progress(file.tell())
 
 
-def _value(text: str) -> str | bytes:
+def _restore_bytes(text: str) -> str | bytes:
     if text.isascii():
         return text
     try:

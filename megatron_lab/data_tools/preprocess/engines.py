@@ -1,4 +1,5 @@
-"""Runs shards: in this process, in several that are forked from it and share its tokenizer's memory, or on a Ray cluster."""
+"""Backends that process the shards of a job: this process, forked worker processes that share the tokenizer's memory, or a Ray
+cluster."""
 
 from __future__ import annotations
 
@@ -17,131 +18,152 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, Literal
 
-from megatron.config.data import TOKENIZER_FILES
-from megatron.config.extras import optional
+from megatron.config.data import TOKENIZER_FILE_SETTINGS
+from megatron.config.extras import import_optional
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
-from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob, run_shard, tokenizer_of
+from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob, get_tokenizer, run_shard
 
-Listen = Callable[[int, ShardCounts | ShardReport], None]
-"""Called with the index of a shard, and its progress or its report."""
+ShardCallback = Callable[[int, ShardCounts | ShardReport], None]
+"""Callback that gets the index of a shard and either its progress so far or its report."""
 
 _PR_SET_PDEATHSIG = 1
-_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
-"""Signals that all processes of a job may get; the parent ends its workers."""
+_PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that the system may send to all processes of a job. Workers ignore them, because the parent ends its workers."""
 
 
-def run_in_processes(job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen, num_workers: int) -> None:
-    """Make all shards, each in the first process that is free. The processes end when this one ends, however it does.
+def run_in_processes(
+    job: PreprocessJob, shards: Sequence[InputShard], folder: str, on_update: ShardCallback, num_workers: int
+) -> None:
+    """Process all shards in worker processes. Each shard goes to the next idle worker.
+
+    The workers end when this process ends, even if this process is killed.
+
+    Args:
+        on_update: called with the index of a shard and its progress or, at its end, its report.
 
     Raises:
-        ValueError: a shard cannot be made, or a process was killed.
+        ValueError: a shard cannot be processed, or a worker was killed.
     """
-    tokenizer_of(job)  # before the fork
+    get_tokenizer(job)  # before the fork, so that workers share it
     context = multiprocessing.get_context("fork")
     workers: dict[Connection, ForkProcess] = {}
-    waiting, at_work = iter(range(len(shards))), list[Connection]()
+    remaining, busy = iter(range(len(shards))), list[Connection]()
 
-    def give_next(worker: Connection) -> None:
-        if (number := next(waiting, None)) is None:
-            at_work.remove(worker)
+    def send_next_shard(worker: Connection) -> None:
+        if (shard_index := next(remaining, None)) is None:
+            busy.remove(worker)
         else:
-            with contextlib.suppress(BrokenPipeError):  # it died meanwhile, which the next look at its connection shows
-                worker.send(number)
+            with contextlib.suppress(BrokenPipeError):  # the worker has died; the next `recv` reports it
+                worker.send(shard_index)
 
     try:
         for _ in range(min(num_workers, len(shards))):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(job, shards, folder, theirs, [*workers, ours], os.getpid()), daemon=True)
-            # A signal in the midst of this would be lost in a hook, or leave a worker in disorder.
-            signal.pthread_sigmask(signal.SIG_BLOCK, _TO_THE_PARENT)
+            parent_end, worker_end = context.Pipe()
+            process = context.Process(
+                target=_run_worker, args=(job, shards, folder, worker_end, [*workers, parent_end], os.getpid()), daemon=True
+            )
+            # A signal during the fork could be lost in a hook of the fork, or leave a worker half-initialized.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _PARENT_SIGNALS)
             try:
                 process.start()
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_PARENT)
-            theirs.close()
-            workers[ours] = process
-            at_work.append(ours)
-            give_next(ours)
-        while at_work:
-            for worker in wait(at_work):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENT_SIGNALS)
+            worker_end.close()
+            workers[parent_end] = process
+            busy.append(parent_end)
+            send_next_shard(parent_end)
+        while busy:
+            for worker in wait(busy):
                 assert isinstance(worker, Connection)
                 try:
-                    number, found = worker.recv()
+                    shard_index, result = worker.recv()
                 except (EOFError, ConnectionResetError):
-                    raise ValueError(_how_it_ended(workers[worker], num_workers)) from None
-                if isinstance(found, ValueError | OSError):
-                    raise found
-                if isinstance(found, str):
-                    raise RuntimeError(f"a worker failed:\n{found}")
-                listen(number, found)
-                if isinstance(found, ShardReport):
-                    give_next(worker)
+                    raise ValueError(_describe_exit(workers[worker], num_workers)) from None
+                if isinstance(result, ValueError | OSError):
+                    raise result
+                if isinstance(result, str):
+                    raise RuntimeError(f"a worker failed:\n{result}")
+                on_update(shard_index, result)
+                if isinstance(result, ShardReport):
+                    send_next_shard(worker)
     finally:
-        # At once: what they were writing has temporary names, and the caller removes it.
+        # Without waiting: unfinished files have temporary names, and the caller removes them.
         for worker, process in workers.items():
             process.kill()
             process.join()
             worker.close()
 
 
-def _how_it_ended(process: ForkProcess, num_workers: int) -> str:
+def _describe_exit(process: ForkProcess, num_workers: int) -> str:
+    """Return the error message for a worker that ended before its shard was complete."""
     process.join()
     code = process.exitcode or 0
     cause = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
-        cause += ", as the system does for want of memory"
+        cause += ", probably because the system ran out of memory"
     return (
         f"a worker process {cause} before its shard was done.\n"
-        f"  Finished shards are kept: go on with --resume, and fewer workers than {num_workers} if memory is short."
+        f"  Finished shards are kept: continue with --resume, and with fewer workers than {num_workers} if memory is short."
     )
 
 
-def _work(
-    job: PreprocessJob, shards: Sequence[InputShard], folder: str, connection: Connection, others: Sequence[Connection], parent: int
+def _run_worker(
+    job: PreprocessJob,
+    shards: Sequence[InputShard],
+    folder: str,
+    connection: Connection,
+    inherited_connections: Sequence[Connection],
+    parent_pid: int,
 ) -> None:
-    """The loop of a worker: it makes the shards whose indices it is sent."""
-    die_with(parent)
-    for number in _TO_THE_PARENT:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_THE_PARENT)
-    for other in others:
-        other.close()  # so that the parent's end is closed when the parent has ended
+    """Run a worker process: process each shard whose index arrives on the connection, and send progress and results back."""
+    die_with_parent(parent_pid)
+    for signal_number in _PARENT_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENT_SIGNALS)
+    for inherited in inherited_connections:
+        inherited.close()  # otherwise the parent's end would stay open in this worker after the parent has ended
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            number = connection.recv()
-            found: object
+            shard_index = connection.recv()
+            result: object
             try:
-                found = run_shard(job, shards[number], folder, lambda counts: connection.send((number, counts)))  # noqa: B023
+                result = run_shard(job, shards[shard_index], folder, lambda counts: connection.send((shard_index, counts)))  # noqa: B023
             except BrokenPipeError:
                 raise
             except (ValueError, OSError) as error:
-                found = error
+                result = error
             except Exception:  # noqa: BLE001 - the parent raises it
-                found = traceback.format_exc()
-            connection.send((number, found))
+                result = traceback.format_exc()
+            connection.send((shard_index, result))
 
 
-def die_with(parent: int) -> None:
-    """Have the system end this process when its parent ends (Linux; elsewhere the closed connection ends it after its shard)."""
+def die_with_parent(parent_pid: int) -> None:
+    """Let the operating system kill this process when its parent ends.
+
+    This works only on Linux. Elsewhere a worker ends after its current shard, when it finds the connection closed.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it had ended before
+        if os.getppid() != parent_pid:  # the parent ended before prctl
             os._exit(1)
 
 
-RETRIES = 3
-"""How often a shard is tried again after its node or worker is lost, or after an error of the network or the file system."""
+MAX_RETRIES = 3
+"""Number of retries of a shard after its node or worker is lost, or after an error of the network or the file system."""
 
-_AT_ONCE = 1000
-"""The most tasks that are given to the cluster at once."""
+_MAX_SUBMITTED_TASKS = 1000
+"""Maximum number of tasks that are submitted to the cluster at the same time."""
 
 
 def run_shard_remotely(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
-    """`run_shard` for a task. Errors that another try would not mend are returned, not raised, so that it is not tried again."""
-    if PartFolder(folder, len(job.datasets)).settings() is None:
+    """Run `run_shard` in a Ray task.
+
+    Errors that a retry cannot solve are returned instead of raised, because Ray retries a task that raises.
+    """
+    if JobFolder(folder, len(job.dataset_suffixes)).read_settings() is None:
         return ValueError(
-            f"{folder} is not there on the node {platform.node()}.\n"
+            f"{folder} does not exist on the node {platform.node()}.\n"
             "  The folder of --output-prefix must be shared by all nodes, or be a URL."
         )
     try:
@@ -151,57 +173,64 @@ def run_shard_remotely(job: PreprocessJob, shard: InputShard, folder: str) -> Sh
 
 
 def run_on_ray(
-    job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen, num_workers: int | None, address: str | None
+    job: PreprocessJob,
+    shards: Sequence[InputShard],
+    folder: str,
+    on_update: ShardCallback,
+    num_workers: int | None,
+    address: str | None,
 ) -> None:
-    """Make all shards, as tasks of one CPU each.
+    """Process all shards as Ray tasks of one CPU each.
 
-    Every node must see the files of the shards and the folder under these paths.
+    Every node must have access to the input files and the job folder under the same paths.
 
     Args:
-        num_workers: tasks at the same time; None: as many as the cluster has CPUs.
-        address: address of the cluster; None starts one on this machine that ends with the job.
+        on_update: called with the index and the report of each finished shard.
+        num_workers: maximum number of tasks at the same time; None for as many as the cluster has CPUs.
+        address: address of the cluster; None starts a cluster on this machine that ends with the job.
 
     Raises:
-        ValueError: a shard cannot be made, or Ray is not installed, or does not answer.
+        ValueError: a shard cannot be processed, Ray is not installed, or the cluster does not respond.
     """
-    ray = optional("ray", "--engine ray needs Ray")
-    connected = ray.is_initialized()
-    if not connected:
+    ray = import_optional("ray", "--engine ray needs Ray")
+    was_initialized = ray.is_initialized()
+    if not was_initialized:
         _connect(ray, num_workers, address)
-    # OSError includes errors of connections, time-outs and file systems.
+    # OSError includes connection errors, timeouts and file system errors.
     task: Any = ray.remote(run_shard_remotely)
-    task = task.options(num_cpus=1, max_retries=RETRIES, retry_exceptions=[OSError])
-    under_way: dict[Any, int] = {}
-    waiting = iter(enumerate(shards))
+    task = task.options(num_cpus=1, max_retries=MAX_RETRIES, retry_exceptions=[OSError])
+    running: dict[Any, int] = {}
+    remaining = iter(enumerate(shards))
     try:
-        shared_job = ray.put(_from_any_folder(job))
+        shared_job = ray.put(_with_absolute_paths(job))
         while True:
-            while len(under_way) < (num_workers or _AT_ONCE) and (following := next(waiting, None)) is not None:
-                number, shard = following
-                under_way[task.remote(shared_job, shard, folder)] = number
-            if not under_way:
+            while len(running) < (num_workers or _MAX_SUBMITTED_TASKS) and (next_item := next(remaining, None)) is not None:
+                shard_index, shard = next_item
+                running[task.remote(shared_job, shard, folder)] = shard_index
+            if not running:
                 return
-            (done,), _ = ray.wait(list(under_way), num_returns=1)
-            number = under_way.pop(done)
+            (finished,), _ = ray.wait(list(running), num_returns=1)
+            shard_index = running.pop(finished)
             try:
-                found: ShardReport | ValueError = ray.get(done)
+                result: ShardReport | ValueError = ray.get(finished)
             except ray.exceptions.RayError as error:
                 raise ValueError(
-                    f"a task failed {RETRIES + 1} times, at last with: {error}\n  Finished shards are kept: go on with --resume."
+                    f"a task failed {MAX_RETRIES + 1} times, the last time with: {error}\n"
+                    "  Finished shards are kept: continue with --resume."
                 ) from error
-            if isinstance(found, ValueError):
-                raise found
-            listen(number, found)
+            if isinstance(result, ValueError):
+                raise result
+            on_update(shard_index, result)
     finally:
-        for unfinished in under_way:
+        for unfinished in running:
             ray.cancel(unfinished, force=True)
-        if not connected:
+        if not was_initialized:
             ray.shutdown()
 
 
-def _from_any_folder(job: PreprocessJob) -> PreprocessJob:
-    """The same job with absolute paths, since tasks run in other folders."""
-    names = [name for name in TOKENIZER_FILES if getattr(job.tokenizer, name) is not None]
+def _with_absolute_paths(job: PreprocessJob) -> PreprocessJob:
+    """Return the job with absolute paths of the tokenizer files, because Ray tasks run in other working directories."""
+    names = [name for name in TOKENIZER_FILE_SETTINGS if getattr(job.tokenizer, name) is not None]
     paths = {name: os.path.abspath(getattr(job.tokenizer, name)) for name in names}
     return dataclasses.replace(job, tokenizer=dataclasses.replace(job.tokenizer, **paths))
 
@@ -220,24 +249,27 @@ def _connect(ray: Any, num_workers: int | None, address: str | None) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """What makes the shards. It has no influence on the result."""
+    """Choice of the backend that processes the shards. The datasets do not depend on it."""
 
-    kind: Literal["processes", "ray"] = "processes"
+    backend: Literal["processes", "ray"] = "processes"
     num_workers: int | None = None
-    """Number of processes (None: 1, which works in this process), or of tasks at the same time (None: one for each CPU)."""
+    """Number of worker processes (None or 1: this process), or of concurrent Ray tasks (None: one per CPU)."""
     ray_address: str | None = None
 
-    def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, listen: Listen) -> None:
-        """Make all shards.
+    def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, on_update: ShardCallback) -> None:
+        """Process all shards with the selected backend.
+
+        Args:
+            on_update: called with the index of a shard and its progress or, at its end, its report.
 
         Raises:
-            BadShardError: a shard has a bad record.
-            ValueError: a shard cannot be made, or the engine does not work.
+            BadShardError: a shard has an invalid record.
+            ValueError: a shard cannot be processed, or the backend does not work.
         """
-        if self.kind == "ray":
-            run_on_ray(job, shards, folder, listen, self.num_workers, self.ray_address)
+        if self.backend == "ray":
+            run_on_ray(job, shards, folder, on_update, self.num_workers, self.ray_address)
         elif self.num_workers is not None and self.num_workers > 1:
-            run_in_processes(job, shards, folder, listen, self.num_workers)
+            run_in_processes(job, shards, folder, on_update, self.num_workers)
         else:
-            for number, shard in enumerate(shards):
-                listen(number, run_shard(job, shard, folder, lambda counts: listen(number, counts)))  # noqa: B023 - called within the turn
+            for shard_index, shard in enumerate(shards):
+                on_update(shard_index, run_shard(job, shard, folder, lambda counts: on_update(shard_index, counts)))  # noqa: B023 - called within this iteration

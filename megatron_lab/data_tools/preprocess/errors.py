@@ -1,12 +1,14 @@
-"""What can be wrong with texts that are read."""
+"""Errors of input records and input files."""
 
 from __future__ import annotations
 
 
 class BadRecordError(ValueError):
-    """A record that cannot be used."""
+    """Raised for an input record that cannot be converted to tokens. The message says why."""
 
 
 class DamagedFileError(ValueError):
-    """A file that cannot be read to its end. It stops the job, since nobody knows how much is missing, unless such files may be
-    passed over."""
+    """Raised for an input file that cannot be read to its end.
+
+    The error stops the job, because the number of lost records is unknown. A job that skips damaged files continues.
+    """

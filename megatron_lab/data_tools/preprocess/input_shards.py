@@ -1,6 +1,6 @@
-"""Finds the files that --input names, in an order that is always the same, and cuts them into shards.
+"""Search for the files of --input in a reproducible order, and the split of these files into shards.
 
-The list of shards depends on the files and the shard size, and never on who works on it.
+The list of shards depends only on the files and the shard size, not on the backend or the number of workers.
 """
 
 from __future__ import annotations
@@ -18,195 +18,211 @@ import xxhash
 
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.csv_records import check_columns
-from megatron_lab.data_tools.preprocess.text_records import InputPiece, Kind, row_groups
+from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange, list_row_groups
 
-_LINES = (".jsonl", ".ndjson", ".json")
-_TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
-_SOURCES = tuple(
+_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
+_SOURCE_CODE_SUFFIXES = tuple(
     ".py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .zig .js .mjs .jsx .ts .tsx .php .rb .pl .lua "
     ".sh .bash .r .jl .m .f90 .sql .hs .ml .ex .exs .erl .clj .lisp .el .dart .vue".split()
 )
-"""Ends of the names of source code."""
-SUFFIXES: dict[str, Kind] = {
-    **dict.fromkeys(_LINES, "jsonl"),
-    **{f"{suffix}.gz": "jsonl.gz" for suffix in _LINES},
-    **{f"{suffix}.zst": "jsonl.zst" for suffix in _LINES},
+"""Suffixes of source code files."""
+FORMAT_BY_SUFFIX: dict[str, FileFormat] = {
+    **dict.fromkeys(_JSONL_SUFFIXES, "jsonl"),
+    **{f"{suffix}.gz": "jsonl.gz" for suffix in _JSONL_SUFFIXES},
+    **{f"{suffix}.zst": "jsonl.zst" for suffix in _JSONL_SUFFIXES},
     ".parquet": "parquet",
     **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((*_TEXTS, *_SOURCES), "text"),
+    **dict.fromkeys((*_TEXT_SUFFIXES, *_SOURCE_CODE_SUFFIXES), "text"),
 }
-"""The kind of a file, by the end of its name: JSON lines, parquet, a table, or plain text and source code (each file is one
+"""Format of a file by the suffix of its name: JSON lines, parquet, a table, or plain text and source code (each file is one
 document)."""
 
-_KNOWN = (
-    f"Known: {', '.join(name for name in SUFFIXES if name not in _SOURCES)}, and source code ({', '.join(_SOURCES[:6])} ...)."
-    " For files of other names say what they are by --input-format."
+_KNOWN_FORMATS = (
+    f"Known formats: {', '.join(name for name in FORMAT_BY_SUFFIX if name not in _SOURCE_CODE_SUFFIXES)}, and source code "
+    f"({', '.join(_SOURCE_CODE_SUFFIXES[:6])} ...)."
+    " For files with other names, set --input-format."
 )
 
 
-def kind_of(path: str) -> Kind | None:
-    """The kind of a file by its name; None if unknown."""
+def detect_format(path: str) -> FileFormat | None:
+    """Return the format of a file from its name; None if the suffix is unknown."""
     name = path.rpartition("/")[2].lower()
-    return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
+    return next((file_format for suffix, file_format in FORMAT_BY_SUFFIX.items() if name.endswith(suffix)), None)
 
 
-def find_sources(inputs: Sequence[str], kind: Kind | None = None, own: Sequence[str] = ()) -> tuple[list[InputPiece], list[str]]:
-    """The files of --input: arguments in the order given, the files of a folder or a pattern sorted by path.
+def find_sources(
+    inputs: Sequence[str], file_format: FileFormat | None = None, output_files: Sequence[str] = ()
+) -> tuple[list[InputRange], list[str]]:
+    """Find the input files that the arguments of --input name.
 
-    A file that is named itself must be of a known kind; in folders and patterns other files are left out.
+    Arguments stay in their order; the files of a folder or pattern (such as data/*.jsonl) are sorted by path.
+
+    A file argument must have a known format. Files of unknown formats in folders and patterns are skipped.
 
     Args:
         inputs: paths, patterns and URLs.
-        kind: the kind of all files, whatever their names; None: as their names say.
-        own: files that this tool writes, which are left out where a folder holds them.
+        file_format: format of all files; None to detect it from their names.
+        output_files: files that this tool writes. They are skipped if an input folder contains them.
 
     Returns:
-        The files, each as one piece, and lines for the log about what was left out.
+        The files, each as one range, and messages about skipped and empty files.
 
     Raises:
-        ValueError: an argument names nothing, or nothing that can be read; a file is named twice.
+        ValueError: an argument matches no usable file, or a file is listed twice.
     """
-    sources: dict[str, InputPiece] = {}  # by path, with links followed
-    others: Counter[str] = Counter()
-    for word in inputs:
-        before = len(sources)
-        for path in _expand(word):
-            if (found_kind := kind or kind_of(path)) is None:
-                if path == storage.normal(word):
-                    raise ValueError(f"--input {word}: a file of this name is of no known kind.\n  {_KNOWN}")
-                others[_suffix(path)] += 1
-            elif path not in own and (found := storage.stat(path)) is not None:
-                real = path if storage.is_url(path) else os.path.realpath(path)
-                if real in sources:
+    sources: dict[str, InputRange] = {}  # by real path, with links resolved
+    unknown_suffixes: Counter[str] = Counter()
+    for argument in inputs:
+        num_previous = len(sources)
+        for path in _expand_argument(argument):
+            if (detected := file_format or detect_format(path)) is None:
+                if path == storage.normalize_path(argument):
+                    raise ValueError(f"--input {argument}: the format of this file is unknown.\n  {_KNOWN_FORMATS}")
+                unknown_suffixes[_get_suffix(path)] += 1
+            elif path not in output_files and (file_stat := storage.stat(path)) is not None:
+                real_path = path if storage.is_url(path) else os.path.realpath(path)
+                if real_path in sources:
                     raise ValueError(
-                        f"--input names {sources[real].path} twice, the second time by {word}"
-                        f"{'' if sources[real].path == path else f' as {path}'}.\n  Leave one of them out."
+                        f"--input names {sources[real_path].path} twice, the second time by {argument}"
+                        f"{'' if sources[real_path].path == path else f' as {path}'}.\n  Leave one of them out."
                     )
-                size, version = found
-                sources[real] = InputPiece(path, found_kind, version, 0, size, size, 0)
-        if len(sources) == before:
-            raise ValueError(f"--input {word}: no file of a known kind is there.\n  {_KNOWN}")
-    notes = [f"left out for no known kind: {number:,} ending with {suffix}" for suffix, number in sorted(others.items())]
-    empty = [source.path for source in sources.values() if not source.num_bytes]
-    if empty:
-        notes.append(f"empty files: {len(empty):,}, for example {empty[0]}")
-    return list(sources.values()), notes
+                size, version = file_stat
+                sources[real_path] = InputRange(path, detected, version, 0, size, size, 0)
+        if len(sources) == num_previous:
+            raise ValueError(f"--input {argument}: there is no file of a known format.\n  {_KNOWN_FORMATS}")
+    messages = [f"skipped, unknown format: {count:,} ending with {suffix}" for suffix, count in sorted(unknown_suffixes.items())]
+    empty_files = [source.path for source in sources.values() if not source.num_bytes]
+    if empty_files:
+        messages.append(f"empty files: {len(empty_files):,}, for example {empty_files[0]}")
+    return list(sources.values()), messages
 
 
-def _expand(word: str) -> Iterator[str]:
-    path = storage.normal(word)
+def _expand_argument(argument: str) -> Iterator[str]:
+    """Yield the paths of all files that an argument of --input names: the file itself, or the files of a folder or pattern."""
+    path = storage.normalize_path(argument)
     if storage.stat(path) is not None:
         yield path
     elif storage.is_folder(path):
-        yield from sorted(storage.find(path))
-    elif glob.has_magic(word):
-        for found in sorted(storage.glob(path)):
-            yield from sorted(storage.find(found)) if storage.is_folder(found) else [found]
+        yield from sorted(storage.list_files(path))
+    elif glob.has_magic(argument):
+        for match in sorted(storage.glob(path)):
+            yield from sorted(storage.list_files(match)) if storage.is_folder(match) else [match]
     else:
-        raise ValueError(f"--input {word}: there is no such file or folder.")
+        raise ValueError(f"--input {argument}: there is no such file or folder.")
 
 
-def _suffix(path: str) -> str:
+def _get_suffix(path: str) -> str:
     name = path.rpartition("/")[2]
     return name[name.find(".", 1) :] if "." in name[1:] else name
 
 
-SMALLEST, LARGEST, ABOUT_SHARDS = 1 << 20, 256 << 20, 1024
+MIN_SHARD_SIZE, MAX_SHARD_SIZE, TARGET_NUM_SHARDS = 1 << 20, 256 << 20, 1024
 
 
 @dataclass(frozen=True)
 class InputShard:
-    """Consecutive pieces that one worker makes into one part of each dataset."""
+    """Unit of work of preprocessing: consecutive ranges of input files, which one worker converts to one part of each dataset."""
 
-    pieces: tuple[InputPiece, ...]
+    ranges: tuple[InputRange, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its input."""
-        return sum(piece.num_bytes for piece in self.pieces)
+        """Number of bytes of the input files that belong to the shard."""
+        return sum(input_range.num_bytes for input_range in self.ranges)
 
     @cached_property
     def name(self) -> str:
-        """A digest of its inputs: another shard, or other content of the files, has another name."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([dataclasses.astuple(piece) for piece in self.pieces]).encode())
+        """Name of the shard in the job folder: a hash of its ranges and of the versions of their files.
+
+        A changed range or file gives another name.
+        """
+        return xxhash.xxh3_128_hexdigest(json.dumps([dataclasses.astuple(input_range) for input_range in self.ranges]).encode())
 
 
-def default_shard_size(sources: Sequence[InputPiece]) -> int:
-    """Bytes for about a thousand shards, each of 1 to 256 MiB: small enough to lose little, large enough to cost little."""
-    return min(max(sum(source.num_bytes for source in sources) // ABOUT_SHARDS, SMALLEST), LARGEST)
+def select_shard_size(sources: Sequence[InputRange]) -> int:
+    """Return the shard size in bytes for about a thousand shards, bounded by 1 MiB and 256 MiB.
+
+    Small shards lose little work when a job is interrupted; large shards have little overhead.
+    """
+    return min(max(sum(source.num_bytes for source in sources) // TARGET_NUM_SHARDS, MIN_SHARD_SIZE), MAX_SHARD_SIZE)
 
 
-def cut(
-    sources: Iterable[InputPiece],
+def split_into_shards(
+    sources: Iterable[InputRange],
     shard_size: int,
     keys: Sequence[str],
     *,
-    fields: Sequence[str] | None = None,
-    of_text: bool = True,
-    pass_over: Callable[[str], None] | None = None,
+    columns: Sequence[str] | None = None,
+    requires_strings: bool = True,
+    on_skipped_file: Callable[[str], None] | None = None,
 ) -> list[InputShard]:
-    """Cut the inputs into shards, in their order.
+    """Split the input files into shards, in their order.
 
-    Files above the shard size are cut where that is possible, and share no shard with others. Smaller consecutive ones are joined.
+    A file above the shard size is split if its format allows, and shares no shard with other files. Smaller consecutive files are
+    combined.
 
     Args:
         sources: files, in order.
-        shard_size: in bytes of the files.
-        keys: those of the datasets, of which plain text has "text" alone.
-        fields: columns that parquet and csv files must have; None: those of the keys.
-        of_text: these must hold strings.
-        pass_over: leaves files out that cannot be read, and is called with "FILE: what is wrong" for each; None: they are errors.
+        shard_size: in bytes of the input files.
+        keys: JSON keys (--json-keys), each of which gives one dataset. Plain text has only the key "text".
+        columns: columns that parquet and csv files must have; None for `keys`.
+        requires_strings: the parquet columns must have a string type.
+        on_skipped_file: called with "FILE: problem" for each unusable file, which is skipped; None to raise the error.
 
     Raises:
-        ValueError: a file cannot be read, is damaged or lacks a column; plain text with keys other than "text".
+        ValueError: a file cannot be read, is damaged or lacks a column, or plain text is combined with keys other than "text".
     """
     shards: list[InputShard] = []
-    together: list[InputPiece] = []
-    size = 0
+    small_files: list[InputRange] = []
+    num_bytes = 0
     for source in sources:
-        if source.kind == "text" and tuple(keys) != ("text",):
+        if source.file_format == "text" and tuple(keys) != ("text",):
             raise ValueError(
                 f"{source.path} is plain text, whose only key is 'text', but --json-keys is {' '.join(keys)}.\n"
-                "  Preprocess such files apart."
+                "  Preprocess plain text files in a separate job."
             )
         try:
-            if pass_over is not None:
+            if on_skipped_file is not None:
                 storage.open_binary(source.path).close()
-            pieces = list(_pieces(source, shard_size, keys if fields is None else fields, of_text))
+            ranges = list(_split_file(source, shard_size, keys if columns is None else columns, requires_strings))
         except (ValueError, OSError) as error:
-            if pass_over is None:
+            if on_skipped_file is None:
                 raise
-            what = f"{source.path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            pass_over(" ".join(what.split()))
+            message = f"{source.path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            on_skipped_file(" ".join(message.split()))
             continue
-        if together and size + source.num_bytes > shard_size:
-            shards.append(InputShard(tuple(together)))
-            together, size = [], 0
+        if small_files and num_bytes + source.num_bytes > shard_size:
+            shards.append(InputShard(tuple(small_files)))
+            small_files, num_bytes = [], 0
         if source.num_bytes > shard_size:
-            shards += [InputShard((piece,)) for piece in pieces]
+            shards += [InputShard((input_range,)) for input_range in ranges]
         else:
-            together += pieces
-            size += source.num_bytes
-    return [*shards, InputShard(tuple(together))] if together else shards
+            small_files += ranges
+            num_bytes += source.num_bytes
+    return [*shards, InputShard(tuple(small_files))] if small_files else shards
 
 
-def _pieces(source: InputPiece, shard_size: int, keys: Sequence[str], of_text: bool) -> Iterator[InputPiece]:
-    """A file, cut where that is possible."""
-    if source.kind == "csv" and source.num_bytes:
-        check_columns(source.path, keys)
-    if source.kind == "jsonl":
-        for begin in range(0, source.num_bytes, shard_size):
-            end = min(begin + shard_size, source.num_bytes)
-            before = None if begin else 0
-            yield dataclasses.replace(source, begin=begin, end=end, num_bytes=end - begin, records_before=before)
-    elif source.kind == "parquet":
-        begin = num_bytes = first_row = num_rows = 0
-        sizes = row_groups(source.path, keys, of_text=of_text)
-        for number, (size, rows) in enumerate(sizes):
+def _split_file(source: InputRange, shard_size: int, columns: Sequence[str], requires_strings: bool) -> Iterator[InputRange]:
+    """Yield the ranges into which a file is split: byte ranges of JSON lines, row groups of parquet, or the complete file for other
+    formats."""
+    if source.file_format == "csv" and source.num_bytes:
+        check_columns(source.path, columns)
+    if source.file_format == "jsonl":
+        for start in range(0, source.num_bytes, shard_size):
+            end = min(start + shard_size, source.num_bytes)
+            num_preceding = None if start else 0
+            yield dataclasses.replace(source, start=start, end=end, num_bytes=end - start, num_preceding_records=num_preceding)
+    elif source.file_format == "parquet":
+        start = num_bytes = first_row = num_rows = 0
+        group_sizes = list_row_groups(source.path, columns, requires_strings=requires_strings)
+        for group_index, (size, rows) in enumerate(group_sizes):
             num_bytes, num_rows = num_bytes + size, num_rows + rows
-            if number + 1 == len(sizes) or num_bytes + sizes[number + 1][0] > shard_size:
-                yield dataclasses.replace(source, begin=begin, end=number + 1, num_bytes=num_bytes, records_before=first_row)
-                begin, first_row = number + 1, first_row + num_rows
+            if group_index + 1 == len(group_sizes) or num_bytes + group_sizes[group_index + 1][0] > shard_size:
+                yield dataclasses.replace(
+                    source, start=start, end=group_index + 1, num_bytes=num_bytes, num_preceding_records=first_row
+                )
+                start, first_row = group_index + 1, first_row + num_rows
                 num_bytes = num_rows = 0
     else:
         yield source

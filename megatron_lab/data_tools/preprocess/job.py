@@ -1,4 +1,5 @@
-"""Runs a whole job: find the inputs, cut them into shards, have these made, join the parts."""
+"""Complete preprocessing job: find the input files, split them into shards, process the shards, and join their parts to
+datasets."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.data.indexed_dataset import loss_mask_prefix
-from megatron.data.indexed_writer import join, write_shuffled
+from megatron.data.indexed_writer import join_datasets, write_shuffled
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.engines import Engine
-from megatron_lab.data_tools.preprocess.input_shards import InputShard, cut, default_shard_size, find_sources
-from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data_tools.preprocess.reports import DiskRoom, JobReports, Meter, Summary
-from megatron_lab.data_tools.preprocess.shard_work import BadShardError, PreprocessJob, file_digests, settings
-from megatron_lab.data_tools.preprocess.storage import told_where_no_room
-from megatron_lab.data_tools.preprocess.text_records import InputPiece, Kind
+from megatron_lab.data_tools.preprocess.input_shards import InputShard, find_sources, select_shard_size, split_into_shards
+from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.reports import DiskSpaceMonitor, JobReports, ProgressMeter, Summary
+from megatron_lab.data_tools.preprocess.shard_work import BadShardError, PreprocessJob, compute_file_digests, get_job_settings
+from megatron_lab.data_tools.preprocess.storage import explain_disk_full
+from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange
 
-_RESUME = "Go on with --resume: finished shards are kept."
-_ON_DISK = f"Make room there. {_RESUME}"
+_RESUME = "Continue with --resume: finished shards are kept."
+_FREE_SPACE = f"Make room there. {_RESUME}"
 
 
 def preprocess(
@@ -27,186 +28,211 @@ def preprocess(
     output_prefix: str,
     job: PreprocessJob,
     *,
-    input_format: Kind | None = None,
+    input_format: FileFormat | None = None,
     engine: Engine | None = None,
     shard_size: int | None = None,
-    start: Literal["new", "resume", "restart"] = "new",
-    note: Callable[[str], None] = lambda line: None,
-    progress: Callable[[str], None] = lambda line: None,
+    start_mode: Literal["new", "resume", "restart"] = "new",
+    log: Callable[[str], None] = lambda line: None,
+    log_progress: Callable[[str], None] = lambda line: None,
 ) -> Summary:
-    """Write ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each key, and beside those of conversations their loss masks;
-    the same bytes for every engine and shard size.
+    """Convert input texts to datasets: ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each JSON key (--json-keys), and
+    loss masks for conversations.
 
-    Unfinished work lies in the folder ``<output_prefix>.parts``, and stays there if the job is ended by whatever means. The memory
-    of a worker is bounded by its longest record (of parquet, its largest row group).
+    The bytes of the datasets do not depend on the engine or the shard size. Unfinished work is stored in the folder
+    ``<output_prefix>.parts``, which remains if the job is interrupted for any reason. The memory of a worker is bounded by its
+    longest record (for parquet, its largest row group).
 
     Args:
-        inputs: files, folders, patterns and URLs, read in this order.
-        output_prefix: a path, whose folder must exist, or a URL.
-        job: keys, tokenizer, and perhaps the template of conversations.
-        input_format: the kind of all files; None: as their names say.
-        engine: what makes the shards; None: this process.
-        shard_size: in bytes of the input; None: that of the job that is resumed, or about a thousandth of the input.
-        start: what to do with the folder of an earlier job: refuse it (new), continue it (resume) or remove it (restart).
-        note: called with lines for the log.
-        progress: called with a line every few seconds.
+        inputs: files, folders, patterns (such as data/*.jsonl) and URLs, read in this order.
+        output_prefix: a path whose folder exists, or a URL.
+        job: JSON keys, tokenizer and other settings of the job.
+        input_format: format of all files; None to detect it from their names.
+        engine: backend that processes the shards; None for this process.
+        shard_size: bytes of the input per shard; None for the shard size of the resumed job, or for about a thousandth of the
+            input.
+        start_mode: treatment of an earlier job's folder: refuse it (new), continue its job (resume) or remove it (restart).
+        log: called with lines for the log.
+        log_progress: called with a line every few seconds.
 
     Raises:
-        ValueError: an input that is missing, damaged or bad, a tokenizer that cannot be built, an earlier job that was not
-            mentioned or is another one, a full disk, or no document at all.
+        ValueError: an input is missing, damaged or invalid, the tokenizer cannot be built, the folder of an earlier job exists or
+            belongs to another job, the disk is full, or the input has no document.
     """
     if output_prefix.endswith("/"):
-        raise ValueError(f"--output-prefix {output_prefix} is a folder.\n  Add the beginning of the names of the files in it.")
+        raise ValueError(f"--output-prefix {output_prefix} is a folder.\n  Add the first part of the names of the files to write.")
     if any("/" in key for key in job.keys):
-        raise ValueError(f"--json-keys {' '.join(job.keys)}: a key becomes a part of a file's name, and cannot hold '/'.")
-    output_prefix = storage.normal(output_prefix)
+        raise ValueError(f"--json-keys {' '.join(job.keys)}: a key becomes a part of a file name, so it cannot contain '/'.")
+    output_prefix = storage.normalize_path(output_prefix)
     if not storage.is_url(output_prefix) and not Path(output_prefix).parent.is_dir():
         raise ValueError(
             f"--output-prefix {output_prefix}: the folder {Path(output_prefix).parent} does not exist.\n  Make it first."
         )
-    bad_lines_file = f"{output_prefix}_bad_lines.txt"
-    sources, notes = find_sources(inputs, input_format, own=[bad_lines_file])
-    for line in notes:
-        note(line)
-    parts = PartFolder(f"{output_prefix}.parts", len(job.datasets))
-    if start == "restart" and parts.settings() is not None:
-        with parts.lock():
-            parts.remove()
-    passed_over: list[str] = []
-    shards = _prepare(parts, job, sources, shard_size, start, note, passed_over.append if job.skip_bad_files else None)
-    with parts.lock(), told_where_no_room(parts.folder, _ON_DISK):
-        parts.remove_unfinished()
+    bad_records_file = f"{output_prefix}_bad_lines.txt"
+    sources, messages = find_sources(inputs, input_format, output_files=[bad_records_file])
+    for message in messages:
+        log(message)
+    job_folder = JobFolder(f"{output_prefix}.parts", len(job.dataset_suffixes))
+    if start_mode == "restart" and job_folder.read_settings() is not None:
+        with job_folder.lock():
+            job_folder.remove()
+    skipped_files: list[str] = []
+    shards = _prepare_shards(
+        job_folder, job, sources, shard_size, start_mode, log, skipped_files.append if job.skip_bad_files else None
+    )
+    with job_folder.lock(), explain_disk_full(job_folder.folder, _FREE_SPACE):
+        job_folder.remove_unfinished()
         try:
-            reports = _make(JobReports(parts, shards, passed_over=passed_over), job, engine or Engine(), note, progress)
-            summary = reports.summary(tuple(f"{output_prefix}{name}" for name in job.datasets))
-            if summary.num_kept:
-                note(f"shards finished by an earlier run: {summary.num_kept:,} of {len(shards):,}")
-            _join(reports, job, summary, note)
-            reports.write_bad_lines(bad_lines_file, summary)
+            reports = _run_shards(
+                JobReports(job_folder, shards, skipped_files=skipped_files), job, engine or Engine(), log, log_progress
+            )
+            summary = reports.build_summary(tuple(f"{output_prefix}{name}" for name in job.dataset_suffixes))
+            if summary.num_resumed_shards:
+                log(f"shards finished by an earlier run: {summary.num_resumed_shards:,} of {len(shards):,}")
+            _join_parts(reports, job, summary, log)
+            reports.write_bad_records(bad_records_file, summary)
         except BaseException:
-            parts.remove_unfinished()
-            if parts.is_bare():
-                parts.remove()  # nothing that would be worth --resume
+            job_folder.remove_unfinished()
+            if job_folder.has_no_shards():
+                job_folder.remove()  # no finished shard to resume
             raise
-        parts.remove()
+        job_folder.remove()
     return summary
 
 
-def _prepare(
-    parts: PartFolder,
+def _prepare_shards(
+    job_folder: JobFolder,
     job: PreprocessJob,
-    sources: Sequence[InputPiece],
+    sources: Sequence[InputRange],
     shard_size: int | None,
-    start: str,
-    note: Callable[[str], None],
-    pass_over: Callable[[str], None] | None,
+    start_mode: str,
+    log: Callable[[str], None],
+    on_skipped_file: Callable[[str], None] | None,
 ) -> list[InputShard]:
-    """Make the folder, or check that it belongs to this job; returns the shards."""
-    earlier = parts.settings()
-    if earlier is None and start == "resume":
-        note(f"{parts.folder} is not there: nothing to go on with, so this is a new job")
-    if earlier is not None and start == "new":
+    """Create the job folder, or check that the existing folder belongs to this job. Return the shards of the input.
+
+    Raises:
+        ValueError: the folder exists although `start_mode` is "new", or it belongs to a job with other settings.
+    """
+    earlier_settings = job_folder.read_settings()
+    if earlier_settings is None and start_mode == "resume":
+        log(f"{job_folder.folder} does not exist: there is no job to resume, so this is a new job")
+    if earlier_settings is not None and start_mode == "new":
         raise ValueError(
-            f"{parts.folder} is there: the work of a job that did not end.\n"
-            "  Go on with it by --resume, or remove it and start anew by --restart."
+            f"{job_folder.folder} exists: it contains the work of an unfinished job.\n"
+            "  Continue this job with --resume, or remove its work and start again with --restart."
         )
-    file_digests.cache_clear()  # they may have changed since another job of this process
-    wanted = settings(job)
-    if earlier == {} and not parts.is_bare():
-        raise ValueError(f"--resume: {parts.folder} does not say what job it belongs to.\n  Remove it and start anew by --restart.")
-    if earlier:
-        changed = [
-            f"{name} was {earlier.get(name)!r}, now {wanted.get(name)!r}"
-            for name in {**earlier, **wanted}
-            if name != "shard size" and earlier.get(name) != wanted.get(name)
+    compute_file_digests.cache_clear()  # the files may have changed since an earlier job of this process
+    job_settings = get_job_settings(job)
+    if earlier_settings == {} and not job_folder.has_no_shards():
+        raise ValueError(
+            f"--resume: {job_folder.folder} has no readable settings of its job.\n  Remove it and start again with --restart."
+        )
+    if earlier_settings:
+        differences = [
+            f"{name} was {earlier_settings.get(name)!r}, now {job_settings.get(name)!r}"
+            for name in {**earlier_settings, **job_settings}
+            if name != "shard size" and earlier_settings.get(name) != job_settings.get(name)
         ]
-        if shard_size is not None and shard_size != earlier.get("shard size"):
-            changed.append(f"shard size was {earlier.get('shard size'):,}, now {shard_size:,}")
-        if changed:
+        if shard_size is not None and shard_size != earlier_settings.get("shard size"):
+            differences.append(f"shard size was {earlier_settings.get('shard size'):,}, now {shard_size:,}")
+        if differences:
             raise ValueError(
-                f"--resume: {parts.folder} belongs to a job with other settings: {'; '.join(changed)}.\n"
-                "  Give the same settings, or remove the folder and start anew by --restart."
+                f"--resume: {job_folder.folder} belongs to a job with other settings: {'; '.join(differences)}.\n"
+                "  Use the same settings, or remove the folder and start again with --restart."
             )
-        shard_size = int(str(earlier["shard size"]))
-    size = shard_size or default_shard_size(sources)
-    shards = cut(sources, size, job.keys, fields=job.fields, of_text=job.chat is None, pass_over=pass_over)
-    note(f"files: {len(sources):,}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
-    whole = [source for source in sources if source.kind in ("jsonl.gz", "jsonl.zst") and source.num_bytes > size]
-    if whole:
-        note(
-            f"packed files that cannot be divided: {len(whole):,}, for example {whole[0].path}; "
-            "each keeps one worker busy to its end (smaller files, or plain jsonl, use all workers)"
+        shard_size = int(str(earlier_settings["shard size"]))
+    bytes_per_shard = shard_size or select_shard_size(sources)
+    shards = split_into_shards(
+        sources, bytes_per_shard, job.keys, columns=job.columns, requires_strings=job.chat is None, on_skipped_file=on_skipped_file
+    )
+    log(f"files: {len(sources):,}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
+    large_compressed_files = [
+        source for source in sources if source.file_format in ("jsonl.gz", "jsonl.zst") and source.num_bytes > bytes_per_shard
+    ]
+    if large_compressed_files:
+        log(
+            f"compressed files that cannot be split: {len(large_compressed_files):,}, for example "
+            f"{large_compressed_files[0].path}; one worker reads each "
+            "of them to its end (smaller files or uncompressed jsonl use all workers)"
         )
-    parts.make({**wanted, "shard size": size})
+    job_folder.create({**job_settings, "shard size": bytes_per_shard})
     return shards
 
 
-def _make(
+def _run_shards(
     reports: JobReports,
     job: PreprocessJob,
     engine: Engine,
-    note: Callable[[str], None],
-    progress: Callable[[str], None],
+    log: Callable[[str], None],
+    log_progress: Callable[[str], None],
 ) -> JobReports:
-    """Have all shards made."""
-    parts, shards = reports.parts, reports.shards
-    meter = Meter(shards, progress)
-    room = DiskRoom(parts.folder, sum(shard.num_bytes for shard in shards), note)
+    """Process all shards with the engine and return their reports."""
+    job_folder, shards = reports.job_folder, reports.shards
+    progress_meter = ProgressMeter(shards, log_progress)
+    disk_monitor = DiskSpaceMonitor(job_folder.folder, sum(shard.num_bytes for shard in shards), log)
 
-    def listen(number: int, found: ShardCounts | ShardReport) -> None:
-        meter.listen(number, found)
-        if isinstance(found, ShardReport):
-            room.listen(found)
-            found.bad = []
-            reports.of_shard[number] = found
+    def on_update(shard_index: int, update: ShardCounts | ShardReport) -> None:
+        progress_meter.update(shard_index, update)
+        if isinstance(update, ShardReport):
+            disk_monitor.update(update)
+            update.bad = []
+            reports.by_shard[shard_index] = update
 
     try:
-        engine.run(job, shards, parts.folder, listen)
+        engine.run(job, shards, job_folder.folder, on_update)
     except BadShardError as error:
-        number = [shard.name for shard in shards].index(error.shard)
-        record = reports.records_before(number, error.piece) + error.record
+        shard_index = [shard.name for shard in shards].index(error.shard)
+        record_index = reports.count_records_before(shard_index, error.range_index) + error.record_index
         raise ValueError(
-            f"{shards[number].pieces[error.piece].place(record)}: {error.reason}\n"
-            "  Mend it, or leave such records out with --on-error skip. No dataset is written; finished shards are kept for "
-            "--resume (those of files that change are made again)."
+            f"{shards[shard_index].ranges[error.range_index].format_location(record_index)}: {error.reason}\n"
+            "  Correct the record, or skip such records with --on-error skip. No dataset is written; finished shards are kept for "
+            "--resume (those of changed files are processed again)."
         ) from error
     return reports
 
 
-def _join(reports: JobReports, job: PreprocessJob, summary: Summary, note: Callable[[str], None]) -> None:
-    """Join the parts. A dataset whose prefix is a URL is joined here first and then uploaded, the index last."""
-    parts = reports.parts
-    for name, (key, prefix) in zip(job.keys, enumerate(summary.prefixes), strict=False):
-        if not any(report.num_documents[key] for report in reports.of_shard.values()):
-            told = f"no document with a token for {prefix} (key {name!r}). No dataset is written."
-            if bad := summary.num_bad_lines + summary.num_bad_files:
-                what = "bad records and files" if summary.num_bad_files else "bad records"
-                told += f"\n  {bad:,} {what} were left out, the first: {next(reports.bad_lines())}"
-            parts.remove()  # to continue would not help
-            raise ValueError(told)
-    note(f"joining the parts into {' and '.join(summary.prefixes)}")
-    # Loss masks first: no dataset is there without its own, or with one of an earlier dataset.
+def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: Callable[[str], None]) -> None:
+    """Join the parts of all shards to the datasets.
+
+    A dataset with a URL is joined in a local folder and then uploaded, its index last.
+    """
+    job_folder = reports.job_folder
+    for name, (key_index, prefix) in zip(job.keys, enumerate(summary.prefixes), strict=False):
+        if not any(report.num_documents[key_index] for report in reports.by_shard.values()):
+            message = f"no document with a token for {prefix} (key {name!r}). No dataset is written."
+            if num_skipped := summary.num_bad_records + summary.num_bad_files:
+                skipped_text = "invalid records and files" if summary.num_bad_files else "invalid records"
+                message += f"\n  {num_skipped:,} {skipped_text} were skipped, the first: {next(reports.iter_bad_records())}"
+            job_folder.remove()  # resuming would fail again
+            raise ValueError(message)
+    log(f"joining the parts into {' and '.join(summary.prefixes)}")
+    # Old loss masks are removed and new ones written first, so that a dataset never exists without its mask or with an older mask.
     for prefix in summary.prefixes[: len(job.keys)]:
         for suffix in (".idx", ".bin"):
             storage.remove(f"{loss_mask_prefix(prefix)}{suffix}")
-    for number, prefix in reversed(list(enumerate(summary.prefixes))):
-        # A dataset and its mask have equally many documents, so the same order.
+    for dataset_index, prefix in reversed(list(enumerate(summary.prefixes))):
+        # A dataset and its mask have the same number of documents, so the seed gives both the same order.
         seed = job.shuffle_seed
-        made = (shard for at, shard in enumerate(reports.shards) if reports.of_shard[at].num_documents[number % len(job.keys)])
-        names = [parts.prefix(shard.name, number) for shard in made]
+        nonempty_shards = (
+            shard
+            for shard_index, shard in enumerate(reports.shards)
+            if reports.by_shard[shard_index].num_documents[dataset_index % len(job.keys)]
+        )
+        part_prefixes = [job_folder.part_prefix(shard.name, dataset_index) for shard in nonempty_shards]
         if not storage.is_url(prefix):
             if seed is None:
-                join(names, prefix, parts.folder, _RESUME)  # what a killed run leaves in that folder is removed
+                # Temporary files are written to the job folder, where a later run removes those of a killed run.
+                join_datasets(part_prefixes, prefix, job_folder.folder, _RESUME)
             else:
-                join(names, f"{parts.folder}/joined", remedy=_RESUME)
-                write_shuffled(f"{parts.folder}/joined", prefix, seed, parts.folder)
+                join_datasets(part_prefixes, f"{job_folder.folder}/joined", advice=_RESUME)
+                write_shuffled(f"{job_folder.folder}/joined", prefix, seed, job_folder.folder)
             continue
-        with parts.workspace() as folder, told_where_no_room(folder, _ON_DISK):
-            local = [f"{folder}/{os.path.basename(name)}" for name in names]
-            for name, path in zip(names, local, strict=True):
+        with job_folder.workspace() as folder, explain_disk_full(folder, _FREE_SPACE):
+            local_prefixes = [f"{folder}/{os.path.basename(name)}" for name in part_prefixes]
+            for name, path in zip(part_prefixes, local_prefixes, strict=True):
                 for suffix in (".bin", ".idx"):
                     storage.download(name + suffix, path + suffix)
-            join(local, f"{folder}/in_order" if seed is not None else f"{folder}/joined", remedy=_RESUME)
+            join_datasets(local_prefixes, f"{folder}/in_order" if seed is not None else f"{folder}/joined", advice=_RESUME)
             if seed is not None:
                 write_shuffled(f"{folder}/in_order", f"{folder}/joined", seed)
             storage.remove(f"{prefix}.idx")

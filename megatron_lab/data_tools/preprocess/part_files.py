@@ -1,7 +1,8 @@
-"""The folder of an unfinished job, PREFIX.parts: its settings, and for each finished shard part files and a report.
+"""Folder of an unfinished job, PREFIX.parts: the settings of the job, and for each finished shard its part files and a report.
 
-The report is written last and whole, so a shard is finished when it has one. All writing goes to temporary names first. Nothing
-waits for the disk: the damage that a loss of power does to a part shows when it is compared with its report.
+The report of a shard is written last and atomically, so a shard with a report is finished. All files are first written under
+temporary names. Nothing waits until data is on disk: if a power failure damages a part, the comparison with its report finds the
+damage.
 """
 
 from __future__ import annotations
@@ -19,161 +20,176 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lab.data_tools.preprocess import storage
-from megatron_lab.data_tools.preprocess.storage import digest
+from megatron_lab.data_tools.preprocess.storage import compute_digest
 
-_SUFFIXES = (".bin", ".idx")
+_DATASET_SUFFIXES = (".bin", ".idx")
 
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """The progress of a shard, or of several. Documents and tokens are counted over all keys."""
+    """Counts that show progress: those of one shard, or the sums over several shards.
+
+    Documents and tokens are summed over all JSON keys: a record with two keys counts as two documents.
+    """
 
     num_bytes: int = 0
-    """Bytes of the input."""
+    """Number of bytes of the input that have been read."""
     num_documents: int = 0
     num_tokens: int = 0
 
-    def __add__(self, other: ShardCounts) -> ShardCounts:
+    def __add__(self, counts: ShardCounts) -> ShardCounts:
         return ShardCounts(
-            self.num_bytes + other.num_bytes, self.num_documents + other.num_documents, self.num_tokens + other.num_tokens
+            self.num_bytes + counts.num_bytes, self.num_documents + counts.num_documents, self.num_tokens + counts.num_tokens
         )
 
 
 @dataclass
 class ShardReport:
-    """The result of one shard."""
+    """Counts, invalid records and part files of a processed shard. It is stored as JSON in the job folder."""
 
     num_documents: list[int]
-    """Number of documents, for each key."""
+    """Number of documents of each JSON key."""
     num_tokens: int
     num_empty: int
     num_bytes: int
-    """Bytes of the input."""
+    """Number of input bytes of the shard."""
     num_records: list[int]
-    """Number of records, for each piece."""
+    """Number of records in each input range of the shard."""
     num_bad: int
     bad: list[tuple[int, int, str]]
-    """(piece, number of the record in it, reason) of the first bad records."""
+    """(index of the input range, index of the record in the range, reason) of each invalid record, up to a maximum number."""
     files: dict[str, list[object]] = field(default_factory=dict)
-    """Bytes and xxh3 of each part file, by the end of its name."""
+    """[size, xxh3 hash] of each part file, by the end of the file's name after the shard's name."""
     num_learned: int = 0
-    """Tokens of conversations that a model is to learn."""
+    """Number of tokens of conversations that count in the loss."""
     new: bool = True
-    """Whether it was made just now, not by an earlier run."""
+    """Whether this run processed the shard; False if an earlier run did."""
 
     @property
     def counts(self) -> ShardCounts:
-        """Its part of the progress."""
+        """Progress counts of the finished shard."""
         return ShardCounts(self.num_bytes, sum(self.num_documents), self.num_tokens)
 
 
 @dataclass(frozen=True)
-class PartFolder:
-    """The folder of a job.
+class JobFolder:
+    """Folder of a preprocessing job that is not complete. A later run continues the job from this folder.
 
     Args:
-        folder: A path or a URL.
-        num_datasets: Number of datasets that each shard is a part of.
+        folder: a path or a URL.
+        num_datasets: number of datasets of the job. Each shard has one part of each dataset.
     """
 
     folder: str
     num_datasets: int
 
-    def prefix(self, shard: str, key: int) -> str:
-        """Path of a part without .bin and .idx."""
-        return f"{self.folder}/{shard}_{key}"
+    def part_prefix(self, shard: str, dataset_index: int) -> str:
+        """Return the path of a shard's part of a dataset, without .bin and .idx."""
+        return f"{self.folder}/{shard}_{dataset_index}"
 
-    def settings(self) -> dict[str, object] | None:
-        """The settings of the job that made the folder; None if there is no such folder, empty if it does not say."""
-        found = self._read(storage.JOB_FILE)
-        return found if found is not None or not storage.is_folder(self.folder) else {}
+    def read_settings(self) -> dict[str, object] | None:
+        """Return the settings of the job that created the folder.
 
-    def make(self, settings: dict[str, object]) -> None:
-        """Make the folder, if it is not there, and write the settings into it."""
+        The result is None if the folder does not exist, and empty if the folder has no readable settings.
+        """
+        settings = self._read_json(storage.JOB_FILE)
+        return settings if settings is not None or not storage.is_folder(self.folder) else {}
+
+    def create(self, settings: dict[str, object]) -> None:
+        """Create the folder, if it does not exist, and write the settings of the job."""
         if not storage.is_url(self.folder):
             os.makedirs(self.folder, exist_ok=True)
         storage.write_text(f"{self.folder}/{storage.JOB_FILE}", json.dumps(settings, indent=1))
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[str]:
-        """A local folder in which part files are made: this one, or a temporary one before an upload."""
+        """Provide a local folder for writing part files: this folder, or for a URL a temporary folder."""
         if not storage.is_url(self.folder):
             yield self.folder
         else:
             with tempfile.TemporaryDirectory(prefix="preprocess-") as folder:
                 yield folder
 
-    def finish(self, shard: str, workspace: str, report: ShardReport) -> None:
-        """Record that a shard is finished; its part files lie in the workspace under their names."""
-        for key in range(self.num_datasets):
-            for suffix in _SUFFIXES:
-                name = f"_{key}{suffix}"
-                local = f"{workspace}/{shard}{name}"
-                report.files[name] = [os.path.getsize(local), digest(local)]
+    def finish_shard(self, shard: str, workspace: str, report: ShardReport) -> None:
+        """Record that a shard is finished. Fills in `report.files` and uploads the part files if the folder is a URL.
+
+        Args:
+            workspace: local folder with the part files, under their final names.
+        """
+        for dataset_index in range(self.num_datasets):
+            for suffix in _DATASET_SUFFIXES:
+                name = f"_{dataset_index}{suffix}"
+                local_path = f"{workspace}/{shard}{name}"
+                report.files[name] = [os.path.getsize(local_path), compute_digest(local_path)]
                 if workspace != self.folder:
-                    storage.upload(local, f"{self.folder}/{shard}{name}")
+                    storage.upload(local_path, f"{self.folder}/{shard}{name}")
         storage.write_text(f"{self.folder}/{shard}.json", json.dumps({**dataclasses.asdict(report), "new": False}), sync=False)
 
-    def report(self, shard: str) -> ShardReport | None:
-        """The report of a shard; None if it has none that can be read."""
-        found = self._read(f"{shard}.json")
+    def read_report(self, shard: str) -> ShardReport | None:
+        """Return the report of a shard, or None if no report can be read."""
+        report_json = self._read_json(f"{shard}.json")
         try:
-            return None if found is None else ShardReport(**found)
+            return None if report_json is None else ShardReport(**report_json)
         except TypeError:
             return None
 
-    def _read(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file; None if there is none."""
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        """Return the JSON object in a file of the folder, or None if the file is missing or contains no JSON object."""
         path = f"{self.folder}/{name}"
         if storage.stat(path) is None:
             return None
         with storage.open_binary(path) as file:
             try:
-                found = json.loads(file.read())
+                content = json.loads(file.read())
             except ValueError:
                 return None
-        return found if isinstance(found, dict) else None
+        return content if isinstance(content, dict) else None
 
-    def finished(self, shard: str) -> ShardReport | None:
-        """The report of a shard whose part files agree with it; None if the shard must be made.
+    def find_finished(self, shard: str) -> ShardReport | None:
+        """Return the report of a shard that an earlier run has finished, or None if the shard must be processed.
 
-        Local files are read and compared by xxh3; of those at a URL only the sizes are.
+        The part files must match the report. Local files are compared by size and xxh3 hash, files at a URL only by size.
         """
-        report = self.report(shard)
-        if report is None or len(report.files) != self.num_datasets * len(_SUFFIXES):
+        report = self.read_report(shard)
+        if report is None or len(report.files) != self.num_datasets * len(_DATASET_SUFFIXES):
             return None
-        for name, (size, content) in report.files.items():
+        for name, (size, digest) in report.files.items():
             path = f"{self.folder}/{shard}{name}"
-            found = storage.stat(path)
-            if found is None or found[0] != size or not (storage.is_url(path) or digest(path) == content):
+            file_stat = storage.stat(path)
+            if file_stat is None or file_stat[0] != size or not (storage.is_url(path) or compute_digest(path) == digest):
                 return None
         return report
 
     def remove_unfinished(self) -> None:
-        """Remove what a run that was killed left under temporary names."""
+        """Remove temporary files that a killed run has left."""
         if not storage.is_url(self.folder):
             for path in Path(self.folder).glob("*.partial-*"):
                 path.unlink(missing_ok=True)
 
-    def is_bare(self) -> bool:
-        """Whether no shard has been finished."""
-        return all(path.endswith((f"/{storage.JOB_FILE}", "/lock")) or ".partial-" in path for path in storage.find(self.folder))
+    def has_no_shards(self) -> bool:
+        """Return whether no shard has been finished."""
+        return all(
+            path.endswith((f"/{storage.JOB_FILE}", "/lock")) or ".partial-" in path for path in storage.list_files(self.folder)
+        )
 
     def remove(self) -> None:
-        """Remove the folder. It loses its name first, so that a half removed folder is never taken for an unfinished job."""
+        """Remove the folder with its content.
+
+        It is renamed first, so that a partially removed folder is never mistaken for an unfinished job.
+        """
         if storage.is_url(self.folder):
             storage.remove(self.folder)
         elif os.path.isdir(self.folder):
             os.rename(self.folder, f"{self.folder}.removed-{os.getpid()}")
-            for removed in glob.glob(f"{glob.escape(self.folder)}.removed-*"):  # also what a killed run left here
-                storage.remove(removed)
+            for removed_folder in glob.glob(f"{glob.escape(self.folder)}.removed-*"):  # including those that a killed run has left
+                storage.remove(removed_folder)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Let no other run of this machine work in the folder meanwhile.
+        """Lock the folder against other runs on this machine.
 
         Raises:
-            ValueError: one does.
+            ValueError: another run has locked the folder.
         """
         if storage.is_url(self.folder):
             yield
@@ -182,7 +198,7 @@ class PartFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ValueError(f"{self.folder}: another run works on this job now.\n  Wait for it, or stop it.") from error
+                raise ValueError(f"{self.folder}: another run is working on this job.\n  Wait for it, or stop it.") from error
             except OSError:
-                pass  # some network file systems have no locks
+                pass  # some network file systems do not support locks
             yield

@@ -1,4 +1,4 @@
-"""What a job reports: a line of progress every few seconds, whether the disk will hold it, bad records, a summary."""
+"""Reports of a job to the user: progress lines, a warning if the disk is too small, invalid records, and a summary."""
 
 from __future__ import annotations
 
@@ -8,188 +8,225 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from megatron.data.indexed_writer import appearing
+from megatron.data.indexed_writer import write_atomically
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
-from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data_tools.preprocess.text_records import InputPiece
+from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.text_records import InputRange
 
 
 @dataclass
 class Summary:
-    """What was done. Documents and tokens are counted over all keys."""
+    """Result of a preprocessing job: its datasets and counts.
+
+    Documents and tokens are summed over all JSON keys (`--json-keys`): a record with two keys counts as two documents.
+    """
 
     prefixes: tuple[str, ...]
     """Paths of the datasets without .bin and .idx."""
     num_bytes: int
-    """Bytes of the input files."""
+    """Number of bytes of the input files."""
     num_documents: int
     num_tokens: int
     num_empty: int
-    """Number of blank lines and texts without a token."""
-    num_learned: int
-    """Tokens of conversations that a model is to learn."""
-    num_bad_lines: int
+    """Number of blank lines, and of texts that gave no token."""
+    num_loss_tokens: int
+    """Number of tokens of conversations that count in the loss."""
+    num_bad_records: int
     num_bad_files: int
-    """Files of which nothing could be read."""
-    num_kept: int
+    """Number of files that could not be opened, or whose format or columns are invalid."""
+    num_resumed_shards: int
     """Number of shards that an earlier run had finished."""
-    bad_lines: list[str] = field(default_factory=list)
-    """"FILE:LINE: what is wrong" for the first bad records."""
-    bad_lines_file: str | None = None
-    """The file with all of them, if there are any."""
+    bad_records: list[str] = field(default_factory=list)
+    """"FILE:LINE: problem" for each of the first `_MAX_SUMMARY_RECORDS` invalid records."""
+    bad_records_file: str | None = None
+    """Path of the file that lists all invalid records; None if there are none."""
 
 
-class Meter:
-    """Follows all shards, and shows a line of progress every few seconds."""
+class ProgressMeter:
+    """Meter of the progress of a job. It shows a line every few seconds.
+
+    Args:
+        shards: all shards of the job.
+        show: called with each progress line.
+        interval: minimum time between two lines, in seconds.
+        clock: returns the current time in seconds.
+    """
 
     def __init__(
         self,
         shards: Sequence[InputShard],
         show: Callable[[str], None],
-        every: float = 5.0,
+        interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = max(sum(shard.num_bytes for shard in shards), 1)
-        self._show, self._every, self._clock = show, every, clock
-        self._start = self._shown = clock()
-        self._done, self._new = ShardCounts(), ShardCounts()
-        self._under_way: dict[int, ShardCounts] = {}
+        self._show, self._interval, self._clock = show, interval, clock
+        self._start = self._last_shown = clock()
+        self._finished, self._finished_in_this_run = ShardCounts(), ShardCounts()
+        self._running: dict[int, ShardCounts] = {}
 
-    def listen(self, number: int, found: ShardCounts | ShardReport) -> None:
-        """Take in the progress of a shard, or its report."""
-        if isinstance(found, ShardCounts):
-            self._under_way[number] = found
+    def update(self, shard_index: int, progress: ShardCounts | ShardReport) -> None:
+        """Record the progress of a shard, or the report of a finished shard. Show a line if the interval has passed."""
+        if isinstance(progress, ShardCounts):
+            self._running[shard_index] = progress
         else:
-            self._under_way.pop(number, None)
-            self._done += found.counts
-            if found.new:
-                self._new += found.counts
-        if (now := self._clock()) - self._shown >= self._every:
-            self._shown = now
-            self._show(self.line())
+            self._running.pop(shard_index, None)
+            self._finished += progress.counts
+            if progress.new:
+                self._finished_in_this_run += progress.counts
+        if (now := self._clock()) - self._last_shown >= self._interval:
+            self._last_shown = now
+            self._show(self.format_line())
 
-    def line(self) -> str:
-        """The share done, the speed and the time left. The speed is that of this run alone."""
-        seconds = max(self._clock() - self._start, 1e-9)
-        done, new = (sum(self._under_way.values(), counts) for counts in (self._done, self._new))
-        left = "unknown"
-        if new.num_bytes:
-            left = str(timedelta(seconds=round((self._total - done.num_bytes) * seconds / new.num_bytes)))
+    def format_line(self) -> str:
+        """Return a line with the finished share, the speed and the estimated remaining time.
+
+        Only shards of this run count for the speed.
+        """
+        elapsed = max(self._clock() - self._start, 1e-9)
+        total_counts, run_counts = (sum(self._running.values(), counts) for counts in (self._finished, self._finished_in_this_run))
+        time_left = "unknown"
+        if run_counts.num_bytes:
+            time_left = str(timedelta(seconds=round((self._total - total_counts.num_bytes) * elapsed / run_counts.num_bytes)))
         return (
-            f"{done.num_bytes / self._total:6.1%}  {new.num_bytes / 1e6 / seconds:,.1f} MB/s  "
-            f"{new.num_documents / seconds:,.0f} documents/s  {done.num_tokens:,} tokens  time left {left}"
+            f"{total_counts.num_bytes / self._total:6.1%}  {run_counts.num_bytes / 1e6 / elapsed:,.1f} MB/s  "
+            f"{run_counts.num_documents / elapsed:,.0f} documents/s  {total_counts.num_tokens:,} tokens  time left {time_left}"
         )
 
 
-_SHARE_TO_JUDGE_BY = 0.01
+_MIN_SHARE_FOR_ESTIMATE = 0.01
+"""Share of the input that must be processed before the disk space is estimated."""
 
 
-class DiskRoom:
-    """Warns once if the disk will be too small for the parts and the joined files, which lie there together for a while.
+class DiskSpaceMonitor:
+    """Monitor that warns once if the disk is too small for the parts and the joined datasets, which exist at the same time.
 
-    The size of the whole is judged by the share of the input, of `num_bytes`, that has been read.
+    The total size is extrapolated from the share of the input that has been read.
+
+    Args:
+        folder: folder of the job.
+        num_bytes: total number of input bytes.
+        warn: called with the warning.
     """
 
     def __init__(self, folder: str, num_bytes: int, warn: Callable[[str], None]) -> None:
         self._folder, self._total, self._warn = folder, num_bytes, warn
-        self._read = self._written = 0
-        self._told = storage.is_url(folder)
+        self._bytes_read = self._bytes_written = 0
+        self._is_disabled = storage.is_url(folder)
 
-    def listen(self, report: ShardReport) -> None:
-        """Take in the report of a shard."""
-        self._read += report.num_bytes
-        self._written += sum(int(str(size)) for size, _ in report.files.values())
-        if self._told or self._read < _SHARE_TO_JUDGE_BY * self._total:
+    def update(self, report: ShardReport) -> None:
+        """Record the report of a shard. Warn if the disk has too little space for the estimated total size."""
+        self._bytes_read += report.num_bytes
+        self._bytes_written += sum(int(str(size)) for size, _ in report.files.values())
+        if self._is_disabled or self._bytes_read < _MIN_SHARE_FOR_ESTIMATE * self._total:
             return
-        whole = self._written * self._total / max(self._read, 1)
-        needed, free = 2 * whole - self._written, shutil.disk_usage(self._folder).free
-        if free < needed:
-            self._told = True
+        estimated_total = self._bytes_written * self._total / max(self._bytes_read, 1)
+        needed_bytes, free_bytes = 2 * estimated_total - self._bytes_written, shutil.disk_usage(self._folder).free
+        if free_bytes < needed_bytes:
+            self._is_disabled = True
             self._warn(
-                f"WARNING: {self._folder}: the disk has {free / 1e6:,.1f} MB free, but about {needed / 1e6:,.1f} MB more are "
-                "needed (the parts, and beside them the joined files). Make room; finished shards are kept for --resume."
+                f"WARNING: {self._folder}: the disk has {free_bytes / 1e6:,.1f} MB free, but about "
+                f"{needed_bytes / 1e6:,.1f} MB more are needed (for the parts and the "
+                "joined files together). Make room; finished shards are kept for --resume."
             )
 
 
-_KEPT_FOR_THE_SUMMARY = 1000
+_MAX_SUMMARY_RECORDS = 1000
+"""Maximum number of invalid records in a `Summary`."""
 
 
 @dataclass(frozen=True)
 class JobReports:
-    """The reports of the shards that are made, by the number of the shard; without their bad records, which may be many."""
+    """Reports of the processed shards of a job, by shard index.
 
-    parts: PartFolder
+    The lists of invalid records in these reports are empty, because they may be long. `iter_bad_records` reads them from the job
+    folder.
+    """
+
+    job_folder: JobFolder
     shards: Sequence[InputShard]
-    of_shard: dict[int, ShardReport] = field(default_factory=dict)
-    passed_over: Sequence[str] = ()
-    """"FILE: what is wrong" for files that could not be read."""
+    by_shard: dict[int, ShardReport] = field(default_factory=dict)
+    skipped_files: Sequence[str] = ()
+    """"FILE: problem" for each file that could not be read."""
 
-    def summary(self, prefixes: tuple[str, ...]) -> Summary:
-        """What was done, once all shards are made."""
-        reports = self.of_shard.values()
-        made = sum((report.counts for report in reports), ShardCounts())
+    def build_summary(self, prefixes: tuple[str, ...]) -> Summary:
+        """Return the summary of the job, when all shards are processed."""
+        reports = self.by_shard.values()
+        total_counts = sum((report.counts for report in reports), ShardCounts())
         return Summary(
             prefixes,
-            num_bytes=made.num_bytes,
-            num_documents=made.num_documents,
-            num_tokens=made.num_tokens,
+            num_bytes=total_counts.num_bytes,
+            num_documents=total_counts.num_documents,
+            num_tokens=total_counts.num_tokens,
             num_empty=sum(report.num_empty for report in reports),
-            num_learned=sum(report.num_learned for report in reports),
-            num_bad_lines=sum(report.num_bad for report in reports),
-            num_bad_files=len(self.passed_over),
-            num_kept=sum(not report.new for report in reports),
+            num_loss_tokens=sum(report.num_learned for report in reports),
+            num_bad_records=sum(report.num_bad for report in reports),
+            num_bad_files=len(self.skipped_files),
+            num_resumed_shards=sum(not report.new for report in reports),
         )
 
-    def write_bad_lines(self, path: str, summary: Summary) -> None:
-        """Write the bad records to a file beside the datasets, and the first into the summary. An earlier file is removed."""
-        if not summary.num_bad_lines + summary.num_bad_files:
+    def write_bad_records(self, path: str, summary: Summary) -> None:
+        """Write the list of invalid records to a file, and add the first of them to the summary.
+
+        Without invalid records, an existing file of an earlier job is removed.
+        """
+        if not summary.num_bad_records + summary.num_bad_files:
             storage.remove(path)
             return
-        with self.parts.workspace() as workspace:
-            local = f"{workspace}/bad_lines.txt" if storage.is_url(path) else path
-            with appearing(local, folder=workspace, sync=False) as (file,):
-                for line in self.bad_lines():
-                    file.write(f"{line}\n".encode(errors="backslashreplace"))
-                    if len(summary.bad_lines) < _KEPT_FOR_THE_SUMMARY:
-                        summary.bad_lines.append(line)
-            if local != path:
-                storage.upload(local, path)
-        summary.bad_lines_file = path
+        with self.job_folder.workspace() as workspace:
+            local_path = f"{workspace}/bad_lines.txt" if storage.is_url(path) else path
+            with write_atomically(local_path, folder=workspace, sync=False) as (file,):
+                for message in self.iter_bad_records():
+                    file.write(f"{message}\n".encode(errors="backslashreplace"))
+                    if len(summary.bad_records) < _MAX_SUMMARY_RECORDS:
+                        summary.bad_records.append(message)
+            if local_path != path:
+                storage.upload(local_path, path)
+        summary.bad_records_file = path
 
-    def bad_lines(self) -> Iterator[str]:
-        """Lines "FILE:LINE: what is wrong" once all shards are made: files that were passed over, then the order of the input."""
-        yield from self.passed_over
-        for number, shard in enumerate(self.shards):
-            report = self.parts.report(shard.name) if self.of_shard[number].num_bad else None
+    def iter_bad_records(self) -> Iterator[str]:
+        """Yield "FILE:LINE: problem" for all skipped files, and then for all invalid records in the order of the input.
+
+        Call this method after all shards have been processed.
+        """
+        yield from self.skipped_files
+        for shard_index, shard in enumerate(self.shards):
+            report = self.job_folder.read_report(shard.name) if self.by_shard[shard_index].num_bad else None
             if report is None:
                 continue
-            before = {index: self.records_before(number, index) for index in {index for index, _, _ in report.bad}}
-            for index, record, reason in report.bad:
-                yield f"{shard.pieces[index].place(before[index] + record)}: {reason}"
+            first_records = {
+                range_index: self.count_records_before(shard_index, range_index)
+                for range_index in {range_index for range_index, _, _ in report.bad}
+            }
+            for range_index, record_index, reason in report.bad:
+                yield f"{shard.ranges[range_index].format_location(first_records[range_index] + record_index)}: {reason}"
             if report.num_bad > len(report.bad):
-                yield f"{shard.pieces[-1].path}: {report.num_bad - len(report.bad):,} more up to here"
+                yield f"{shard.ranges[-1].path}: {report.num_bad - len(report.bad):,} more invalid records up to here"
 
-    def records_before(self, number: int, piece: int) -> int:
-        """Number of records of a file before a piece of a shard: as finished shards counted them, or counted now."""
-        wanted = self.shards[number].pieces[piece]
-        if wanted.records_before is not None:
-            return wanted.records_before
+    def count_records_before(self, shard_index: int, range_index: int) -> int:
+        """Return the number of records of a file that precede an input range of a shard.
+
+        The counts come from the reports of finished shards. Records in ranges of unfinished shards are counted now.
+        """
+        input_range = self.shards[shard_index].ranges[range_index]
+        if input_range.num_preceding_records is not None:
+            return input_range.num_preceding_records
         total = 0
-        for before in range(number - 1, -1, -1):
-            (earlier,) = self.shards[before].pieces  # a file that is cut shares no shard
-            total += self.of_shard[before].num_records[0] if before in self.of_shard else count_lines(earlier)
-            if earlier.records_before == 0:
+        for earlier_index in range(shard_index - 1, -1, -1):
+            (earlier_range,) = self.shards[earlier_index].ranges  # a file with several ranges shares no shard with other files
+            total += self.by_shard[earlier_index].num_records[0] if earlier_index in self.by_shard else count_lines(earlier_range)
+            if earlier_range.num_preceding_records == 0:
                 break
         return total
 
 
-def count_lines(piece: InputPiece) -> int:
-    """Number of lines that begin in its range of bytes."""
-    count, position = int(piece.begin == 0), max(piece.begin - 1, 0)
-    with storage.open_binary(piece.path) as file:
+def count_lines(input_range: InputRange) -> int:
+    """Return the number of lines that start in a byte range of a file."""
+    count, position = int(input_range.start == 0), max(input_range.start - 1, 0)
+    with storage.open_binary(input_range.path) as file:
         file.seek(position)
-        while block := file.read(min(storage.BUFFER_BYTES, piece.end - 1 - position)):
+        while block := file.read(min(storage.BUFFER_BYTES, input_range.end - 1 - position)):
             count += block.count(b"\n")
             position += len(block)
     return count

@@ -1,4 +1,4 @@
-"""Makes one shard, from text to part files, for every engine; and the settings by which a later run recognises the result."""
+"""Processing of one shard, from texts to part files, and the job settings with which a later run recognizes finished shards."""
 
 from __future__ import annotations
 
@@ -14,95 +14,108 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, get_tokenizer_settings
 from megatron.data.indexed_dataset import MARK_TYPE, loss_mask_prefix, token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
-from megatron.data.samples import ENDS
-from megatron.data.tokenizer import Tokenizer, build_tokenizer, required_tokenizer_json
-from megatron_lab.data_tools.preprocess.chat import ChatTemplate, Messages, check_messages, encoder_of
+from megatron.data.samples import DOCUMENT_END
+from megatron.data.tokenizer import Tokenizer, build_tokenizer, require_tokenizer_json
+from megatron_lab.data_tools.preprocess.chat import ChatTemplate, Messages, check_messages, get_encoder
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
-from megatron_lab.data_tools.preprocess.part_files import PartFolder, ShardCounts, ShardReport
-from megatron_lab.data_tools.preprocess.storage import digest, told_where_no_room
-from megatron_lab.data_tools.preprocess.text_records import PARSERS, InputPiece, parse_values, records
+from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.storage import compute_digest, explain_disk_full
+from megatron_lab.data_tools.preprocess.text_records import PARSERS, InputRange, parse_values, read_records
 
-FORMAT = 1
-"""Version of part files and reports; those of another version are not used again."""
+FORMAT_VERSION = 1
+"""Version of part files and reports. Files of another version are not reused."""
 
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """What to do with each record. Every worker has a copy."""
+    """Settings that determine how records are converted to tokens. Every worker has a copy."""
 
     tokenizer: DataConfig
-    """Only its tokenizer settings are read."""
+    """Settings of the tokenizer; other data settings are ignored."""
     keys: tuple[str, ...]
     append_eod: bool
-    skip_bad_lines: bool = False
-    """Leave out records that cannot be used, instead of stopping at the first."""
+    skip_bad_records: bool = False
+    """Skip invalid records, instead of stopping at the first invalid record."""
     skip_bad_files: bool = False
-    """Leave out the rest of a file that is damaged too, and files that cannot be opened."""
+    """Also skip files that cannot be opened, and the unread part of a damaged file."""
     column: str | None = None
-    """Where the texts of the only key are found in JSON lines and tables; None: under its own name."""
+    """JSON key or table column that contains the texts, if it differs from the key that names the dataset. Only for a job with a
+    single dataset."""
     cut_documents: int | None = None
-    """Characters above which a text becomes several documents; None: a text is a document."""
+    """Maximum number of characters of a document. Longer texts are split into several documents. None for no limit."""
     shuffle_seed: int | None = None
-    """Write the documents in a random order that follows from this; None: in the order of the input."""
+    """Seed of the random order of the documents; None for the order of the input."""
     chat: ChatTemplate | None = None
-    """Writes the text of the records' values, which are conversations; None where they are texts."""
+    """Chat template, if the records are conversations; None if they are texts."""
 
     @property
-    def datasets(self) -> tuple[str, ...]:
-        """Names of the datasets that are made, to be added to the prefix: one for each key, then their loss masks."""
-        made = tuple(f"_{key}_document" for key in self.keys)
-        return made if self.chat is None else made + tuple(map(loss_mask_prefix, made))
+    def dataset_suffixes(self) -> tuple[str, ...]:
+        """Suffixes of the output prefix that name the datasets: one dataset per JSON key, then the loss masks of conversations."""
+        suffixes = tuple(f"_{key}_document" for key in self.keys)
+        return suffixes if self.chat is None else suffixes + tuple(map(loss_mask_prefix, suffixes))
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """Keys or columns that are read for the keys."""
+    def columns(self) -> tuple[str, ...]:
+        """JSON keys, or table columns, that contain the texts: one for each key that names a dataset."""
         return self.keys if self.column is None else (self.column,)
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer.json that encodes conversations."""
-        return required_tokenizer_json(self.tokenizer.tokenizer_model, self.tokenizer.tokenizer_type or "")
+        """Path of the tokenizer.json that encodes conversations."""
+        return require_tokenizer_json(self.tokenizer.tokenizer_model, self.tokenizer.tokenizer_type or "")
 
 
-def tokenizer_of(job: PreprocessJob) -> tuple[Tokenizer, type[np.integer]]:
-    """The tokenizer, and the integer type in which its ids are written. Made once in a process, and inherited by forked ones."""
-    return _make(job.tokenizer, file_digests(job.tokenizer))
+def get_tokenizer(job: PreprocessJob) -> tuple[Tokenizer, type[np.integer]]:
+    """Return the tokenizer of a job, and the integer type in which a dataset stores its ids.
+
+    Each process builds the tokenizer once; forked processes inherit it.
+    """
+    return _build_tokenizer(job.tokenizer, compute_file_digests(job.tokenizer))
 
 
 @functools.lru_cache(maxsize=1)
-def _make(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tokenizer, type[np.integer]]:
+def _build_tokenizer(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tokenizer, type[np.integer]]:
     tokenizer = build_tokenizer(config)
-    tokenizer.encode_array("")  # some encoders are made at their first use
+    tokenizer.encode_array("")  # some tokenizers build their encoder at its first use
     return tokenizer, token_dtype(tokenizer.vocab_size)
 
 
 @functools.lru_cache(maxsize=1)
-def file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
-    """Name and content digest of each setting that is a file of the tokenizer; read again after `file_digests.cache_clear()`."""
-    given = ((name, getattr(config, name)) for name in TOKENIZER_FILES)
-    return tuple((name, digest(path)) for name, path in given if path is not None and Path(path).exists())
+def compute_file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
+    """Return (setting, content hash) of each tokenizer setting that names a file.
 
-
-def settings(job: PreprocessJob) -> dict[str, object]:
-    """All that decides the result of a shard beside its inputs; files by their content.
-
-    How bad lines are treated is not among them: a shard without any is the same either way.
+    The result is cached until `compute_file_digests.cache_clear()`.
     """
-    tokenizer, dtype = tokenizer_of(job)
-    kind = job.tokenizer.tokenizer_type or ""
-    contents = dict(file_digests(job.tokenizer))
+    paths = ((name, getattr(config, name)) for name in TOKENIZER_FILE_SETTINGS)
+    return tuple((name, compute_digest(path)) for name, path in paths if path is not None and Path(path).exists())
+
+
+def get_job_settings(job: PreprocessJob) -> dict[str, object]:
+    """Return all settings that affect the result of a shard, apart from the shard's input.
+
+    They identify the job when it is resumed.
+
+    Tokenizer files are represented by content hashes. The treatment of invalid records is not included, because it does not change
+    shards without invalid records.
+    """
+    tokenizer, dtype = get_tokenizer(job)
+    tokenizer_type = job.tokenizer.tokenizer_type or ""
+    digests = dict(compute_file_digests(job.tokenizer))
     return {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "json keys": list(job.keys),
         "append eod": job.append_eod,
         **({} if job.column is None else {"column": job.column}),
         **({} if job.cut_documents is None else {"cut documents": job.cut_documents}),
-        "tokenizer type": kind,
-        **{name.replace("_", " "): contents.get(name, getattr(job.tokenizer, name)) for name in tokenizer_settings(kind)},
+        "tokenizer type": tokenizer_type,
+        **{
+            name.replace("_", " "): digests.get(name, getattr(job.tokenizer, name))
+            for name in get_tokenizer_settings(tokenizer_type)
+        },
         "number of token ids": tokenizer.vocab_size,
         "eod id": tokenizer.eod,
         "token type": np.dtype(dtype).name,
@@ -111,185 +124,204 @@ def settings(job: PreprocessJob) -> dict[str, object]:
 
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1
-"""The index holds lengths as int32, so no document may be longer."""
+"""Maximum length of a document, because the index stores lengths as int32."""
 
-_TOKENS_AT_ONCE = 1 << 18  # kept in memory until they are written
-_DOCUMENTS_AT_ONCE = 1 << 14
-_KEPT_BAD_RECORDS = 10_000
-_SECONDS_BETWEEN_COUNTS = 0.5
+_MAX_BUFFERED_TOKENS = 1 << 18  # buffered in memory before they are written
+_MAX_BUFFERED_DOCUMENTS = 1 << 14
+_MAX_REPORTED_RECORDS = 10_000
+"""Maximum number of invalid records in the report of a shard."""
+_PROGRESS_INTERVAL_S = 0.5
+"""Minimum time between two progress reports of a shard, in seconds."""
 
 
-_ENDS = ("\n\n", "\n", " ")
+_SEPARATORS = ("\n\n", "\n", " ")
+"""Texts after which `split_text` may split, in order of preference."""
 
 
-def parts_of(text: str, most: int) -> Iterator[str]:
-    """A text in parts of at most so many characters: each ends behind a blank line, else behind a line, else behind a blank, if
-    there is one in its second half. Together they are the text; one that is short enough is its only part."""
-    begin = 0
-    while len(text) - begin > most:
-        half, last = begin + most // 2, begin + most
-        ends = (text.rfind(end, half, last) + len(end) for end in _ENDS if end in text[half:last])
-        begin, before = next(ends, last), begin
-        yield text[before:begin]
-    yield text[begin:]
+def split_text(text: str, max_characters: int) -> Iterator[str]:
+    """Yield consecutive segments of a text, each of at most `max_characters`. A short text is its only segment.
+
+    A segment ends after the last blank line, line break or space (in this order of preference) in the second half of the limit,
+    otherwise at the limit.
+    """
+    start = 0
+    while len(text) - start > max_characters:
+        middle, limit = start + max_characters // 2, start + max_characters
+        split_points = (
+            text.rfind(separator, middle, limit) + len(separator) for separator in _SEPARATORS if separator in text[middle:limit]
+        )
+        start, previous = next(split_points, limit), start
+        yield text[previous:start]
+    yield text[start:]
 
 
 class BadShardError(ValueError):
-    """The first bad record of a shard, where bad ones stop the job.
+    """Raised for the first invalid record of a shard, if the job does not skip invalid records.
 
     Args:
-        shard: Name of the shard.
-        piece: Index of the piece of the shard that holds it.
-        record: Number of the record in the piece, from 0.
-        reason: What is wrong with it.
+        shard: name of the shard.
+        range_index: index of the record's input range in the shard.
+        record_index: index of the record in the range, from 0.
+        reason: problem of the record.
     """
 
-    def __init__(self, shard: str, piece: int, record: int, reason: str) -> None:
-        super().__init__(shard, piece, record, reason)
-        self.shard, self.piece, self.record, self.reason = shard, piece, record, reason
+    def __init__(self, shard: str, range_index: int, record_index: int, reason: str) -> None:
+        super().__init__(shard, range_index, record_index, reason)
+        self.shard, self.range_index, self.record_index, self.reason = shard, range_index, record_index, reason
 
 
 def run_shard(
-    job: PreprocessJob, shard: InputShard, folder: str, listen: Callable[[ShardCounts], None] = lambda counts: None
+    job: PreprocessJob, shard: InputShard, folder: str, on_progress: Callable[[ShardCounts], None] = lambda counts: None
 ) -> ShardReport:
-    """Make a shard into a part of each dataset in the folder, unless an earlier run has.
+    """Convert a shard to one part of each dataset in the job folder, unless an earlier run has finished the shard.
 
-    The result depends on nothing but the arguments and the files that they name. It may be run again after any failure.
+    The result depends only on the arguments and the files that they name. The function may be repeated after any failure.
 
     Args:
-        folder: for the parts; a path or a URL.
-        listen: called now and then with the progress.
+        folder: job folder; a path or a URL.
+        on_progress: called repeatedly with the counts so far.
 
     Raises:
-        BadShardError: the first bad record, unless they are skipped.
-        ValueError: a damaged or changed file, a full disk.
+        BadShardError: a record is invalid, and the job does not skip invalid records.
+        ValueError: a file is damaged or was changed, or the disk is full.
     """
-    parts = PartFolder(folder, len(job.datasets))
-    done = parts.finished(shard.name)
-    if done is not None and (job.skip_bad_lines or not done.num_bad):
-        return dataclasses.replace(done, new=False)
-    remedy = "Make room and go on with --resume: finished shards are kept."
-    with parts.workspace() as workspace, told_where_no_room(workspace, remedy):
+    job_folder = JobFolder(folder, len(job.dataset_suffixes))
+    finished = job_folder.find_finished(shard.name)
+    if finished is not None and (job.skip_bad_records or not finished.num_bad):
+        return dataclasses.replace(finished, new=False)
+    remedy = "Make room and continue with --resume: finished shards are kept."
+    with job_folder.workspace() as workspace, explain_disk_full(workspace, remedy):
         with ExitStack() as stack:
-            _, dtype = tokenizer_of(job)
+            _, dtype = get_tokenizer(job)
             writers = [
-                stack.enter_context(write_dataset(f"{workspace}/{shard.name}_{number}", dtype_of, sync=False))
-                for number in range(len(job.datasets))
-                for dtype_of in [dtype if number < len(job.keys) else MARK_TYPE]
+                stack.enter_context(write_dataset(f"{workspace}/{shard.name}_{dataset_index}", part_dtype, sync=False))
+                for dataset_index in range(len(job.dataset_suffixes))
+                for part_dtype in [dtype if dataset_index < len(job.keys) else MARK_TYPE]
             ]
-            work = _Work(job, shard, writers, listen)
-            for number, piece in enumerate(shard.pieces):
+            builder = _ShardBuilder(job, shard, writers, on_progress)
+            for range_index, input_range in enumerate(shard.ranges):
                 try:
-                    work.add(number, piece)
+                    builder.add(range_index, input_range)
                 except MemoryError as error:
                     raise ValueError(
-                        f"{piece.path}: not enough memory for a record of it.\n"
-                        "  Divide its longest documents, or go on with --resume and fewer --workers: finished shards are kept."
+                        f"{input_range.path}: not enough memory for a record of this file.\n"
+                        "  Split its longest documents, or continue with --resume and fewer --workers: finished shards are kept."
                     ) from error
-            report = work.report()
-        parts.finish(shard.name, workspace, report)
+            report = builder.finish()
+        job_folder.finish_shard(shard.name, workspace, report)
     return report
 
 
-class _Work:
-    """The shard that is being made."""
+class _ShardBuilder:
+    """Converter of one shard: encodes its records and passes the token ids to the dataset writers.
+
+    Args:
+        writers: one writer per dataset, in the order of `PreprocessJob.dataset_suffixes`.
+        on_progress: called with the counts so far, every half second.
+    """
 
     def __init__(
         self,
         job: PreprocessJob,
         shard: InputShard,
         writers: Sequence[IndexedDatasetWriter],
-        listen: Callable[[ShardCounts], None],
+        on_progress: Callable[[ShardCounts], None],
     ) -> None:
-        self._job, self._shard, self._writers, self._listen = job, shard, writers, listen
-        self._tokenizer, _ = tokenizer_of(job)
-        # Of the smallest type, so that the ids beside it keep theirs.
+        self._job, self._shard, self._writers, self._on_progress = job, shard, writers, on_progress
+        self._tokenizer, _ = get_tokenizer(job)
+        # The smallest type that holds the id, so that `concatenate` keeps the type of the other ids.
         self._eod = np.array([self._tokenizer.eod], np.min_scalar_type(self._tokenizer.eod))
-        self._of_keys = writers[: len(job.keys)]
+        self._token_writers = writers[: len(job.keys)]
         self._tokens: list[list[NDArray[np.integer]]] = [[] for _ in writers]
         self._lengths: list[list[int]] = [[] for _ in writers]
-        self._waiting = 0
+        self._num_buffered = 0
         self._report = ShardReport([], 0, 0, 0, [], 0, [])
-        self._told = time.monotonic()
+        self._last_progress = time.monotonic()
 
-    def add(self, number: int, piece: InputPiece) -> None:
-        """Add all records of a piece."""
-        parse, keys, count = PARSERS[piece.kind], self._job.fields, 0
+    def add(self, range_index: int, input_range: InputRange) -> None:
+        """Encode all records of an input range of the shard."""
+        parse, columns, count = PARSERS[input_range.file_format], self._job.columns, 0
         check = parse_values if self._job.chat is None else check_messages
         try:
-            with closing(records(piece, keys, self._at)) as found:
-                for count, record in enumerate(found, start=1):
+            with closing(read_records(input_range, columns, self._report_progress)) as range_records:
+                for count, record in enumerate(range_records, start=1):
                     try:
-                        values = parse(record, keys, check)
+                        values = parse(record, columns, check)
                         if values is None:
                             self._report.num_empty += 1
                         else:
                             self._encode(values)
                     except (ValueError, RecursionError) as error:
-                        self._refuse(number, count - 1, str(error).replace("\n", " "))
+                        self._skip_record(range_index, count - 1, str(error).replace("\n", " "))
         except DamagedFileError as error:
             if not self._job.skip_bad_files:
                 raise
-            self._refuse(number, count, f"the rest of the file is left out: {' '.join(str(error).split())}")
-        if not piece.unchanged():
-            raise DamagedFileError(f"{piece.path} was changed while it was read.\n  Start again with --resume.")
+            self._skip_record(range_index, count, f"the rest of the file is skipped: {' '.join(str(error).split())}")
+        if not input_range.is_unchanged():
+            raise DamagedFileError(f"{input_range.path} was changed while it was read.\n  Start again with --resume.")
         self._report.num_records.append(count)
-        self._report.num_bytes += piece.num_bytes
-        self._at(0)
+        self._report.num_bytes += input_range.num_bytes
+        self._report_progress(0)
 
-    def report(self) -> ShardReport:
-        """The report of the shard, once everything is handed to the writers."""
+    def finish(self) -> ShardReport:
+        """Write the documents that are still in memory, and return the report of the shard."""
         self._write()
-        self._report.num_documents = [writer.num_documents for writer in self._of_keys]
-        self._report.num_tokens = sum(writer.num_tokens for writer in self._of_keys)
+        self._report.num_documents = [writer.num_documents for writer in self._token_writers]
+        self._report.num_tokens = sum(writer.num_tokens for writer in self._token_writers)
         return self._report
 
     def _encode(self, values: Sequence[Any]) -> None:
-        """Encode and add the documents of a record, all of them or none."""
-        job = self._job
-        if job.cut_documents is not None and job.chat is None:
-            parts = [list(parts_of(text, job.cut_documents)) for text in values]
-            for place in range(max(map(len, parts))):
-                self._add([part[place] if place < len(part) else "" for part in parts], first=not place)
-        else:
-            self._add(values)
+        """Encode the documents of a record and add them to the datasets.
 
-    def _add(self, values: Sequence[Any], *, first: bool = True) -> None:
-        """Encode and add a document for each key.
-
-        Args:
-            first: they are the first of a record, which count where they are empty.
+        A long text gives several documents if `cut_documents` is set.
         """
         job = self._job
-        documents = [self._tokenizer.encode_array(text) for text in values] if job.chat is None else self._conversations(values)
-        for key, ids in zip(job.keys, documents, strict=False):
+        if job.cut_documents is not None and job.chat is None:
+            text_segments = [list(split_text(text, job.cut_documents)) for text in values]
+            for i in range(max(map(len, text_segments))):
+                self._add_documents([segments[i] if i < len(segments) else "" for segments in text_segments], first=not i)
+        else:
+            self._add_documents(values)
+
+    def _add_documents(self, values: Sequence[Any], *, first: bool = True) -> None:
+        """Encode one document per JSON key and add the documents to the datasets.
+
+        Args:
+            values: text or conversation of each key.
+            first: whether these are the first documents of their record. Only then are documents without tokens counted as empty.
+        """
+        job = self._job
+        encoded = (
+            [self._tokenizer.encode_array(text) for text in values] if job.chat is None else self._encode_conversations(values)
+        )
+        for key, ids in zip(job.keys, encoded, strict=False):
             if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
                 raise BadRecordError(
                     f"key {key!r} has {len(ids) + job.append_eod:,} tokens; a document has at most {MAX_DOCUMENT_TOKENS:,} "
-                    "(2**31 - 1 is what the index can hold): divide it"
+                    "(the limit of the index is 2**31 - 1): split the document"
                 )
-        self._report.num_empty += first * sum(not len(ids) for ids in documents[: len(job.keys)])
-        for number, (ids, tokens, lengths) in enumerate(zip(documents, self._tokens, self._lengths, strict=True)):
+        self._report.num_empty += first * sum(not len(ids) for ids in encoded[: len(job.keys)])
+        for dataset_index, (ids, tokens, lengths) in enumerate(zip(encoded, self._tokens, self._lengths, strict=True)):
             if not len(ids):
                 continue
-            added = [ids]
-            if number < len(job.keys):
-                added += [self._eod] if job.append_eod else []
+            arrays = [ids]
+            if dataset_index < len(job.keys):
+                arrays += [self._eod] if job.append_eod else []
             else:
-                # To stop belongs to the answer, where that is the last.
-                added += [ids[-1:].copy()] if job.append_eod else []
-                self._report.num_learned += sum(int(marks.sum()) for marks in added)
-                added[-1][-1] |= ENDS
-            tokens += added
+                # The eod token gets the mark of the last token: after a final answer the model learns to stop.
+                arrays += [ids[-1:].copy()] if job.append_eod else []
+                self._report.num_learned += sum(int(marks.sum()) for marks in arrays)
+                arrays[-1][-1] |= DOCUMENT_END
+            tokens += arrays
             lengths.append(len(ids) + job.append_eod)
-            self._waiting += len(ids)
-        if self._waiting > _TOKENS_AT_ONCE or len(self._lengths[0]) > _DOCUMENTS_AT_ONCE:
+            self._num_buffered += len(ids)
+        if self._num_buffered > _MAX_BUFFERED_TOKENS or len(self._lengths[0]) > _MAX_BUFFERED_DOCUMENTS:
             self._write()
 
-    def _conversations(self, values: Sequence[Messages]) -> list[NDArray[np.integer]]:
-        """Ids of each conversation, then marks of each."""
+    def _encode_conversations(self, values: Sequence[Messages]) -> list[NDArray[np.integer]]:
+        """Return the token ids of each conversation, followed by the loss mask of each conversation."""
         assert self._job.chat is not None
-        encoder = encoder_of(self._job.chat, self._job.tokenizer_file)
+        encoder = get_encoder(self._job.chat, self._job.tokenizer_file)
         encoded = [encoder.encode(messages) for messages in values]
         return [*(ids for ids, _ in encoded), *(marks for _, marks in encoded)]
 
@@ -299,20 +331,24 @@ class _Work:
                 writer.add_documents(np.concatenate(tokens), lengths)
                 tokens.clear()
                 lengths.clear()
-        self._waiting = 0
+        self._num_buffered = 0
 
-    def _refuse(self, piece: int, record: int, reason: str) -> None:
-        if not self._job.skip_bad_lines:
-            raise BadShardError(self._shard.name, piece, record, reason)
+    def _skip_record(self, range_index: int, record_index: int, reason: str) -> None:
+        if not self._job.skip_bad_records:
+            raise BadShardError(self._shard.name, range_index, record_index, reason)
         self._report.num_bad += 1
-        if len(self._report.bad) < _KEPT_BAD_RECORDS:
-            self._report.bad.append((piece, record, reason))
+        if len(self._report.bad) < _MAX_REPORTED_RECORDS:
+            self._report.bad.append((range_index, record_index, reason))
 
-    def _at(self, num_bytes: int) -> None:
-        """Report the progress, now and then, at so many bytes of a piece."""
+    def _report_progress(self, num_bytes: int) -> None:
+        """Call `on_progress` with the counts so far, at most every half second.
+
+        Args:
+            num_bytes: bytes of the current input range that have been read.
+        """
         now = time.monotonic()
-        if now - self._told > _SECONDS_BETWEEN_COUNTS:
-            self._told = now
-            documents = sum(writer.num_documents for writer in self._of_keys)
-            tokens = sum(writer.num_tokens for writer in self._of_keys)
-            self._listen(ShardCounts(self._report.num_bytes + num_bytes, documents, tokens))
+        if now - self._last_progress > _PROGRESS_INTERVAL_S:
+            self._last_progress = now
+            num_documents = sum(writer.num_documents for writer in self._token_writers)
+            num_tokens = sum(writer.num_tokens for writer in self._token_writers)
+            self._on_progress(ShardCounts(self._report.num_bytes + num_bytes, num_documents, num_tokens))

@@ -1,6 +1,6 @@
-"""Streams the records of a piece of a file, and takes the texts out of them.
+"""Readers of the records of an input range, and parsers that extract the texts from a record.
 
-Memory holds a buffer and one record; for parquet, one row group.
+Memory holds only a buffer and one record (for parquet, one row group).
 """
 
 from __future__ import annotations
@@ -13,164 +13,177 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron_lab.data_tools.preprocess import csv_records, storage
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
 
-Kind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"]
+FileFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"]
 
 Record = Any
-"""A line (bytes), the values of a row, or the content of a text file (bytes); what is wrong with a row that cannot be read."""
+"""A line (bytes), the values of a table row, or the content of a text file (bytes). An exception for a row that cannot be
+read."""
 Records = Generator[Record, None, None]
+"""Generator of the records of an input range."""
 
 
 @dataclass(frozen=True)
-class InputPiece:
-    """Records of one file: the lines that begin in a range of bytes, the rows of some row groups, or all of them."""
+class InputRange:
+    """Range of consecutive records of a file: the lines that start in a byte range, the rows of some row groups, or all records."""
 
     path: str
     """Absolute path, or a URL."""
-    kind: Kind
+    file_format: FileFormat
     version: str
-    """A text that changes with the content of the whole file (`storage.stat`)."""
-    begin: int
+    """String that changes with the content of the complete file (`storage.stat`)."""
+    start: int
     end: int
-    """The range [begin, end) of bytes, or of row groups."""
+    """End of the range [start, end): a byte offset, or for parquet the index of a row group."""
     num_bytes: int
-    """Bytes of the file that are read for it, packed if it is packed."""
-    records_before: int | None
-    """Number of records of the file before this piece; None where counting them takes reading."""
+    """Number of bytes of the file that must be read for the range. For a compressed file these are compressed bytes."""
+    num_preceding_records: int | None
+    """Number of records of the file before this range; None if these records would have to be read to count them."""
 
-    def unchanged(self) -> bool:
-        """Whether the file is still the one that was cut."""
-        found = storage.stat(self.path)
-        return found is not None and found[1] == self.version
+    def is_unchanged(self) -> bool:
+        """Return whether the file still has the version for which the range was created."""
+        file_stat = storage.stat(self.path)
+        return file_stat is not None and file_stat[1] == self.version
 
-    def place(self, number: int) -> str:
-        """The place of a record for messages. Records count from 0 in the file; lines are shown from 1, rows from 0."""
-        if self.kind == "text":
+    def format_location(self, record_index: int) -> str:
+        """Return the location of a record for messages, such as FILE:LINE. Lines are shown from 1, rows of tables from 0.
+
+        Args:
+            record_index: index of the record in the file, from 0.
+        """
+        if self.file_format == "text":
             return self.path
-        return f"{self.path}: row {number}" if self.kind in ("parquet", "csv") else f"{self.path}:{number + 1}"
+        return f"{self.path}: row {record_index}" if self.file_format in ("parquet", "csv") else f"{self.path}:{record_index + 1}"
 
 
-def records(piece: InputPiece, keys: Sequence[str], at: Callable[[int], None]) -> Records:
-    """The records of a piece.
+def read_records(input_range: InputRange, columns: Sequence[str], on_progress: Callable[[int], None]) -> Records:
+    """Yield the records of an input range as they are in the file: lines as bytes, table rows as values, or the content of a text
+    file.
 
     Args:
-        piece: what to read.
-        keys: columns to read of parquet and csv.
-        at: called now and then with the number of bytes of the piece that have been read.
+        columns: columns of parquet and csv files to read.
+        on_progress: called repeatedly with the number of bytes of the range that have been read.
 
     Raises:
-        DamagedFileError: the file ends too early, or is not of the kind that its name says.
+        DamagedFileError: the file ends too early, or does not have the format of its suffix.
     """
-    with storage.open_binary(piece.path) as file:
-        if piece.kind == "jsonl":
-            yield from _lines(file, piece, at)
-        elif piece.kind == "parquet":
-            for group in range(piece.begin, piece.end):
-                yield from _rows(piece.path, file, keys, group)
-                at(piece.num_bytes * (group + 1 - piece.begin) // (piece.end - piece.begin))
-        elif piece.kind == "csv":
-            if piece.num_bytes:
-                yield from csv_records.rows(piece.path, file, keys, at)
-        elif piece.kind == "text":
+    with storage.open_binary(input_range.path) as file:
+        if input_range.file_format == "jsonl":
+            yield from _read_lines(file, input_range, on_progress)
+        elif input_range.file_format == "parquet":
+            for group in range(input_range.start, input_range.end):
+                yield from _read_rows(input_range.path, file, columns, group)
+                on_progress(input_range.num_bytes * (group + 1 - input_range.start) // (input_range.end - input_range.start))
+        elif input_range.file_format == "csv":
+            if input_range.num_bytes:
+                yield from csv_records.read_rows(input_range.path, file, columns, on_progress)
+        elif input_range.file_format == "text":
             yield file.read()
         else:
-            yield from _unpacked_lines(file, piece, at)
+            yield from _read_compressed_lines(file, input_range, on_progress)
 
 
-def _lines(file: BinaryIO, piece: InputPiece, at: Callable[[int], None]) -> Records:
-    """The lines that begin in the piece's range of bytes."""
-    position = piece.begin
+def _read_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None]) -> Records:
+    """Yield the lines that start in a byte range of a file. A line may end after the range."""
+    position = input_range.start
     if position:
         file.seek(position - 1)
         position -= 1
-        # Do not read beyond the range: one line may be longer than many of them.
-        while position < piece.end and (rest := file.readline(storage.BUFFER_BYTES)):
-            position += len(rest)
-            if rest.endswith(b"\n"):
+        # Do not read beyond the range: one line may be longer than many ranges.
+        while position < input_range.end and (fragment := file.readline(storage.BUFFER_BYTES)):
+            position += len(fragment)
+            if fragment.endswith(b"\n"):
                 break
-    while position < piece.end and (line := file.readline()):
+    while position < input_range.end and (line := file.readline()):
         position += len(line)
         yield line
-        at(position - piece.begin)
+        on_progress(position - input_range.start)
 
 
-def _unpacked_lines(file: BinaryIO, piece: InputPiece, at: Callable[[int], None]) -> Records:
-    number = 0
+def _read_compressed_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None]) -> Records:
+    num_lines = 0
     try:
-        opened = gzip.GzipFile(fileobj=file) if piece.kind == "jsonl.gz" else ZstdReader(piece.path, file)
-        with io.BufferedReader(cast(Any, opened), storage.BUFFER_BYTES) as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007 - the last one is told
+        decompressed = gzip.GzipFile(fileobj=file) if input_range.file_format == "jsonl.gz" else ZstdReader(input_range.path, file)
+        with io.BufferedReader(cast(Any, decompressed), storage.BUFFER_BYTES) as lines:
+            for num_lines, line in enumerate(lines, start=1):  # noqa: B007 - the error message has the last number
                 yield line
-                at(file.tell())
+                on_progress(file.tell())
     except (EOFError, gzip.BadGzipFile, zlib.error, DamagedFileError) as error:
         raise DamagedFileError(
-            f"{piece.path} is truncated or damaged, after line {number:,} or later: {error}.\n  Make or copy it again."
+            f"{input_range.path} is truncated or damaged, after line {num_lines:,} or later: {error}.\n"
+            "  Create or copy the file again."
         ) from error
 
 
-_ROWS_AT_ONCE = 256
+_ROWS_PER_BATCH = 256
 
 
-def row_groups(path: str, keys: Sequence[str], *, of_text: bool = True) -> list[tuple[int, int]]:
-    """(bytes in the file, number of rows) of each row group.
+def list_row_groups(path: str, columns: Sequence[str], *, requires_strings: bool = True) -> list[tuple[int, int]]:
+    """Return the size of each row group of a parquet file: (compressed bytes in the file, number of rows).
 
     Args:
-        of_text: the columns must hold strings.
+        columns: columns that the file must have.
+        requires_strings: these columns must have a string type.
 
     Raises:
-        ValueError: no parquet file, a damaged one, or a column is missing or holds no strings.
+        ValueError: the file is not a parquet file or is damaged, or a column is missing or has another type.
     """
     with storage.open_binary(path) as file:
-        opened = _open_parquet(path, file)
+        parquet_file = _open_parquet(path, file)
         from pyarrow import types
 
-        schema, metadata = opened.schema_arrow, opened.metadata
-        for key in keys:
-            if schema.names.count(key) != 1:
-                number = "no column" if key not in schema.names else "more than one column"
+        schema, metadata = parquet_file.schema_arrow, parquet_file.metadata
+        for name in columns:
+            if schema.names.count(name) != 1:
+                problem = "no column" if name not in schema.names else "more than one column"
                 names = ", ".join(map(repr, schema.names[:8]))
-                raise ValueError(f"{path}: {number} {key!r} (--json-keys, --column); it has: {names}")
-            column = schema.field(key).type
-            held = column.value_type if types.is_dictionary(column) else column
-            if of_text and not (types.is_string(held) or types.is_large_string(held) or str(held) == "string_view"):
-                raise ValueError(f"{path}: the column {key!r} (--json-keys, --column) holds {column}, not strings")
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+                raise ValueError(f"{path}: {problem} {name!r} (--json-keys, --column); it has: {names}")
+            column_type = schema.field(name).type
+            value_type = column_type.value_type if types.is_dictionary(column_type) else column_type
+            if requires_strings and not (
+                types.is_string(value_type) or types.is_large_string(value_type) or str(value_type) == "string_view"
+            ):
+                raise ValueError(f"{path}: the column {name!r} (--json-keys, --column) has the type {column_type}, not string")
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
 
 
-def _rows(path: str, file: BinaryIO, keys: Sequence[str], group: int) -> Iterator[tuple[object, ...]]:
-    """The values of these columns, row by row. Memory holds the row group at most.
+def _read_rows(path: str, file: BinaryIO, columns: Sequence[str], group: int) -> Iterator[tuple[object, ...]]:
+    """Yield the values of these columns for each row of a row group. Memory holds at most one row group.
 
-    A string that is not UTF-8 comes as bytes.
+    A string that is not valid UTF-8 is returned as bytes.
+
+    Args:
+        group: index of the row group.
 
     Raises:
         DamagedFileError: the row group cannot be read.
     """
     import pyarrow
 
-    opened = _open_parquet(path, file)
+    parquet_file = _open_parquet(path, file)
     try:
-        for batch in opened.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[*keys], use_threads=False):
-            yield from zip(*(_values(batch.column(key)) for key in keys), strict=True)
+        for batch in parquet_file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=[*columns], use_threads=False):
+            yield from zip(*(_to_values(batch.column(name)) for name in columns), strict=True)
     except (pyarrow.lib.ArrowException, OSError) as error:
         raise DamagedFileError(
-            f"{path}: row group {group} is damaged: {' '.join(str(error).split())}\n  Make or copy the file again."
+            f"{path}: row group {group} is damaged: {' '.join(str(error).split())}\n  Create or copy the file again."
         ) from error
 
 
-def _values(column: Any) -> list[object]:
+def _to_values(column: Any) -> list[object]:
     import pyarrow
 
     try:
         return list(column.to_pylist())
-    except UnicodeDecodeError:  # only one value is bad; the others are good
-        return [_text(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+    except UnicodeDecodeError:  # at least one value is invalid; the others are kept
+        return [_decode_or_keep(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
 
 
-def _text(value: bytes | None) -> str | bytes | None:
+def _decode_or_keep(value: bytes | None) -> str | bytes | None:
     try:
         return value.decode() if value is not None else None
     except UnicodeDecodeError:
@@ -178,73 +191,79 @@ def _text(value: bytes | None) -> str | bytes | None:
 
 
 def _open_parquet(path: str, file: BinaryIO) -> Any:
-    """An opened file whose footer has been read."""
-    parquet = optional("pyarrow.parquet", f"{path}: parquet is read by pyarrow")
+    """Open a parquet file and read its footer."""
+    parquet = import_optional("pyarrow.parquet", f"{path}: parquet is read by pyarrow")
     import pyarrow
 
     try:
         return parquet.ParquetFile(file, pre_buffer=False, buffer_size=storage.BUFFER_BYTES, page_checksum_verification=True)
     except pyarrow.lib.ArrowException as error:
-        raise ValueError(f"{path} is no parquet file, or a damaged one ({error}).\n  Make or copy it again.") from error
+        raise ValueError(f"{path} is not a parquet file, or is damaged ({error}).\n  Create or copy the file again.") from error
 
 
-_LARGEST_WINDOW = 1 << 31  # zstd --long=31; a window is held in memory, and is 8 MB at most without --long and --ultra
-_COMPRESSED_AT_ONCE = 1 << 14  # text that is packed a hundredfold then takes 1.6 MB
+_MAX_WINDOW_BYTES = 1 << 31  # zstd --long=31. A window is kept in memory; without --long and --ultra it has at most 8 MB
+_COMPRESSED_READ_BYTES = 1 << 14  # text with a compression ratio of 100 then takes 1.6 MB
 
 
 class ZstdReader(io.RawIOBase):
-    """The unpacked bytes. (The stream reader of the library takes a truncated file for a complete one.)
+    """Binary stream of the decompressed content of a zstd file.
+
+    The stream reader of the zstandard library accepts a truncated file as complete; this class detects it.
 
     Raises:
-        ValueError: the library is not installed.
-        DamagedFileError: while reading.
+        ValueError: the zstandard library is not installed.
+        DamagedFileError: from `readinto`, if the file is truncated or damaged.
     """
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         super().__init__()
-        self._library = optional("zstandard", f"{path}: zstd files are read by zstandard")
+        self._library = import_optional("zstandard", f"{path}: zstd files are read by zstandard")
         self._file = file
         self._frame: Any = None
-        self._packed = b""
-        self._unpacked = memoryview(b"")
+        self._compressed = b""
+        self._decompressed = memoryview(b"")
 
     def readable(self) -> bool:
-        """Always true."""
+        """Return True: the stream supports reading."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """The next bytes; none at the end."""
-        while not self._unpacked:
-            packed = self._packed or self._file.read(_COMPRESSED_AT_ONCE)
-            if not packed:
+        """Fill a buffer with decompressed bytes. Return the number of bytes, which is 0 only at the end of the file."""
+        while not self._decompressed:
+            compressed = self._compressed or self._file.read(_COMPRESSED_READ_BYTES)
+            if not compressed:
                 if self._frame is not None:
-                    raise DamagedFileError("a frame is cut off")
+                    raise DamagedFileError("a frame is truncated")
                 return 0
-            self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+            self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
             try:
-                self._unpacked = memoryview(self._frame.decompress(packed))
+                self._decompressed = memoryview(self._frame.decompress(compressed))
             except self._library.ZstdError as error:
                 raise DamagedFileError(str(error)) from error
-            self._packed = b""
+            self._compressed = b""
             if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._unpacked))
-        buffer[:count] = self._unpacked[:count]
-        self._unpacked = self._unpacked[count:]
+                self._compressed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._decompressed))
+        buffer[:count] = self._decompressed[:count]
+        self._decompressed = self._decompressed[count:]
         return count
 
 
-# ---- the values of a record, one for each key
+# ---- parsing of a record: one value per key
 
-Check = Callable[[Sequence[object], Sequence[str]], list[Any]]
-"""Gives back the values of these keys, or raises BadRecordError."""
+ValueCheck = Callable[[Sequence[object], Sequence[str]], list[Any]]
+"""Function that checks the values of these keys and returns them, or raises `BadRecordError`."""
 
 
 def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
-    """The texts of a record.
+    """Check that the values of a record are texts, and return them.
+
+    Args:
+        values: one value per key.
+        keys: JSON keys of the values, for error messages.
 
     Raises:
-        BadRecordError: one is no string, or none that has a UTF-8 form.
+        BadRecordError: a value is not a string, or has half of a surrogate pair.
     """
     for key, value in zip(keys, values, strict=True):
         if isinstance(value, bytes):
@@ -255,74 +274,89 @@ def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
     return cast("list[str]", list(values))
 
 
-def check_encodable(text: str, what: str) -> None:
-    """Check that a text has a UTF-8 form.
+def check_encodable(text: str, label: str) -> None:
+    """Check that a text can be encoded as UTF-8.
+
+    Args:
+        label: name of the text for the error message.
 
     Raises:
-        BadRecordError: it has none.
+        BadRecordError: the text contains half of a surrogate pair.
     """
     if text.isascii():
         return
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRecordError(f"{what} holds half of a surrogate pair, which is no character: {text[error.start]!a}") from error
+        raise BadRecordError(
+            f"{label} contains half of a surrogate pair, which is not a character: {text[error.start]!a}"
+        ) from error
 
 
-def parse_line(line: bytes, keys: Sequence[str], check: Check = parse_values) -> list[Any] | None:
-    """The values of a JSON line; None if it is blank.
+def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any] | None:
+    """Return the values of a JSON line for the keys, or None if the line is blank.
+
+    Args:
+        check: function that checks the values and returns them.
 
     Raises:
-        ValueError: it is not a JSON object that has a good value for each key.
-        RecursionError: too many brackets.
+        ValueError: the line is not a JSON object with a valid value for each key.
+        RecursionError: the JSON is nested too deeply.
     """
     if line.isspace():
         return None
     try:
-        # Without a mark at the start this is faster than utf-8-sig.
-        found = json.loads(line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf").decode())
+        # Removing the byte order mark first is faster than decoding with utf-8-sig.
+        record = json.loads(line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
         raise BadRecordError(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
     except json.JSONDecodeError as error:
         raise BadRecordError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise BadRecordError(f'not a JSON object like {{"{keys[0]}": "..."}}')
     for key in keys:
-        if key not in found:
+        if key not in record:
             raise BadRecordError(
-                f"no key {key!r} (--json-keys, --column); the line has: {', '.join(map(repr, [*found][:8])) or 'none'}"
+                f"no key {key!r} (--json-keys, --column); the line has: {', '.join(map(repr, [*record][:8])) or 'none'}"
             )
-    return check([found[key] for key in keys], keys)
+    return check([record[key] for key in keys], keys)
 
 
-def parse_row(values: Sequence[object] | BadRecordError, keys: Sequence[str], check: Check = parse_values) -> list[Any] | None:
-    """The values of a row of a table.
+def parse_row(values: Sequence[object] | BadRecordError, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any] | None:
+    """Return the values of a table row for the keys.
+
+    Args:
+        values: values of the row, or the error of a row that could not be read.
+        check: function that checks the values and returns them.
 
     Raises:
-        BadRecordError: they are no texts, or it is no row.
+        BadRecordError: a value is not a text, or the row could not be read.
     """
     if isinstance(values, BadRecordError):
         raise values
     return check(values, keys)
 
 
-def parse_text(content: bytes, keys: Sequence[str], check: Check = parse_values) -> list[Any]:
-    """The content of a text file as one text.
+def parse_text(content: bytes, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any]:
+    """Decode a text file, which is a single record. Return its content as the only value.
+
+    Args:
+        check: function that checks the value and returns it.
 
     Raises:
-        BadRecordError: it is not UTF-8.
+        BadRecordError: the file is neither UTF-8 nor UTF-16 with a byte order mark.
     """
-    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # the mark of UTF-16, in which Windows saves "Unicode"
+    is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # byte order mark of UTF-16, which Windows calls "Unicode"
     try:
-        return check([content.decode("utf-16") if wide else content.removeprefix(b"\xef\xbb\xbf").decode()], keys)
+        return check([content.decode("utf-16") if is_utf16 else content.removeprefix(b"\xef\xbb\xbf").decode()], keys)
     except UnicodeDecodeError as error:
-        if wide:
-            raise BadRecordError(f"begins like UTF-16, but is none: byte {error.start + 1}") from error
+        if is_utf16:
+            raise BadRecordError(f"starts like UTF-16, but is not valid UTF-16: byte {error.start + 1}") from error
         line = content.count(b"\n", 0, error.start) + 1
         raise BadRecordError(f"not UTF-8: byte {content[error.start]:#04x} in line {line}") from error
 
 
-PARSERS: dict[Kind, Callable[[Any, Sequence[str], Check], list[Any] | None]] = {
+PARSERS: dict[FileFormat, Callable[[Any, Sequence[str], ValueCheck], list[Any] | None]] = {
     "jsonl": parse_line,
     "jsonl.gz": parse_line,
     "jsonl.zst": parse_line,
@@ -330,3 +364,4 @@ PARSERS: dict[Kind, Callable[[Any, Sequence[str], Check], list[Any] | None]] = {
     "csv": lambda values, keys, check: parse_row(values, keys, check),
     "text": parse_text,
 }
+"""By file format: function that returns the values of a record for the keys, or None for a blank line."""
