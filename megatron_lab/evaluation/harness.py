@@ -1,6 +1,6 @@
-"""A model as lm-evaluation-harness sees one: an `LM` that it asks for likelihoods and texts.
+"""Adapter that lets lm-evaluation-harness evaluate a model: likelihoods and generated texts.
 
-The interface is that of `lm_eval.api.model.LM` of version 0.4: requests have `args`.
+The interface is `lm_eval.api.model.LM` of version 0.4: each request has a tuple `args`.
 """
 
 from __future__ import annotations
@@ -9,115 +9,140 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron_lab.evaluation.scores import Scorer
-from megatron_lab.evaluation.texts import begins_with
-from megatron_lab.inference.continuation import continuations
+from megatron_lab.evaluation.texts import get_document_prefix
+from megatron_lab.inference.continuation import generate_texts
 from megatron_lab.inference.generate import GenerationRequest, Sampling
 
-_NEW_TOKENS = 256
-"""Most tokens of an answer where a task does not say."""
+_DEFAULT_MAX_NEW_TOKENS = 256
+"""Limit on the tokens of an answer, for tasks that do not set `max_gen_toks`."""
 
 
-class Answers:
-    """What the harness may ask of a model. `harness_model` makes an `LM` of it.
+class HarnessModel:
+    """Implementation of the harness's model interface (`LM`) by a model of this framework.
 
-    All ranks of the model get the same requests in the same order and answer together.
+    `build_harness_lm` makes an instance of `LM` from it.
+
+    All ranks of the model get the same requests in the same order and call the methods together.
     """
 
     def __init__(self, model: Model, context: ParallelContext, tokenizer: Tokenizer, scorer: Scorer) -> None:
-        self.model, self.context, self.words, self.scorer = model, context, tokenizer, scorer
+        self.model, self.context, self.text_tokenizer, self.scorer = model, context, tokenizer, scorer
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): log-probability of the continuation, and whether it is the likeliest."""
-        pairs = [self._encoded(*request.args) for request in requests]
-        return [(score.total, score.greedy) for score in self.scorer.score(pairs)]
+        """Return the log-probability of each request's continuation, and whether greedy decoding would produce the continuation.
+
+        Args:
+            requests: `args` of a request are (context, continuation).
+        """
+        pairs = [self._encode_pair(*request.args) for request in requests]
+        return [(score.total, score.is_greedy) for score in self.scorer.score(pairs)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Of each text: log-probability of the whole of it."""
-        before = begins_with(self.words)
-        texts = [([*before, *self.words.encode(request.args[0])], 1) for request in requests]
-        return [score.total for score in self.scorer.score(texts)]
+        """Return the log-probability of the complete text of each request.
+
+        Args:
+            requests: `args` of a request are (text,).
+        """
+        prefix = get_document_prefix(self.text_tokenizer)
+        sequences = [([*prefix, *self.text_tokenizer.encode(request.args[0])], 1) for request in requests]
+        return [score.total for score in self.scorer.score(sequences)]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Of each (context, settings): the text that follows, up to the first of the texts `until`."""
-        return [self._answer(*request.args) for request in requests]
+        """Return the generated answer to each request. The answer ends before the first stop text.
 
-    def _encoded(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """The tokens of both, and where the continuation begins. Blanks at the end of the context go to the continuation, since a
-        token may hold a blank and the word behind it."""
+        Args:
+            requests: `args` of a request are (context, generation settings). The setting `until` lists the stop texts.
+        """
+        return [self._generate(*request.args) for request in requests]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
+        """Return the token ids of context and continuation, and the index of the continuation's first token.
+
+        Spaces at the end of the context are encoded with the continuation, because a token may contain a space and the word after
+        it.
+        """
         if not context:
-            before = begins_with(self.words)
-            return [*before, *self.words.encode(continuation)], len(before)
-        bare = context.rstrip()
-        start = self.words.encode(bare) if bare else begins_with(self.words)
-        whole = self.words.encode(context + continuation)
-        if whole[: len(start)] == start and len(whole) > len(start) > 0:
-            return whole, len(start)
-        ids = self.words.encode(context[len(bare) :] + continuation)
-        return [*start, *ids], len(start)
+            prefix = get_document_prefix(self.text_tokenizer)
+            return [*prefix, *self.text_tokenizer.encode(continuation)], len(prefix)
+        stripped_context = context.rstrip()
+        context_ids = self.text_tokenizer.encode(stripped_context) if stripped_context else get_document_prefix(self.text_tokenizer)
+        joint_ids = self.text_tokenizer.encode(context + continuation)
+        if joint_ids[: len(context_ids)] == context_ids and len(joint_ids) > len(context_ids) > 0:
+            return joint_ids, len(context_ids)
+        continuation_ids = self.text_tokenizer.encode(context[len(stripped_context) :] + continuation)
+        return [*context_ids, *continuation_ids], len(context_ids)
 
-    def _answer(self, context: str, settings: dict[str, Any]) -> str:
-        until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else until
-        new = int(settings.get("max_gen_toks", _NEW_TOKENS))
-        ids = self.words.encode(context) or begins_with(self.words)
+    def _generate(self, context: str, gen_kwargs: dict[str, Any]) -> str:
+        stop_texts = gen_kwargs.get("until") or []
+        stop_texts = [stop_texts] if isinstance(stop_texts, str) else stop_texts
+        max_new_tokens = int(gen_kwargs.get("max_gen_toks", _DEFAULT_MAX_NEW_TOKENS))
+        ids = self.text_tokenizer.encode(context) or get_document_prefix(self.text_tokenizer)
         config = self.model.config
         if config.position_embedding_type == "learned_absolute":
-            new = max(1, min(new, config.num_positions - 1))
-            ids = ids[-(config.num_positions - new) :]
-        warm = settings.get("do_sample", False) and settings.get("temperature", 1.0) > 0
+            max_new_tokens = max(1, min(max_new_tokens, config.num_positions - 1))
+            ids = ids[-(config.num_positions - max_new_tokens) :]
+        uses_sampling = gen_kwargs.get("do_sample", False) and gen_kwargs.get("temperature", 1.0) > 0
         sampling = (
-            Sampling(settings.get("temperature", 1.0), settings.get("top_k"), settings.get("top_p", 1.0)) if warm else Sampling(0)
+            Sampling(gen_kwargs.get("temperature", 1.0), gen_kwargs.get("top_k"), gen_kwargs.get("top_p", 1.0))
+            if uses_sampling
+            else Sampling(0)
         )
-        request = GenerationRequest([ids], new, sampling, eod=self.words.eod, num_ids=self.words.vocab_size)
-        text = continuations(self.model, self.context, self.words, request)[0].text
-        return text[: min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=len(text))]
+        request = GenerationRequest(
+            [ids], max_new_tokens, sampling, eod=self.text_tokenizer.eod, num_ids=self.text_tokenizer.vocab_size
+        )
+        text = generate_texts(self.model, self.context, self.text_tokenizer, request)[0].text
+        return text[: min((position for stop in stop_texts if stop and (position := text.find(stop)) >= 0), default=len(text))]
 
 
-def harness_model(answers: Answers) -> Any:
-    """The model as an `LM` of the harness.
+def build_harness_lm(model: HarnessModel) -> Any:
+    """Return the model as an instance of the harness's `LM` class, which is imported only here.
 
     Raises:
         ValueError: the harness is not installed.
     """
-    base: Any = optional("lm_eval.api.model", "--tasks needs lm-evaluation-harness").LM
+    base: Any = import_optional("lm_eval.api.model", "--tasks needs lm-evaluation-harness").LM
 
-    class AsHarnessModel(Answers, base):  # type: ignore[misc]
-        """Its answers, behind the harness's own interface."""
+    class HarnessLM(HarnessModel, base):  # type: ignore[misc]
+        """Subclass of the harness's `LM` that takes its methods from `HarnessModel`."""
 
         def __init__(self) -> None:
             base.__init__(self)
-            Answers.__init__(self, *vars(answers).values())
+            HarnessModel.__init__(self, *vars(model).values())
 
         @property
         def tokenizer_name(self) -> str:
-            return type(answers.words).__name__
+            return type(model.text_tokenizer).__name__
 
-    return AsHarnessModel()
+    return HarnessLM()
 
 
 def run_tasks(
-    answers: Answers, tasks: Sequence[str], *, num_fewshot: int | None, limit: int | None, include_path: str | None
+    harness_model: HarnessModel, tasks: Sequence[str], *, num_fewshot: int | None, limit: int | None, include_path: str | None
 ) -> dict[str, Any]:
-    """Run tasks of the harness; returns its results in JSON types.
+    """Run tasks of lm-evaluation-harness. Return the results of the harness in JSON types.
 
     Args:
-        include_path: folder with tasks of one's own.
+        num_fewshot: number of examples in the prompt; None for the default of each task.
+        limit: maximum number of requests per task; None for all.
+        include_path: folder with the user's own tasks.
 
     Raises:
-        ValueError: the harness is not installed, or does not know a task.
+        ValueError: the harness is not installed, or has no task with one of the names.
     """
-    model = harness_model(answers)
-    harness = optional("lm_eval", "--tasks needs lm-evaluation-harness")
-    manager = optional("lm_eval.tasks", "--tasks needs lm-evaluation-harness").TaskManager(include_path=include_path)
+    lm = build_harness_lm(harness_model)
+    harness = import_optional("lm_eval", "--tasks needs lm-evaluation-harness")
+    manager = import_optional("lm_eval.tasks", "--tasks needs lm-evaluation-harness").TaskManager(include_path=include_path)
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
-        raise ValueError(f"--tasks: lm-evaluation-harness knows no {', '.join(unknown)} (--include-path names a folder of more)")
-    found = harness.simple_evaluate(
-        model, tasks=[*tasks], num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=0
+        raise ValueError(
+            f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}. --include-path adds a folder with tasks"
+        )
+    output = harness.simple_evaluate(
+        lm, tasks=[*tasks], num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=0
     )
-    results: dict[str, Any] = json.loads(json.dumps(found["results"], default=str))
+    results: dict[str, Any] = json.loads(json.dumps(output["results"], default=str))
     return results

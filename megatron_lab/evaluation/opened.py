@@ -1,4 +1,4 @@
-"""A model opened for use: the flags that name it and say how it is computed, and the model with its tokenizer."""
+"""Loading of the model that command-line flags describe: its weights, dtype, layout and tokenizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError
 from megatron.config.imports import import_modules
 from megatron.config.parallel import ParallelConfig
-from megatron_lab.checkpoints.tokenizer_choice import named_tokenizer
+from megatron_lab.checkpoints.tokenizer_choice import find_tokenizer
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
@@ -27,66 +27,70 @@ if TYPE_CHECKING:
     from megatron.parallel.context import ParallelContext
     from megatron_lab.foreign.source import WeightSource
 
-SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+PARALLEL_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+"""Names of the settings whose product is the number of processes."""
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-def add_model_flags(flags: argparse.ArgumentParser) -> None:
-    """The flags that name the weights."""
-    flags.add_argument("--load", required=True, metavar="FOLDER", help="the model: see above")
-    flags.add_argument("--ckpt-step", type=int, metavar="N", help="of a folder with several checkpoints, the iteration to take")
-    flags.add_argument("--ema", action="store_true", help="take the moving average of the weights (of a run with --ema-decay)")
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select the weights: --load, --ckpt-step and --ema."""
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="the model: see above")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load from a folder with several checkpoints")
+    parser.add_argument("--ema", action="store_true", help="load the moving average of the weights (of a run with --ema-decay)")
 
 
-def add_computing_flags(flags: argparse.ArgumentParser) -> None:
-    """The flags of precision, device and layout, and those of the tokenizer."""
-    computing = flags.add_argument_group("computing")
-    computing.add_argument("--dtype", choices=_DTYPES, help="of weights and products (as stored; not float16 on a CPU)")
-    computing.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(CUDA if there is any)")
-    computing.add_argument("--tensor-model-parallel-size", type=int, metavar="N", help="processes that share a layer (all)")
-    computing.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="processes that share the prompts (1)")
-    computing.add_argument(
-        "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes that share the depth (1)"
+def add_computing_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of dtype, device and layout, --imports, and the flags of the tokenizer."""
+    group = parser.add_argument_group("computing")
+    group.add_argument("--dtype", choices=_DTYPES, help="of weights and matrix products (as stored; not float16 on a CPU)")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(CUDA if there is any)")
+    group.add_argument("--tensor-model-parallel-size", type=int, metavar="N", help="processes that split each layer (all)")
+    group.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="processes that split each prompt (1)")
+    group.add_argument(
+        "--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="processes that split the layers into stages (1)"
     )
-    flags.add_argument(
+    parser.add_argument(
         "--imports",
         nargs="+",
         default=[],
         metavar="MODULE",
-        help="your own modules, if one has the model's activation",
+        help="modules to import, for example one that defines the model's activation",
     )
-    add_tokenizer_flags(flags, required=False)
-    flags.set_defaults(flags=flags)
+    add_tokenizer_flags(parser, required=False)
+    parser.set_defaults(flags=parser)
 
 
-def check_layout(flags: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Refuse sizes that cannot be, and tokenizer flags without effect; fills in the tensor size. Exits with status 2."""
-    for name in SIZES:
-        value = getattr(given, name)
+def check_layout(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check the parallel sizes, and that each tokenizer flag has an effect. After an error the program ends with status 2.
+
+    If the tensor parallel size is not set, it is set to the number of started processes divided by the context and pipeline sizes.
+    """
+    for name in PARALLEL_SIZES:
+        value = getattr(args, name)
         if value is not None and value < 1:
-            flags.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if given.tokenizer_type is None:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.tokenizer_type is None:
         for name in TOKENIZER_SETTINGS:
-            if name not in TOKENIZER_FILES and getattr(given, name) is not None:
-                flags.error(f"--{name.replace('_', '-')} has no effect without --tokenizer-type: leave it out")
-    started, context, pipeline = (
+            if name not in TOKENIZER_FILE_SETTINGS and getattr(args, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} has no effect without --tokenizer-type: leave it out")
+    world_size, cp, pp = (
         int(os.environ.get("WORLD_SIZE", 1)),
-        given.context_parallel_size,
-        given.pipeline_model_parallel_size,
+        args.context_parallel_size,
+        args.pipeline_model_parallel_size,
     )
-    given.tensor_model_parallel_size = given.tensor_model_parallel_size or max(1, started // (context * pipeline))
-    needed = math.prod(getattr(given, name) for name in SIZES)
-    if needed != started:
-        shared = f"context {context} x " if context > 1 else ""
-        flags.error(
-            f"tensor {given.tensor_model_parallel_size} x {shared}pipeline {pipeline} needs {needed} "
-            f"processes, and {started} {'are' if started > 1 else 'is'} started (torchrun --nproc-per-node N starts N)"
+    args.tensor_model_parallel_size = args.tensor_model_parallel_size or max(1, world_size // (cp * pp))
+    num_ranks = math.prod(getattr(args, name) for name in PARALLEL_SIZES)
+    if num_ranks != world_size:
+        context_text = f"context {cp} x " if cp > 1 else ""
+        parser.error(
+            f"tensor {args.tensor_model_parallel_size} x {context_text}pipeline {pp} needs {num_ranks} "
+            f"processes, and {world_size} {'are' if world_size > 1 else 'is'} started (torchrun --nproc-per-node N starts N)"
         )
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model on this rank, ready for use."""
+class OpenedModel:
+    """Loaded model on this rank, with the source of its weights, its parallel context and its tokenizer."""
 
     source: WeightSource
     model: Model
@@ -95,70 +99,74 @@ class Opened:
 
 
 @contextmanager
-def opened(
-    given: argparse.Namespace,
-    before: Callable[[ParallelContext, Tokenizer | None], None] = lambda context, tokenizer: None,
+def open_model(
+    args: argparse.Namespace,
+    validate: Callable[[ParallelContext, Tokenizer | None], None] = lambda context, tokenizer: None,
     *,
     needs_tokenizer: bool = True,
-) -> Iterator[Opened]:
-    """Join the ranks, read the model that the flags name, and leave them at the end.
+) -> Iterator[OpenedModel]:
+    """Context manager that provides the model that the flags select. It creates the process groups, and destroys them at its end.
 
     Args:
-        before: called on all ranks before the weights are read, with what can be judged without them.
-        needs_tokenizer: refuse a model of which none is known.
+        validate: called on all ranks before the weights are read, for checks that need only the parallel context and the tokenizer.
+        needs_tokenizer: refuse a model whose tokenizer is unknown.
 
     Raises:
-        ValueError: there is no such model, it cannot be split so, or its tokenizer is not known or not its own.
+        ValueError: the folder has no model, the layout cannot split the model, or the tokenizer is unknown or does not fit the
+            model.
     """
     from megatron.data.tokenizer import build_tokenizer
     from megatron.parallel.context import connect, disconnect
     from megatron_lab.foreign.opening import open_source
-    from megatron_lab.inference.model_from_source import model_from
+    from megatron_lab.inference.model_from_source import load_model
 
-    if problems := list(import_modules(given.imports)):
+    if problems := list(import_modules(args.imports)):
         raise ConfigError(problems)
-    source = open_source(given.load, given.ckpt_step, average=given.ema)
-    settings = named_tokenizer(given, source)
-    if settings is None and needs_tokenizer:
-        raise ValueError(f"no tokenizer is known of {given.load}: name it by --tokenizer-type and its files")
-    tokenizer = None if settings is None else build_tokenizer(settings)
+    source = open_source(args.load, args.ckpt_step, average=args.ema)
+    tokenizer_config = find_tokenizer(args, source)
+    if tokenizer_config is None and needs_tokenizer:
+        raise ValueError(f"the tokenizer of {args.load} is unknown: set --tokenizer-type and the flags of its files")
+    tokenizer = None if tokenizer_config is None else build_tokenizer(tokenizer_config)
     if tokenizer is not None and tokenizer.vocab_size > source.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {given.load} only {source.vocab_size:,} rows in its embedding: "
-            "this is not its tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, but {args.load} only {source.vocab_size:,} rows in its embedding: "
+            "this tokenizer does not belong to the model"
         )
-    sizes = {name: getattr(given, name) for name in (*SIZES, "device")}
+    sizes = {name: getattr(args, name) for name in (*PARALLEL_SIZES, "device")}
     context = connect(ParallelConfig(**sizes))
     try:
-        before(context, tokenizer)
-        started = time.perf_counter()
-        model = model_from(source, context, _dtype(given, source, context))
+        validate(context, tokenizer)
+        start = time.perf_counter()
+        model = load_model(source, context, _select_dtype(args, source, context))
         if context.rank == 0:
-            tell(*source.notes, f"{given.load} read in {time.perf_counter() - started:.1f} s: {_described(model)}")
-        yield Opened(source, model, context, tokenizer)
+            print_to_stderr(*source.notes, f"{args.load} read in {time.perf_counter() - start:.1f} s: {_describe_model(model)}")
+        yield OpenedModel(source, model, context, tokenizer)
     finally:
         disconnect()
 
 
-def _dtype(given: argparse.Namespace, source: WeightSource, context: ParallelContext) -> torch.dtype:
-    """The one asked for, or that of the weights."""
+def _select_dtype(args: argparse.Namespace, source: WeightSource, context: ParallelContext) -> torch.dtype:
+    """Return the dtype of --dtype.
+
+    Without this flag, return the dtype of the stored weights, but float32 instead of float16 on a CPU.
+    """
     import torch
 
-    from megatron_lab.inference.model_from_source import usual_dtype
+    from megatron_lab.inference.model_from_source import select_default_dtype
 
-    if given.dtype is None:
-        return usual_dtype(source, context)
-    asked: torch.dtype = getattr(torch, given.dtype)
-    return asked
+    if args.dtype is None:
+        return select_default_dtype(source, context)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    return dtype
 
 
-def _described(model: Model) -> str:
+def _describe_model(model: Model) -> str:
     config = model.config
-    kind = str(model.dtype).removeprefix("torch.")
-    return f"{config.num_layers} layers of {config.hidden_size}, vocabulary {model.vocab_size}, computed in {kind}"
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    return f"{config.num_layers} layers of {config.hidden_size}, vocabulary {model.vocab_size}, computed in {dtype_name}"
 
 
-def tell(*lines: str) -> None:
-    """Say lines on stderr: stdout is for what was asked for."""
-    for line in lines:
-        print(line, file=sys.stderr)
+def print_to_stderr(*messages: str) -> None:
+    """Print messages to stderr. stdout is for the results that the user requested."""
+    for message in messages:
+        print(message, file=sys.stderr)

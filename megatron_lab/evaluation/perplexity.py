@@ -1,4 +1,4 @@
-"""Perplexity of texts: per token, and per byte of UTF-8, which compares models of different tokenizers."""
+"""Perplexity of texts per token, and per UTF-8 byte, which is comparable between models with different tokenizers."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import Any
 
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.evaluation.scores import Scorer
-from megatron_lab.evaluation.texts import Document, begins_with
+from megatron_lab.evaluation.texts import Document, get_document_prefix
 
-_AT_ONCE = 256
-"""Documents whose windows are put into batches together."""
+_DOCUMENTS_PER_GROUP = 256
+"""Documents that are scored together, so that their windows fill batches."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What a model makes of a text."""
+    """Mean loss of a model on documents, and the perplexities that follow from it."""
 
     documents: int
     tokens: int
-    """Those that were scored."""
+    """Number of tokens that were scored."""
     num_bytes: int | None
-    """Bytes of the text in UTF-8; None where no tokenizer says."""
+    """UTF-8 bytes of all documents; None if there is no tokenizer to compute them."""
     loss: float
-    """Nats a token: the mean of -log(probability)."""
+    """Mean of -log(probability) over the scored tokens, in nats."""
 
     @property
     def per_token(self) -> float:
-        """exp of the mean loss of a token."""
-        return _exp(self.loss)
+        """Perplexity per token: exp of the mean loss of a token."""
+        return _exp_or_inf(self.loss)
 
     @property
     def per_byte(self) -> float | None:
-        """exp of the loss of a byte."""
-        return None if not self.num_bytes else _exp(self.loss * self.tokens / self.num_bytes)
+        """Perplexity per byte: exp of the mean loss of a byte. None if the number of bytes is unknown or 0."""
+        return None if not self.num_bytes else _exp_or_inf(self.loss * self.tokens / self.num_bytes)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss in bits a byte of text."""
+        """Loss in bits per byte of text. None if the number of bytes is unknown or 0."""
         return None if not self.num_bytes else self.loss * self.tokens / self.num_bytes / math.log(2)
 
     def to_json(self) -> dict[str, Any]:
-        """In types that JSON has."""
+        """Return all values in JSON types."""
         derived = {"perplexity": self.per_token, "byte_perplexity": self.per_byte, "bits_per_byte": self.bits_per_byte}
         return asdict(self) | derived
 
@@ -55,34 +55,36 @@ class Perplexity:
         return f"{text}; {self.bits_per_byte:.4f} bits a byte, perplexity {self.per_byte:.4f} a byte ({self.num_bytes:,} bytes)"
 
 
-def perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer: Tokenizer | None) -> Perplexity:
-    """Score every token of the documents. Each is read by itself, behind the token that begins one; without a tokenizer that is
-    not known, and a document's first token is not scored.
+def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer: Tokenizer | None) -> Perplexity:
+    """Score every token of the documents, and return the perplexity over all of them.
+
+    Each document is scored separately, after the token that starts a document. Without a tokenizer that token is unknown, so the
+    first token of each document is not scored.
 
     Raises:
-        ValueError: there is no token to be scored, or an id is outside the vocabulary.
+        ValueError: there is no token to score, or an id is outside the vocabulary.
     """
-    before = begins_with(tokenizer)
-    count, tokens, num_bytes, total = 0, 0, 0, 0.0
-    known = True
-    for group in _groups(documents):
-        for score in scorer.score([([*before, *one.ids], 1) for one in group]):
-            tokens += len(score.log_probabilities)
-            total -= score.total
-        for one in group:
-            count += 1
-            known = known and one.num_bytes is not None
-            num_bytes += one.num_bytes or 0
-    if not tokens:
-        raise ValueError("there is no token to be scored")
-    return Perplexity(count, tokens, num_bytes if known else None, total / tokens)
+    prefix = get_document_prefix(tokenizer)
+    num_documents, num_tokens, num_bytes, total_loss = 0, 0, 0, 0.0
+    has_num_bytes = True
+    for group in _group_documents(documents):
+        for score in scorer.score([([*prefix, *document.ids], 1) for document in group]):
+            num_tokens += len(score.log_probabilities)
+            total_loss -= score.total
+        for document in group:
+            num_documents += 1
+            has_num_bytes = has_num_bytes and document.num_bytes is not None
+            num_bytes += document.num_bytes or 0
+    if not num_tokens:
+        raise ValueError("the documents have no token to score: they are empty or, without a tokenizer, have only one token each")
+    return Perplexity(num_documents, num_tokens, num_bytes if has_num_bytes else None, total_loss / num_tokens)
 
 
-def _groups(documents: Iterable[Document]) -> Iterable[tuple[Document, ...]]:
-    rest = iter(documents)
-    while group := tuple(itertools.islice(rest, _AT_ONCE)):
+def _group_documents(documents: Iterable[Document]) -> Iterable[tuple[Document, ...]]:
+    iterator = iter(documents)
+    while group := tuple(itertools.islice(iterator, _DOCUMENTS_PER_GROUP)):
         yield group
 
 
-def _exp(value: float) -> float:
+def _exp_or_inf(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens under a model, in windows where a text is longer than what the model reads.
+"""Log-probabilities of tokens under a model. Texts longer than the model's context are split into overlapping windows.
 
-Shapes: `b` windows in a batch, `s` tokens of the longest, `v` vocabulary.
+Shapes: `b` windows in a batch, `s` tokens of the longest window, `v` vocabulary size.
 """
 
 from __future__ import annotations
@@ -12,64 +12,77 @@ import torch
 
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
-from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.inference.forward import compute_sequence_logits
 
-_TOKENS = 4096
-_CHUNK = 1 << 24
-"""Logits, at most, of which the softmax is taken at once."""
+_TOKENS_PER_BATCH = 4096
+"""Tokens of a batch of windows, if the caller sets no batch size."""
+_MAX_SOFTMAX_ELEMENTS = 1 << 24
+"""Maximum number of logits in one softmax, which bounds the memory of the float32 copy."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a sequence that is read at once: tokens `start` to `stop` - 1, of which those from `scored` on are scored."""
+    """Tokens `start` to `end` - 1 of a sequence, which one forward pass processes.
+
+    Only the tokens from `first_scored` on are scored; the tokens before are context.
+    """
 
     start: int
-    scored: int
-    stop: int
+    first_scored: int
+    end: int
 
 
-def windows(num_tokens: int, first: int, length: int, stride: int) -> Iterator[Window]:
-    """Cut a sequence so that each of its tokens from `first` on is scored once, with as many before it as fit.
+def split_windows(num_tokens: int, first_scored: int, length: int, stride: int) -> Iterator[Window]:
+    """Yield windows of a sequence that together score each token from `first_scored` on exactly once.
+
+    Each token has as much context as the window allows.
 
     Args:
-        first: the first token to be scored; at least 1, since a token is predicted from those before it.
-        length: tokens that the model reads at once. A window has one more, which is only predicted.
-        stride: tokens that a window scores, but for the first, which scores all that it can; at most `length`. The last window
-            has the full length too, if there is so much.
+        num_tokens: number of tokens of the sequence.
+        first_scored: index of the first token to score; at least 1, because a token is predicted from the tokens before it.
+        length: number of tokens that the model reads in one forward. A window has one more token, which is only predicted.
+        stride: number of tokens that each window after the first scores, at most `length`. The first window scores as many tokens
+            as fit. The last window starts earlier than the stride requires, so that it has the full length, if the sequence has
+            enough tokens.
     """
-    assert first >= 1 and 1 <= stride <= length
-    done = first
-    while done < num_tokens:
-        stop = min(num_tokens, length + 1 if done == first and first + stride <= length + 1 else done + stride)
-        yield Window(max(0, stop - length - 1), done, stop)
-        done = stop
+    assert first_scored >= 1 and 1 <= stride <= length
+    num_covered = first_scored
+    while num_covered < num_tokens:
+        end = min(
+            num_tokens, length + 1 if num_covered == first_scored and first_scored + stride <= length + 1 else num_covered + stride
+        )
+        yield Window(max(0, end - length - 1), num_covered, end)
+        num_covered = end
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model makes of a sequence."""
+    """Result of scoring one sequence: the log-probabilities of its scored tokens."""
 
     log_probabilities: list[float]
-    """Natural logarithms, of the scored tokens in order."""
-    greedy: bool
-    """Whether each of them was the likeliest."""
+    """Natural logarithms of the probabilities of the scored tokens, in order."""
+    is_greedy: bool
+    """Whether each scored token was the most likely token, so that greedy decoding would produce it."""
 
     @property
     def total(self) -> float:
-        """Logarithm of the probability of all scored tokens together."""
+        """Log-probability of all scored tokens together."""
         return sum(self.log_probabilities)
 
 
 class Scorer:
-    """Scores sequences in batches. All ranks of the model call it together and get the same.
+    """Scorer that computes the log-probabilities of token sequences in batches.
+
+    All ranks of the model call it together and get the same scores.
 
     Args:
-        batch_size: windows in a forward; by default as many as have 4,096 tokens, and at least one.
-        length: tokens of a window, by default the model's sequence length.
-        stride: see `windows`; by default the length.
+        batch_size: windows in one forward; by default as many as have 4,096 tokens together, and at least one.
+        length: number of tokens of a window; by default the model's sequence length.
+        stride: number of tokens that each window after the first scores; by default `length`. A smaller stride gives each token
+            more context.
 
     Raises:
-        ValueError: the length is more than the model has positions for, or the stride more than the length.
+        ValueError: the length exceeds the positions that the model has learned, or the stride exceeds the length.
     """
 
     def __init__(
@@ -84,56 +97,81 @@ class Scorer:
         self.length = config.seq_length if length is None else length
         self.stride = self.length if stride is None else stride
         if config.position_embedding_type == "learned_absolute" and self.length > config.num_positions:
-            raise ValueError(f"--window {self.length} is more than the {config.num_positions} positions that the model has learned")
+            raise ValueError(f"--window {self.length} exceeds the {config.num_positions} positions that the model has learned")
         if not 1 <= self.stride <= self.length:
             raise ValueError(f"--stride {self.stride} must be from 1 to the {self.length} tokens of a window (--window)")
         self._model, self._context = model, context
-        self._batch_size = max(1, _TOKENS // self.length) if batch_size is None else batch_size
+        self._batch_size = max(1, _TOKENS_PER_BATCH // self.length) if batch_size is None else batch_size
 
     def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Score]:
-        """Score sequences of token ids, each from the given place on.
+        """Return the log-probabilities of the tokens of each sequence.
+
+        Args:
+            sequences: (token ids, index of the first token to score) of each sequence.
 
         Raises:
             ValueError: an id is outside the vocabulary.
         """
-        most = max((max(ids) for ids, _ in sequences if len(ids)), default=0)
-        if most >= self._model.vocab_size:
-            raise ValueError(f"a text holds the id {most:,}, but the model's vocabulary has {self._model.vocab_size:,}")
-        work = [
-            (at, one) for at, (ids, first) in enumerate(sequences) for one in windows(len(ids), first, self.length, self.stride)
+        max_id = max((max(ids) for ids, _ in sequences if len(ids)), default=0)
+        if max_id >= self._model.vocab_size:
+            raise ValueError(f"a text has the token id {max_id:,}, but the model's vocabulary has {self._model.vocab_size:,} ids")
+        items = [
+            (sequence_index, window)
+            for sequence_index, (ids, first_scored) in enumerate(sequences)
+            for window in split_windows(len(ids), first_scored, self.length, self.stride)
         ]
-        work.sort(key=lambda each: each[1].start - each[1].stop)  # those of like length together; the longest first
-        found: dict[tuple[int, int], tuple[list[float], bool]] = {}
-        for begin in range(0, len(work), self._batch_size):
-            batch = work[begin : begin + self._batch_size]
-            for (at, window), made in zip(batch, self._forward(sequences, batch), strict=True):
-                found[at, window.scored] = made
+        items.sort(key=lambda item: item[1].start - item[1].end)  # the longest first, so that a batch has windows of similar length
+        results: dict[tuple[int, int], tuple[list[float], bool]] = {}
+        for start in range(0, len(items), self._batch_size):
+            batch = items[start : start + self._batch_size]
+            for (sequence_index, window), result in zip(batch, self._score_batch(sequences, batch), strict=True):
+                results[sequence_index, window.first_scored] = result
         scores = []
-        for at, (ids, first) in enumerate(sequences):
-            parts = [found[at, one.scored] for one in windows(len(ids), first, self.length, self.stride)]
-            scores.append(Score([value for part, _ in parts for value in part], all(greedy for _, greedy in parts)))
+        for sequence_index, (ids, first_scored) in enumerate(sequences):
+            window_results = [
+                results[sequence_index, window.first_scored]
+                for window in split_windows(len(ids), first_scored, self.length, self.stride)
+            ]
+            scores.append(
+                Score(
+                    [value for values, _ in window_results for value in values], all(is_greedy for _, is_greedy in window_results)
+                )
+            )
         return scores
 
     @torch.no_grad()
-    def _forward(
+    def _score_batch(
         self, sequences: Sequence[tuple[Sequence[int], int]], batch: Sequence[tuple[int, Window]]
     ) -> Iterator[tuple[list[float], bool]]:
-        """Read a batch of windows. What fills up the shorter ones lies behind them, where no token sees it."""
-        longest = max(one.stop - one.start for _, one in batch) - 1
-        tokens = torch.zeros(len(batch), longest, dtype=torch.long)
-        for row, (at, one) in enumerate(batch):
-            tokens[row, : one.stop - one.start - 1] = torch.as_tensor(sequences[at][0][one.start : one.stop - 1])
-        logits = sequence_logits(self._model, self._context, tokens)
-        for row, (at, one) in enumerate(batch):
-            labels = torch.as_tensor(sequences[at][0][one.scored : one.stop], dtype=torch.long, device=logits.device)
-            of_row = logits[row, one.scored - one.start - 1 : one.stop - one.start - 1]
-            values, greedy = [], True
-            for part, wanted in zip(of_row.split(rows := self._rows(of_row)), labels.split(rows), strict=True):
-                wide = part if part.dtype == torch.float64 else part.float()
-                values.append(torch.log_softmax(wide, -1).gather(-1, wanted[:, None]).double())
-                greedy = greedy and bool((wide.argmax(-1) == wanted).all())
-            yield torch.cat(values).flatten().tolist(), greedy
+        """Run a batch of windows.
+
+        For each window, yield the log-probabilities of its scored tokens, and whether all of them were the most likely tokens.
+
+        Shorter windows are padded at the end, where causal attention lets no real token see the padding.
+        """
+        max_length = max(window.end - window.start for _, window in batch) - 1
+        tokens = torch.zeros(len(batch), max_length, dtype=torch.long)
+        for row, (sequence_index, window) in enumerate(batch):
+            tokens[row, : window.end - window.start - 1] = torch.as_tensor(
+                sequences[sequence_index][0][window.start : window.end - 1]
+            )
+        logits = compute_sequence_logits(self._model, self._context, tokens)
+        for row, (sequence_index, window) in enumerate(batch):
+            labels = torch.as_tensor(
+                sequences[sequence_index][0][window.first_scored : window.end], dtype=torch.long, device=logits.device
+            )
+            scored_logits = logits[row, window.first_scored - window.start - 1 : window.end - window.start - 1]
+            log_probabilities, is_greedy = [], True
+            for block, block_labels in zip(
+                scored_logits.split(rows_per_block := self._rows_per_block(scored_logits)),
+                labels.split(rows_per_block),
+                strict=True,
+            ):
+                block_float = block if block.dtype == torch.float64 else block.float()
+                log_probabilities.append(torch.log_softmax(block_float, -1).gather(-1, block_labels[:, None]).double())
+                is_greedy = is_greedy and bool((block_float.argmax(-1) == block_labels).all())
+            yield torch.cat(log_probabilities).flatten().tolist(), is_greedy
 
     @staticmethod
-    def _rows(logits: torch.Tensor) -> int:
-        return max(1, _CHUNK // logits.shape[-1])
+    def _rows_per_block(logits: torch.Tensor) -> int:
+        return max(1, _MAX_SOFTMAX_ELEMENTS // logits.shape[-1])

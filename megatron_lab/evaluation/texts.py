@@ -1,4 +1,4 @@
-"""What is evaluated: text files, each one document, and files of JSON lines and indexed datasets, document by document."""
+"""Reader of the documents to evaluate: text files (one document each), files of JSON lines, and indexed datasets."""
 
 from __future__ import annotations
 
@@ -13,59 +13,72 @@ from megatron.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens that follow each other, and the bytes of their text in UTF-8; None where no tokenizer says."""
+    """One document to score, as token ids.
+
+    Args:
+        ids: token ids.
+        num_bytes: UTF-8 bytes of the text; None without a tokenizer.
+    """
 
     ids: list[int]
     num_bytes: int | None
 
 
-def documents_of(path: str, tokenizer: Tokenizer | None) -> Iterator[Document]:
-    """The documents of a text file, or of the indexed dataset with this prefix.
+def read_documents(path: str, tokenizer: Tokenizer | None) -> Iterator[Document]:
+    """Yield the documents of a text file, of a file of JSON lines, or of an indexed dataset.
+
+    Args:
+        path: path of a file, or of a dataset with or without .bin or .idx.
 
     Raises:
-        ValueError: there is neither, the text is not UTF-8, or no tokenizer is known for it.
+        ValueError: there is neither a file nor a dataset, the text is not UTF-8, or a text file has no tokenizer.
     """
     if Path(path).is_file() and not path.endswith((".bin", ".idx")):
         if tokenizer is None:
-            raise ValueError(f"{path} is text, and no tokenizer is known of the model: name it by --tokenizer-type and its files")
+            raise ValueError(
+                f"{path} is text, and the tokenizer of the model is unknown: set --tokenizer-type and the flags of its files"
+            )
         content = Path(path).read_bytes()
         try:
-            text = content.decode("utf-8")
+            decoded = content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: {error}") from error
-        for one in _texts(path, text):
-            yield Document(tokenizer.encode(one), len(one.encode("utf-8")))
+        for document_text in _split_documents(path, decoded):
+            yield Document(tokenizer.encode(document_text), len(document_text.encode("utf-8")))
         return
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if not Path(f"{prefix}.idx").exists():
-        raise ValueError(f"{path}: there is no such text file, and no indexed dataset ({prefix}.idx)")
+        raise ValueError(f"{path}: there is no text file of this name, and no indexed dataset ({prefix}.idx)")
     dataset = IndexedDataset(prefix)
-    for number in range(dataset.num_documents):
-        ids = dataset.document(number).tolist()
-        yield Document(ids, None if tokenizer is None else _num_bytes(ids, tokenizer))
+    for document_index in range(dataset.num_documents):
+        ids = dataset.document(document_index).tolist()
+        yield Document(ids, None if tokenizer is None else _count_bytes(ids, tokenizer))
 
 
-def _texts(path: str, content: str) -> Iterator[str]:
-    """The documents in the content of a file."""
+def _split_documents(path: str, content: str) -> Iterator[str]:
+    """Yield the documents of a file: the "text" of each JSON line, or the complete file as one document."""
     if not path.endswith((".jsonl", ".json")):
         yield content
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    for line_number, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             try:
                 text = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f'{path}, line {number}: no JSON object with a "text"') from error
+                raise ValueError(f'{path}, line {line_number}: no JSON object with a "text" field') from error
             yield str(text)
 
 
-def _num_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
-    """Bytes of the text; the token that ends a document has none."""
+def _count_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
+    """Return the number of UTF-8 bytes of the text of these token ids. The end-of-document token has no text."""
     return len(tokenizer.decode([id for id in ids if id != tokenizer.eod]).encode("utf-8"))
 
 
-def begins_with(tokenizer: Tokenizer | None) -> list[int]:
-    """What stands before a document's first token: the beginning of a text, else the end of the document before."""
+def get_document_prefix(tokenizer: Tokenizer | None) -> list[int]:
+    """Return the token id that precedes a document, as a list: bos, or eod if the tokenizer has no bos.
+
+    Without a tokenizer the list is empty.
+    """
     if tokenizer is None:
         return []
     return [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
